@@ -1,0 +1,143 @@
+"""Local HTTP servers that stand in for engines: they answer what a test wrote down, and keep what they were asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from multidict import CIMultiDict
+
+from turngate.engines.base import Chunk, Generate
+from turngate.types import Ids, Sampling
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def ask(prompt: Sequence[int] | Ids = (1, 2, 3), **fields: Any) -> Generate:
+    """A request, with what a test does not care about filled in."""
+    given: dict[str, Any] = {"max_tokens": 64, "sampling": Sampling(), **fields}
+    return Generate(prompt=np.asarray(prompt, np.int32), **given)
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class StandIn:
+    """One server. `answer` makes the reply to a POST; GETs are answered from `documents` by path."""
+
+    def __init__(self, answer: Answer | None = None, documents: dict[str, Any] | None = None) -> None:
+        self.answer = answer
+        self.documents = documents or {}
+        self.url = ""
+        self.bodies: list[bytes] = []
+        self.headers: list[CIMultiDict[str]] = []
+        self.paths: list[str] = []
+        self.hung_up = asyncio.Event()  # a client left before its reply was complete
+        self.connections: set[Any] = set()
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The last body, parsed."""
+        parsed: dict[str, Any] = json.loads(self.bodies[-1])
+        return parsed
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.connections.add(request.transport)
+        if request.method == "GET":
+            return self._document(request.path)
+        self.paths.append(request.path)
+        self.bodies.append(await request.read())
+        self.headers.append(request.headers.copy())
+        assert self.answer is not None
+        try:
+            return await self.answer(request)
+        except (asyncio.CancelledError, ConnectionError):
+            self.hung_up.set()
+            raise
+
+    def _document(self, path: str) -> web.Response:
+        if path not in self.documents:
+            return web.Response(status=404, text="Not Found")
+        document = self.documents[path]
+        if isinstance(document, int):
+            return web.Response(status=document)
+        return web.json_response(document)
+
+
+@asynccontextmanager
+async def serving(server: StandIn) -> AsyncIterator[StandIn]:
+    app = web.Application(client_max_size=2**28)
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
+
+
+def streams(*parts: bytes | float, cut: bool = False) -> Answer:
+    """A stream of these writes, with a pause of so many seconds where a number stands. `cut`: drop the connection."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for part in parts:
+            if isinstance(part, bytes):
+                await response.write(part)
+            else:
+                await asyncio.sleep(part)
+        if cut:
+            assert request.transport is not None
+            request.transport.close()
+        return response
+
+    return answer
+
+
+def says(value: Any, status: int = 200) -> Answer:
+    """One JSON document, or text as it is."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if isinstance(value, str):
+            return web.Response(text=value, status=status)
+        return web.json_response(value, status=status)
+
+    return answer
+
+
+async def collected(chunks: AsyncIterator[Chunk]) -> Chunk:
+    """All chunks as one."""
+    ids: list[int] = []
+    logprobs: list[float | None] = []
+    finish, prompt = None, None
+    async for chunk in chunks:
+        assert finish is None, "a chunk came after the last"
+        assert chunk.logprobs is not None and len(chunk.logprobs) == len(chunk.ids)
+        ids += chunk.ids
+        logprobs += chunk.logprobs
+        finish = chunk.finish
+        prompt = prompt or chunk.prompt
+    return Chunk(ids, logprobs, finish, prompt)
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port

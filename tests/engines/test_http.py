@@ -1,0 +1,315 @@
+"""Server-sent events however they are cut, failures as our errors, and connections that close when they must."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from turngate.engines import http
+from turngate.engines.http import Client, Events, failure, message_of, paired
+from turngate.errors import (
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    TurngateError,
+)
+
+from .standins import DONE, StandIn, event, free_port, says, serving, streams
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def client_of(server: StandIn | str, **settings: Any) -> AsyncIterator[Client]:
+    client = Client("engine", server if isinstance(server, str) else server.url, **settings)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def read_all(client: Client) -> list[bytes]:
+    async with client.post("/", b"{}", {}) as reply:
+        return [data async for batch in reply.events() for data in batch]
+
+
+async def test_events_are_the_same_wherever_the_reads_cut_them() -> None:
+    values = [{"text": "grüße 🙂 日本"}, {"text": "a\nb"}, {"n": 1}]
+    wire = b": keep-alive\n\n" + b"".join(
+        b"event: x\ndata: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n" for value in values
+    )
+    for ending in (b"\n", b"\r\n"):
+        stream = wire.replace(b"\n", ending)
+        for cut in range(len(stream) + 1):
+            events = Events()
+            found = events.feed(stream[:cut]) + events.feed(stream[cut:])
+            assert [json.loads(data) for data in found] == values, cut
+        events = Events()
+        one_by_one = [data for byte in stream for data in events.feed(bytes([byte]))]
+        assert [json.loads(data) for data in one_by_one] == values
+
+
+async def test_an_event_of_several_lines_is_one() -> None:
+    assert Events().feed(b"data: a\ndata:b\n\n\n\ndata: c\n") == [b"a\nb"]
+
+
+async def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "EVENT_BYTES", 10)
+    with pytest.raises(EngineError, match="endless"):
+        Events().feed(b"data: 12345678901")
+
+
+async def test_unicode_cut_in_the_middle_of_a_character_over_the_network() -> None:
+    wire = b"data: " + json.dumps({"text": "日本🙂"}, ensure_ascii=False).encode() + b"\n\n"
+    at = wire.index("🙂".encode()) + 2
+    answer = streams(wire[:at], 0.02, wire[at:], DONE)
+    async with serving(StandIn(answer)) as server, client_of(server) as client:
+        assert [json.loads(data) for data in await read_all(client)] == [{"text": "日本🙂"}]
+
+
+async def test_events_that_arrive_together_are_one_batch() -> None:
+    answer = streams(event(1) + event(2) + event(3), 0.05, event(4) + DONE)
+    server = StandIn(answer)
+    async with serving(server), client_of(server) as client, client.post("/", b"{}", {}) as reply:
+        batches = [batch async for batch in reply.events()]
+    assert batches == [[b"1", b"2", b"3"], [b"4"]]
+
+
+async def test_nothing_is_sent_before_the_first_read() -> None:
+    server = StandIn(streams(DONE))
+    async with serving(server), client_of(server) as client, client.post("/", b"{}", {}):
+        await asyncio.sleep(0.02)
+    assert server.bodies == []
+
+
+async def test_leaving_early_closes_the_connection() -> None:
+    async with serving(StandIn(streams(event(1), 30.0, DONE))) as server, client_of(server) as client:
+        async with client.post("/", b"{}", {}) as reply:
+            async for _ in reply.events():
+                break
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+        assert client.in_flight == 0
+
+
+async def test_cancelling_the_reader_closes_the_connection() -> None:
+    async with serving(StandIn(streams(30.0, DONE))) as server, client_of(server) as client:
+        task = asyncio.create_task(read_all(client))
+        while not server.bodies:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+async def test_leaving_while_another_task_reads_ends_that_read() -> None:
+    async with serving(StandIn(streams(event(1), 30.0, DONE))) as server, client_of(server) as client:
+        async with client.post("/", b"{}", {}) as reply:
+            batches = reply.events()
+            await anext(batches)
+            pending = asyncio.ensure_future(anext(batches))
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineUnavailable):
+            await pending
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+async def test_a_finished_reply_leaves_its_connection_for_the_next() -> None:
+    async with serving(StandIn(streams(event(1), DONE))) as server, client_of(server) as client:
+        for _ in range(3):
+            async with client.post("/", b"{}", {}) as reply:
+                async for _batch in reply.events():
+                    reply.finished = True
+                    break
+        assert len(server.connections) == 1
+
+
+async def test_a_finished_reply_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "DRAIN_S", 0.02)
+    async with serving(StandIn(streams(event(1), 30.0))) as server, client_of(server) as client:
+        async with client.post("/", b"{}", {}) as reply:
+            async for _ in reply.events():
+                reply.finished = True
+                break
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+async def test_the_callers_own_errors_pass_through() -> None:
+    """A timeout or a broken pipe on the agent's side is not the engine's."""
+    for own in (TimeoutError("mine"), ConnectionResetError("mine"), KeyError("mine")):
+        async with serving(StandIn(streams(event(1), 30.0))) as server, client_of(server) as client:
+            with pytest.raises(type(own), match="mine"):
+                async with client.post("/", b"{}", {}) as reply:
+                    async for _ in reply.events():
+                        raise own
+
+
+OVERFLOWS = [
+    # vLLM: renderers/params.py, v1/engine/input_processor.py
+    "This model's maximum context length is 4096 tokens. However, your prompt contains 5000 input tokens, which "
+    "exceeds this limit even without any output tokens. Please reduce the length of the input prompt.",
+    "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
+    "The decoder prompt (length 4096) plus the number of requested output tokens (at least 1) is longer than the "
+    "maximum model length of 4096.",
+    # SGLang: tokenizer_manager.py, scheduler
+    "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+    "Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a total of 5000.",
+    "Input length (5000 tokens) exceeds the maximum allowed length (4090 tokens).",
+    # OpenAI
+    "Your input exceeds the context window of this model.",
+]
+
+
+@pytest.mark.parametrize("text", OVERFLOWS)
+async def test_an_overflow_reads_as_one(text: str) -> None:
+    body = {"error": {"message": text, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
+    async with serving(StandIn(says(body, 400))) as server, client_of(server) as client:
+        with pytest.raises(ContextOverflow, match="engine: "):
+            await read_all(client)
+
+
+async def test_an_overflow_that_only_a_code_names() -> None:
+    body = {"error": {"message": "Too long.", "code": "context_length_exceeded"}}
+    async with serving(StandIn(says(body, 400))) as server, client_of(server) as client:
+        with pytest.raises(ContextOverflow, match="Too long"):
+            await read_all(client)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (400, "bad top_p", EngineRejected),
+        (404, "The model `x` does not exist.", EngineRejected),
+        (422, "unprocessable", EngineRejected),
+        (401, "bad key", EngineError),
+        (403, "bad key", EngineError),
+        (408, "", EngineTimeout),
+        (429, "slow down", EngineBusy),
+        (500, "Internal server error", EngineError),
+        (502, "", EngineUnavailable),
+        (503, "loading", EngineUnavailable),
+        (503, "The engine is currently busy and cannot accept new requests.", EngineBusy),
+        (503, "The request queue is full.", EngineBusy),
+        (504, "", EngineTimeout),
+        (302, "", EngineError),
+    ],
+)
+async def test_every_status_is_mapped(status: int, text: str, expected: type[TurngateError]) -> None:
+    async with serving(StandIn(says({"error": {"message": text}}, status))) as server, client_of(server) as client:
+        with pytest.raises(TurngateError) as raised:
+            await read_all(client)
+    assert type(raised.value) is expected
+    if status not in (401, 403):
+        assert text in raised.value.message
+
+
+async def test_a_refused_connection() -> None:
+    async with client_of(f"http://127.0.0.1:{free_port()}") as client:
+        with pytest.raises(EngineUnavailable) as raised:
+            await read_all(client)
+    assert "connection refused" in raised.value.message and "127.0.0.1" not in raised.value.message
+
+
+async def test_a_reset_connection() -> None:
+    async def slam(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    server = await asyncio.start_server(slam, "127.0.0.1", 0)
+    async with server, client_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(EngineUnavailable):
+            await read_all(client)
+
+
+async def test_something_that_is_not_http() -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 smtp ready\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    async with server, client_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(EngineError):
+            await read_all(client)
+
+
+async def test_a_stream_that_is_cut() -> None:
+    async with serving(StandIn(streams(event(1), 0.02, cut=True))) as server, client_of(server) as client:
+        with pytest.raises(EngineUnavailable):
+            await read_all(client)
+
+
+async def test_silence() -> None:
+    answer = streams(event(1), 0.03, event(2), 30.0)
+    async with serving(StandIn(answer)) as server, client_of(server, silence_s=0.15) as client:
+        with pytest.raises(EngineTimeout):
+            await read_all(client)
+
+
+async def test_silence_before_the_first_byte() -> None:
+    async def never(request: Any) -> Any:
+        await asyncio.sleep(30)
+
+    async with serving(StandIn(never)) as server, client_of(server, silence_s=0.1) as client:
+        with pytest.raises(EngineTimeout):
+            await read_all(client)
+
+
+async def test_keep_alive_comments_break_the_silence() -> None:
+    parts: list[bytes | float] = [b": keep-alive\n\n", 0.08]
+    answer = streams(*(parts * 4), event(1), DONE)
+    async with serving(StandIn(answer)) as server, client_of(server, silence_s=0.2) as client:
+        assert await read_all(client) == [b"1"]
+
+
+async def test_messages_are_short_and_without_our_key() -> None:
+    key = "sk-very-secret"
+    long = {"error": {"message": f"who is {key}? " + "x" * 5000}}
+    async with serving(StandIn(says(long, 400))) as server, client_of(server, key=key) as client:
+        with pytest.raises(EngineRejected) as raised:
+            await read_all(client)
+        assert server.headers[0]["Authorization"] == f"Bearer {key}"
+    assert key not in raised.value.message and key not in repr(client)
+    assert len(raised.value.message) <= 500 + len("engine: ")
+
+
+async def test_a_provider_that_quotes_half_the_key() -> None:
+    half = {"error": {"message": "Incorrect API key provided: sk-very-se***et"}}
+    async with serving(StandIn(says(half, 401))) as server, client_of(server, key="sk-very-secret") as client:
+        with pytest.raises(EngineError) as raised:
+            await read_all(client)
+    assert "sk-very" not in raised.value.message
+
+
+async def test_a_client_that_was_not_started_says_so() -> None:
+    with pytest.raises(RuntimeError, match="start"):
+        await read_all(Client("engine", "http://127.0.0.1:1"))
+
+
+async def test_readable_messages() -> None:
+    assert message_of(b'{"error": {"message": "a", "code": 400}}') == "a"
+    assert message_of(b'{"object": "error", "message": "a", "code": 400}') == "a"
+    assert message_of(b'{"error": "a"}') == "a"
+    assert message_of(b'{"detail": "a"}') == "a"
+    assert "return_token_ids" in message_of(b'{"detail": [{"loc": ["body", "return_token_ids"], "msg": "extra"}]}')
+    assert message_of(b"<html>") == "<html>"
+    assert message_of(b"\xff") == "\ufffd"
+    assert message_of(b"") == ""
+    assert str(failure("engine", 500, "")) == "engine answered 500"
+
+
+async def test_pairing_never_fills_and_never_cuts() -> None:
+    assert paired("engine", [1, 2], None) == [None, None]
+    assert paired("engine", [1, 2], [-0.5, None]) == [-0.5, None]
+    assert paired("engine", [1, 2], [-9999.0, 0.0]) == [None, 0.0]
+    for wrong in ([-0.5], [-0.5, -0.5, -0.5], []):
+        with pytest.raises(EngineError, match="log-probabilities for 2 tokens"):
+            paired("engine", [1, 2], wrong)

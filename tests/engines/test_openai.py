@@ -1,0 +1,371 @@
+"""The relay against chat endpoints of several minds: vLLM, OpenAI, and those that refuse what they do not know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from turngate.engines.base import RelayChunk, RelayRequest
+from turngate.engines.openai import OpenAIRelay
+from turngate.errors import (
+    BadRequest,
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+)
+from turngate.types import CallDelta, Capture, Delta, Sampling, ToolCall, Usage
+
+from .standins import DONE, Answer, StandIn, event, says, serving, streams
+
+pytestmark = pytest.mark.asyncio
+
+BODY: dict[str, Any] = {"model": "agent's", "messages": [{"role": "user", "content": "hi"}], "x_custom": {"a": [1]}}
+USAGE = {
+    "prompt_tokens": 11,
+    "completion_tokens": 5,
+    "total_tokens": 16,
+    "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+
+
+def part(delta: dict[str, Any], finish: str | None = None, **choice: Any) -> dict[str, Any]:
+    """One event of a chat stream."""
+    fields = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **choice}
+    return {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [fields]}
+
+
+def logprobs(*values: float) -> dict[str, Any]:
+    return {"content": [{"token": "t", "logprob": value, "bytes": None, "top_logprobs": []} for value in values]}
+
+
+def message(said: dict[str, Any], finish: str = "stop", **fields: Any) -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", **said}, "finish_reason": finish, **fields}
+    return {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": USAGE}
+
+
+@asynccontextmanager
+async def relay_of(server: StandIn, **settings: Any) -> AsyncIterator[OpenAIRelay]:
+    relay = OpenAIRelay(server.url, "sk-secret", **settings)
+    await relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+async def relayed(answer: Answer, body: dict[str, Any] | None = None, **settings: Any) -> list[RelayChunk]:
+    server = StandIn(answer)
+    async with serving(server), relay_of(server, **settings) as relay:
+        return await ask_chat(relay, body or BODY | {"stream": True})
+
+
+async def ask_chat(relay: OpenAIRelay, body: dict[str, Any], **fields: Any) -> list[RelayChunk]:
+    async with relay.relay(RelayRequest(body=json.dumps(body).encode(), **fields)) as chunks:
+        seen = [chunk async for chunk in chunks]
+    assert seen[-1].finish is not None and all(chunk.finish is None for chunk in seen[:-1])
+    return seen
+
+
+def events_of(chunks: list[RelayChunk]) -> list[Delta | CallDelta]:
+    return [said for chunk in chunks for said in chunk.events]
+
+
+async def test_the_request_is_the_agents_own_with_ours_over_it() -> None:
+    server = StandIn(says(message({"content": "hello"})))
+    messages = b'[{"role": "user",  "content": "\\u00e9 1.10"}]'
+    raw = b'{"messages": ' + messages + b', "temperature": 0.2, "top_k": 5, "max_tokens": 9}'
+    async with serving(server), relay_of(server) as relay:
+        request = RelayRequest(
+            body=raw, model="m", sampling=Sampling(temperature=0.5, seed=3), max_tokens=7, session="s", request_id="r"
+        )
+        async with relay.relay(request) as chunks:
+            assert [chunk async for chunk in chunks][-1].finish == "stop"
+    assert server.paths == ["/v1/chat/completions"]
+    assert messages in server.bodies[0]  # not parsed and written again
+    asked = server.asked
+    assert (asked["model"], asked["temperature"], asked["seed"], asked["max_tokens"]) == ("m", 0.5, 3, 7)
+    assert (asked["top_p"], asked["top_k"], asked["min_p"], asked["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
+    assert (asked["return_token_ids"], asked["logprobs"]) == (True, True)
+    assert "stream_options" not in asked
+    headers = server.headers[0]
+    assert headers["Authorization"] == "Bearer sk-secret"
+    assert (headers["X-Session-ID"], headers["X-Request-Id"]) == ("s", "r")
+
+
+async def test_nothing_else_is_touched() -> None:
+    server = StandIn(streams(event(part({"content": "x"}, "stop")), DONE))
+    body = BODY | {"stream": True, "stream_options": {"x": 1}, "max_completion_tokens": 50, "top_k": 5}
+    async with serving(server), relay_of(server, capture="text") as relay:
+        await ask_chat(relay, body)
+        assert server.asked == body | {"stream_options": {"x": 1, "include_usage": True}}
+        await ask_chat(relay, body, max_tokens=5, sampling=Sampling())
+    # a neutral field that is not OpenAI's is left out, rather than sent to an endpoint that may not know it
+    expected = body | {"max_completion_tokens": 5, "temperature": 1.0, "top_p": 1.0}
+    expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stream_options": {"x": 1, "include_usage": True}}
+    del expected["top_k"]
+    assert server.asked == expected
+
+
+async def test_text_reasoning_and_usage_streamed() -> None:
+    chunks = await relayed(
+        streams(
+            event(part({"role": "assistant", "content": ""})) + event(part({"reasoning": "hm"})),
+            0.02,
+            event(part({"reasoning_content": "m"})) + event(part({"content": "grü"})),
+            0.02,
+            event(part({"content": "ße"})) + event(part({}, "stop")),
+            event({"id": "c", "choices": [], "usage": USAGE}) + DONE,
+        )
+    )
+    assert events_of(chunks) == [
+        Delta("reasoning", "hm"),
+        Delta("reasoning", "m"),
+        Delta("content", "grü"),
+        Delta("content", "ße"),
+    ]
+    assert (chunks[-1].finish, chunks[-1].usage) == ("stop", Usage(11, 5, 4, 2))
+    assert all(chunk.ids is None and chunk.logprobs is None for chunk in chunks)
+
+
+async def test_reasoning_under_two_names_is_said_once() -> None:
+    chunks = await relayed(streams(event(part({"reasoning": "a", "reasoning_content": "a"}, "stop")), DONE))
+    assert events_of(chunks) == [Delta("reasoning", "a")]
+
+
+async def test_token_data_of_a_vllm() -> None:
+    """`prompt_token_ids` at the top of the first event, `token_ids` on the choice, log-probabilities per token."""
+    chunks = await relayed(
+        streams(
+            event(part({"role": "assistant", "content": ""}) | {"prompt_token_ids": [1, 2, 3]}),
+            0.02,
+            event(part({"content": "a"}, token_ids=[5], logprobs=logprobs(-0.1))),
+            event(part({}, token_ids=[6, 7], logprobs=logprobs(-0.2, -9999.0))),  # held back by a parser
+            0.02,
+            event(part({"content": "b"}, "length", token_ids=[8], logprobs=logprobs(-0.4))),
+            DONE,
+        )
+    )
+    assert [token for chunk in chunks for token in chunk.ids or ()] == [5, 6, 7, 8]
+    assert [value for chunk in chunks for value in chunk.logprobs or ()] == [-0.1, -0.2, None, -0.4]
+    assert [chunk.prompt for chunk in chunks if chunk.prompt] == [[1, 2, 3]]
+    assert chunks[-1].finish == "length"
+
+
+async def test_without_streaming() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "bash", "arguments": '{"c": 1}'}}
+    said = {"content": "text", "reasoning": "why", "tool_calls": [call]}
+    body = message(said, "tool_calls", token_ids=[5, 6], logprobs=logprobs(-0.1, -0.2)) | {"prompt_token_ids": [1]}
+    chunks = await relayed(says(body), BODY)
+    assert events_of(chunks) == [
+        Delta("reasoning", "why"),
+        Delta("content", "text"),
+        CallDelta(0, ToolCall("a", "bash", '{"c": 1}')),
+    ]
+    assert (chunks[0].ids, chunks[0].logprobs, chunks[0].prompt) == ([5, 6], [-0.1, -0.2], [1])
+    assert (chunks[-1].finish, chunks[-1].usage) == ("tool_calls", Usage(11, 5, 4, 2))
+
+
+async def test_log_probabilities_without_ids() -> None:
+    chunks = await relayed(streams(event(part({"content": "a"}, "stop", logprobs=logprobs(-0.1))), DONE))
+    assert (chunks[0].ids, chunks[0].logprobs) == (None, [-0.1])
+
+
+async def test_ids_without_log_probabilities() -> None:
+    chunks = await relayed(streams(event(part({"content": "a"}, "stop", token_ids=[5])), DONE))
+    assert (chunks[0].ids, chunks[0].logprobs) == ([5], [None])
+
+
+async def test_a_mismatch_is_refused() -> None:
+    with pytest.raises(EngineError, match="1 log-probabilities for 2 tokens"):
+        await relayed(streams(event(part({}, "stop", token_ids=[5, 6], logprobs=logprobs(-0.1))), DONE))
+
+
+def fragment(index: int | None, name: str | None, arguments: str | None, id: str | None = None) -> dict[str, Any]:
+    told: dict[str, Any] = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return told if index is None else told | {"index": index}
+
+
+async def test_tool_calls_are_put_together_and_come_whole() -> None:
+    chunks = await relayed(
+        streams(
+            event(part({"tool_calls": [fragment(0, "bash", "", "a")]})),
+            0.02,
+            event(part({"tool_calls": [fragment(0, None, '{"cmd": "l')]})),
+            0.02,
+            event(part({"tool_calls": [fragment(0, None, 's"}')]})),
+            0.02,
+            event(part({"tool_calls": [fragment(1, "read", None, "b"), fragment(2, "write", "{}", "c")]})),
+            0.02,
+            event(part({}, "tool_calls")),
+            DONE,
+        )
+    )
+    first, second, third = (
+        CallDelta(0, ToolCall("a", "bash", '{"cmd": "ls"}')),
+        CallDelta(1, ToolCall("b", "read", "")),
+        CallDelta(2, ToolCall("c", "write", "{}")),
+    )
+    assert [chunk.events for chunk in chunks if chunk.events] == [(first, second), (third,)]
+    assert chunks[-1].finish == "tool_calls"
+
+
+async def test_tool_calls_of_those_who_do_not_count() -> None:
+    for index in (None, 0):
+        calls = [fragment(index, "bash", "{}", "a"), fragment(index, "read", "{}", "b")]
+        chunks = await relayed(streams(event(part({"tool_calls": calls}, "stop")), DONE))
+        assert events_of(chunks) == [
+            CallDelta(0, ToolCall("a", "bash", "{}")),
+            CallDelta(1, ToolCall("b", "read", "{}")),
+        ]
+
+
+async def test_a_tool_call_without_an_id_gets_one() -> None:
+    [call] = events_of(await relayed(streams(event(part({"tool_calls": [fragment(0, "bash", "{}")]}, "stop")), DONE)))
+    assert isinstance(call, CallDelta) and call.call.id.startswith("call_")
+
+
+async def test_going_back_to_an_earlier_call_is_refused() -> None:
+    calls = [fragment(0, "a", "{", "a"), fragment(1, "b", "{}", "b"), fragment(0, None, "}")]
+    with pytest.raises(EngineError, match="went back"):
+        await relayed(streams(event(part({"tool_calls": calls}, "stop")), DONE))
+
+
+async def test_other_choices_are_ignored() -> None:
+    other = part({"content": "no"}, "stop", index=1, token_ids=[9])
+    chunks = await relayed(streams(event(other), event(part({"content": "yes"}, "stop")), DONE))
+    assert events_of(chunks) == [Delta("content", "yes")] and chunks[0].ids is None
+
+
+async def test_a_refusal_is_text() -> None:
+    assert events_of(await relayed(streams(event(part({"refusal": "no"}, "content_filter")), DONE))) == [
+        Delta("content", "no")
+    ]
+
+
+class Picky(StandIn):
+    """Refuses fields by name, as endpoints do that validate strictly."""
+
+    def __init__(self, *unknown: str, status: int = 400) -> None:
+        super().__init__(self.judge)
+        self.unknown = unknown
+        self.status = status
+
+    async def judge(self, request: Any) -> Any:
+        for field in self.unknown:
+            if field in self.asked:
+                error = {"message": f"Unrecognized request argument supplied: {field}", "type": "invalid_request_error"}
+                return await says({"error": error}, self.status)(request)
+        return await streams(event(part({"content": "ok"}, "stop")), DONE)(request)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "level", "calls"),
+    [
+        ((), "tokens", 1),
+        (("return_token_ids",), "logprobs", 2),
+        (("return_token_ids", "logprobs"), "text", 3),
+        (("logprobs",), "text", 2),
+        (("min_p",), "logprobs", 2),
+        (("return_token_ids", "stream_options"), "logprobs", 3),
+    ],
+)
+@pytest.mark.parametrize("status", [400, 422])
+async def test_auto_asks_for_less_and_remembers(
+    unknown: tuple[str, ...], level: Capture, calls: int, status: int
+) -> None:
+    server = Picky(*unknown, status=status)
+    async with serving(server), relay_of(server) as relay:
+        body = BODY | {"stream": True}
+        assert events_of(await ask_chat(relay, body, sampling=Sampling())) == [Delta("content", "ok")]
+        assert (relay.capture, len(server.bodies)) == (level, calls)
+        await ask_chat(relay, body, sampling=Sampling())
+        assert len(server.bodies) == calls + 1  # at once, this time
+        assert not set(server.asked) & set(unknown)
+        assert server.asked["messages"] == BODY["messages"] and server.asked["x_custom"] == BODY["x_custom"]
+        assert relay._client.in_flight == 0
+
+
+async def test_concurrent_calls_step_down_together() -> None:
+    server = Picky("return_token_ids", "logprobs")
+    async with serving(server), relay_of(server) as relay:
+        runs = await asyncio.gather(*(ask_chat(relay, BODY | {"stream": True}) for _ in range(8)))
+        assert all(events_of(run) == [Delta("content", "ok")] for run in runs)
+        assert relay.capture == "text"
+
+
+async def test_a_fixed_level_is_insisted_on() -> None:
+    server = Picky("return_token_ids")
+    async with serving(server), relay_of(server, capture="tokens") as relay:
+        with pytest.raises(EngineRejected, match="return_token_ids"):
+            await ask_chat(relay, BODY)
+    assert len(server.bodies) == 1
+
+
+async def test_other_refusals_are_the_agents() -> None:
+    server = StandIn(says({"error": {"message": "tools[0].name is too long"}}, 400))
+    async with serving(server), relay_of(server) as relay:
+        with pytest.raises(EngineRejected, match=r"tools\[0\]"):
+            await ask_chat(relay, BODY)
+        assert relay.capture == "tokens" and len(server.bodies) == 1
+
+
+async def test_errors() -> None:
+    overflow = {"error": {"message": "too long", "code": "context_length_exceeded"}}
+    with pytest.raises(ContextOverflow):
+        await relayed(says(overflow, 400))
+    with pytest.raises(EngineBusy):
+        await relayed(says({"error": {"message": "quota"}}, 429))
+    with pytest.raises(EngineError, match="credentials"):
+        await relayed(says({"error": {"message": "Incorrect API key provided: sk-se***et"}}, 401))
+    with pytest.raises(EngineError, match="boom"):
+        await relayed(streams(event({"error": {"message": "boom", "code": "server_error"}}), DONE))
+    with pytest.raises(EngineUnavailable):
+        await relayed(streams(event(part({"content": "a"})), DONE))
+    with pytest.raises(EngineUnavailable):
+        await relayed(streams(event(part({"content": "a"})), 0.02, cut=True))
+    with pytest.raises(EngineTimeout):
+        await relayed(streams(event(part({"content": "a"})), 30.0), silence_s=0.1)
+    with pytest.raises(EngineError, match="unexpected"):
+        await relayed(says("not json"), BODY)
+    server = StandIn()
+    async with serving(server), relay_of(server) as relay:
+        with pytest.raises(BadRequest):
+            async with relay.relay(RelayRequest(body=b"[]")) as chunks:
+                await anext(chunks)
+        with pytest.raises(BadRequest, match="stream_options"):
+            await ask_chat(relay, BODY | {"stream": True, "stream_options": [1]})
+
+
+async def test_leaving_early_hangs_up() -> None:
+    server = StandIn(streams(event(part({"content": "a"})), 30.0))
+    async with serving(server), relay_of(server) as relay:
+        async with relay.relay(RelayRequest(body=json.dumps(BODY | {"stream": True}).encode())) as chunks:
+            await anext(chunks)
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+async def test_health_and_addresses() -> None:
+    one: dict[str, Any] = {"data": [{"id": "m", "max_model_len": 99}]}
+    server = StandIn(documents={"/v1/models": one, "/api/models": {"data": []}})
+    async with serving(server):
+        for url, model in ((server.url, "m"), (server.url + "/v1/", "m"), (server.url + "/api", "")):
+            relay = OpenAIRelay(url, "sk-secret")
+            assert "sk-secret" not in repr(relay)
+            await relay.start()
+            [health] = await relay.health()
+            assert health.ok and health.model == model
+            await relay.close()
+        relay = OpenAIRelay(server.url + "/nowhere")
+        await relay.start()
+        [health] = await relay.health()
+        assert not health.ok
+        await relay.close()

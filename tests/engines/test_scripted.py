@@ -1,0 +1,182 @@
+"""The engine that does as it is told, told everything it can be told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turngate.engines.base import Engine, Generate
+from turngate.engines.scripted import Scripted, Turn, derived_logprobs
+from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable, TurngateError
+from turngate.types import Sampling
+
+from .standins import ask, collected
+
+pytestmark = pytest.mark.asyncio
+
+
+async def play(engine: Engine, **fields: Any) -> list[list[int]]:
+    async with engine.generate(ask(**fields)) as chunks:
+        return [list(chunk.ids) async for chunk in chunks]
+
+
+async def test_exact_ids_in_chunks_with_an_end() -> None:
+    engine = Scripted([Turn([5, 6, 7, 8, 9], chunk=2), Turn([1], finish="abort"), Turn([3, 4], chunk=0), Turn([])])
+    async with engine.generate(ask()) as chunks:
+        seen = [chunk async for chunk in chunks]
+    assert [list(chunk.ids) for chunk in seen] == [[5, 6], [7, 8], [9]]
+    assert [chunk.finish for chunk in seen] == [None, None, "stop"]
+    async with engine.generate(ask()) as chunks:
+        assert (await collected(chunks)).finish == "abort"
+    assert await play(engine) == [[3, 4]]
+    assert await play(engine) == [[]]
+
+
+async def test_log_probabilities_follow_from_everything_before_them() -> None:
+    prompt = np.array([1, 2, 3], np.int32)
+    values = derived_logprobs(prompt, [5, 6, 7])
+    assert values == derived_logprobs(prompt, [5, 6, 7])
+    assert values[:2] == derived_logprobs(prompt, [5, 6])
+    assert all(-5 < value < 0 for value in derived_logprobs(prompt, range(10_000)))
+    assert np.array(values, np.float32).tolist() == values  # exact in storage
+    assert values[2] != derived_logprobs(prompt, [5, 8, 7])[2]
+    assert values[0] != derived_logprobs(np.array([1, 2, 4], np.int32), [5])[0]
+    async with Scripted([Turn([5, 6, 7])]).generate(ask(prompt)) as chunks:
+        assert (await collected(chunks)).logprobs == values
+
+
+async def test_given_log_probabilities() -> None:
+    async with Scripted([Turn([5, 6], [-1.0, None])]).generate(ask()) as chunks:
+        assert (await collected(chunks)).logprobs == [-1.0, None]
+
+
+async def test_limits() -> None:
+    engine = Scripted([Turn([5, 6, 7])] * 3, max_context=5)
+    async with engine.generate(ask(max_tokens=2)) as chunks:
+        whole = await collected(chunks)
+    assert (whole.ids, whole.finish) == ([5, 6], "length")
+    async with engine.generate(ask([1, 2, 3, 4])) as chunks:
+        assert ((await collected(chunks)).ids) == [5]
+    with pytest.raises(ContextOverflow):
+        await play(engine, prompt=[1, 2, 3, 4, 5])
+    [health] = await engine.health()
+    assert health.ok and health.max_context == 5
+
+
+async def test_sessions_play_their_own_script() -> None:
+    engine = Scripted([Turn([1]), Turn([2])])
+    assert await play(engine, session="a") == [[1]]
+    assert await play(engine, session="b") == [[1]]
+    assert await play(engine, session="a") == [[2]]
+    with pytest.raises(EngineError, match="2 turns"):
+        await play(engine, session="a")
+    engine.release("a")
+    assert await play(engine, session="a") == [[1]]
+
+
+async def test_a_function_as_script_sees_the_request() -> None:
+    def script(request: Generate, index: int) -> Turn:
+        return Turn([*request.prompt.tolist(), index])
+
+    engine = Scripted(script)
+    assert await play(engine, prompt=[9], stream=False) == [[9, 0]]
+    assert await play(engine, prompt=[8], stream=False) == [[8, 1]]
+
+
+async def test_what_was_received_is_kept_up_to_a_limit() -> None:
+    engine = Scripted(lambda request, index: Turn([1]), keep=2)
+    for token in (1, 2, 3):
+        await play(engine, prompt=[token])
+    assert [request.prompt.tolist() for request in engine.received] == [[2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected", "delivered"),
+    [
+        (Turn([5, 6], fail_before=True), EngineUnavailable, []),
+        (Turn([5, 6], busy=True), EngineBusy, []),
+        (Turn([5, 6], overflow=True), ContextOverflow, []),
+        (Turn([5, 6, 7], cut_after=2), EngineUnavailable, [5, 6]),
+        (Turn([5, 6, 7], cut_after=2, chunk=0), EngineUnavailable, [5, 6]),
+        (Turn([5, 6, 7], cut_after=3), EngineUnavailable, [5, 6, 7]),
+        (Turn([5, 6, 7], cut_after=0), EngineUnavailable, []),
+        (Turn([5, 6], short_logprobs=True), EngineError, []),
+        (Turn([5, 6], logprobs=[-1.0]), EngineError, []),
+        (Turn([5, 6], hang=True), EngineTimeout, []),
+        (Turn([5, 6], silent_for=60), EngineTimeout, [5]),
+        (Turn([5, 6], delay_s=60), EngineTimeout, []),
+    ],
+)
+async def test_faults(turn: Turn, expected: type[TurngateError], delivered: list[int]) -> None:
+    engine = Scripted([turn], silence_s=0.02)
+    seen: list[int] = []
+    with pytest.raises(TurngateError) as raised:
+        async with engine.generate(ask()) as chunks:
+            async for chunk in chunks:
+                assert chunk.finish is None
+                seen += chunk.ids
+    assert type(raised.value) is expected and seen == delivered
+    assert engine.aborted == 0 and engine.in_flight == 0
+
+
+async def test_null_log_probabilities() -> None:
+    async with Scripted([Turn([5, 6], null_logprobs=True)]).generate(ask()) as chunks:
+        assert (await collected(chunks)).logprobs == [None, None]
+
+
+async def test_aborts_are_counted() -> None:
+    engine = Scripted(lambda request, index: Turn([5, 6, 7]))
+    async with engine.generate(ask()) as chunks:
+        await anext(chunks)
+        assert engine.in_flight == 1
+    assert (engine.aborted, engine.in_flight) == (1, 0)
+    async with engine.generate(ask(max_tokens=1)) as chunks:
+        await anext(chunks)  # the last one: left, but not early
+    assert engine.aborted == 1
+    hung = Scripted([Turn(hang=True)])
+    task = asyncio.create_task(play(hung))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert hung.aborted == 1
+
+
+async def test_pace() -> None:
+    started = time.perf_counter()
+    await play(Scripted([Turn([1, 2, 3], delay_s=0.03, pace_s=0.02, silent_for=0.02)]))
+    assert 0.09 <= time.perf_counter() - started < 1
+
+
+async def test_the_prompt_is_echoed_when_asked_for() -> None:
+    engine = Scripted([Turn([1, 2]), Turn([1, 2])])
+    async with engine.generate(ask([4, 5], echo_prompt=True)) as chunks:
+        assert [chunk.prompt async for chunk in chunks] == [[4, 5], None]
+    async with engine.generate(ask([4, 5])) as chunks:
+        assert (await collected(chunks)).prompt is None
+
+
+async def test_random_is_reproducible_and_varied() -> None:
+    async def run(seed: int) -> list[list[int]]:
+        engine = Scripted.random(100, [7, 8], seed, (1, 20))
+        return [(await play(engine, prompt=[n % 3], stream=False, session=f"{n}"))[0] for n in range(12)]
+
+    first = await run(1)
+    assert first == await run(1) and first != await run(2)
+    assert first[0] != first[3]  # the same prompt again is sampled again
+    for ids in first:
+        assert 1 <= len(ids) <= 20
+        assert ids[-1] in (7, 8) and not set(ids[:-1]) & {7, 8} and max(ids) < 100
+
+
+async def test_random_concurrent_calls() -> None:
+    engine = Scripted.random(1000, [0], 3, (5, 9), pace_s=0.001)
+    runs = await asyncio.gather(*(play(engine, prompt=[n], sampling=Sampling(seed=n)) for n in range(50)))
+    again = Scripted.random(1000, [0], 3, (5, 9))
+    for n, run in reversed(list(enumerate(runs))):
+        assert run == await play(again, prompt=[n], sampling=Sampling(seed=n))
+    assert engine.in_flight == 0 and engine.aborted == 0

@@ -1,0 +1,322 @@
+"""SGLang against a stand-in with the shapes of its public source. Not a live SGLang: none can be installed here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from turngate.engines.sglang import SGLang
+from turngate.errors import (
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    TurngateError,
+)
+from turngate.types import Constraint, Sampling
+
+from .standins import DONE, StandIn, ask, collected, event, says, serving, streams
+
+pytestmark = pytest.mark.asyncio
+
+IDS = [7, 7, 7, 9, 7, 2]  # repeats, so that no guess by content can tell cumulative from incremental
+LOGPROBS = [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]
+STEPS = [1, 2, 4, 6]  # tokens sampled by the time of each event
+STOP = {"type": "stop", "matched": 2}
+
+
+def output(ids: Any, positions: Any, total: int, finish: Any = None, **top: Any) -> dict[str, Any]:
+    meta = {
+        "id": "rid",
+        "finish_reason": finish,
+        "prompt_tokens": 3,
+        "weight_version": "default",
+        "input_token_logprobs": [],
+        "output_token_logprobs": positions,
+        "output_token_logprobs_length": total,
+        "completion_tokens": total,
+        "cached_tokens": 0,
+    }
+    if positions is None:
+        del meta["output_token_logprobs"]
+    return {"text": "…", "output_ids": ids, "meta_info": meta, **top}
+
+
+def position(index: int) -> list[Any]:
+    return [LOGPROBS[index], IDS[index], None]
+
+
+def stream(*, cumulative_ids: bool, cumulative_logprobs: bool, with_ids: bool = True) -> list[bytes]:
+    """The same generation, told in one of the ways in which SGLang's versions tell it."""
+    events, before = [], 0
+    for total in STEPS:
+        ids = IDS[0 if cumulative_ids else before : total]
+        positions = [position(index) for index in range(0 if cumulative_logprobs else before, total)]
+        finish = STOP if total == len(IDS) else None
+        told = output(ids, positions, total, finish)
+        if not with_ids:
+            del told["output_ids"]
+        events.append(event(told))
+        before = total
+    return events
+
+
+@asynccontextmanager
+async def engine_of(server: StandIn, **settings: Any) -> AsyncIterator[SGLang]:
+    engine = SGLang(server.url, **settings)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("cumulative_ids", [True, False])
+@pytest.mark.parametrize("cumulative_logprobs", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+async def test_cumulative_or_incremental(cumulative_ids: bool, cumulative_logprobs: bool, apart: bool) -> None:
+    events = stream(cumulative_ids=cumulative_ids, cumulative_logprobs=cumulative_logprobs)
+    parts: list[bytes | float] = []
+    for data in events:
+        parts += [data, 0.02] if apart else [data]
+    server = StandIn(streams(*(parts if apart else [b"".join(events)]), DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
+        seen = [chunk async for chunk in chunks]
+    assert [token for chunk in seen for token in chunk.ids] == IDS
+    assert [value for chunk in seen for value in chunk.logprobs or ()] == LOGPROBS
+    assert seen[-1].finish == "stop" and all(chunk.finish is None for chunk in seen[:-1])
+    assert [len(chunk.ids) for chunk in seen] == ([1, 1, 2, 2] if apart else [6])
+
+
+async def test_versions_that_send_ids_with_the_log_probabilities_only() -> None:
+    server = StandIn(streams(*stream(cumulative_ids=True, cumulative_logprobs=True, with_ids=False), DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
+        whole = await collected(chunks)
+    assert (whole.ids, whole.logprobs, whole.finish) == (IDS, LOGPROBS, "stop")
+
+
+async def test_without_streaming() -> None:
+    server = StandIn(says(output(IDS, [position(i) for i in range(6)], 6, {"type": "length", "length": 6})))
+    async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
+        whole = await collected(chunks)
+    assert (whole.ids, whole.logprobs, whole.finish) == (IDS, LOGPROBS, "length")
+    assert server.asked["stream"] is False
+
+
+async def test_the_request_on_the_wire() -> None:
+    server = StandIn(says(output([5], [[-0.1, 5, None]], 1, STOP)))
+    async with serving(server), engine_of(server, key="k", rank=1) as engine:
+        request = ask(
+            [0, 5, 151_643],
+            stream=False,
+            max_tokens=9,
+            stop=("END",),
+            stop_ids=(2,),
+            session="s1",
+            request_id="r1",
+            cache_salt="v7",
+            sampling=Sampling(seed=3, min_tokens=1),
+            constraint=Constraint("json_schema", {"type": "object"}),
+        )
+        async with engine.generate(request) as chunks:
+            await collected(chunks)
+    assert b'"input_ids":[0,5,151643]' in server.bodies[0]
+    asked = server.asked
+    rid = asked.pop("rid")
+    assert rid.startswith("r1-") and len(rid) == len("r1-") + 32
+    assert asked == {
+        "input_ids": [0, 5, 151_643],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "return_text_in_logprobs": False,
+        "stream": False,
+        "extra_key": "v7",
+        "routed_dp_rank": 1,
+        "data_parallel_rank": 1,
+        "sampling_params": {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_new_tokens": 1,
+            "sampling_seed": 3,
+            "n": 1,
+            "max_new_tokens": 9,
+            "stop": ["END"],
+            "stop_token_ids": [2],
+            "ignore_eos": False,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+            "json_schema": '{"type":"object"}',
+        },
+    }
+    headers = server.headers[0]
+    assert (headers["X-SMG-Routing-Key"], headers["X-Request-Id"], headers["Authorization"]) == ("s1", "r1", "Bearer k")
+
+
+async def test_any_json_object() -> None:
+    server = StandIn(says(output([5], [[-0.1, 5, None]], 1, STOP)))
+    request = ask(stream=False, constraint=Constraint("json_object"))
+    async with serving(server), engine_of(server) as engine, engine.generate(request) as chunks:
+        await collected(chunks)
+    assert json.loads(server.asked["sampling_params"]["json_schema"]) == {"type": "object"}
+
+
+async def test_the_prompt_is_echoed_once() -> None:
+    events = [
+        event(output([5], [[-0.1, 5, None]], 1, prompt_token_ids=[1, 2, 3])),
+        event(output([5, 6], [[-0.1, 5, None], [-0.2, 6, None]], 2, STOP, prompt_token_ids=[1, 2, 3])),
+    ]
+    server = StandIn(streams(events[0], 0.02, events[1], DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(ask(echo_prompt=True)) as chunks:
+        assert [chunk.prompt async for chunk in chunks] == [[1, 2, 3], None]
+    assert server.asked["return_prompt_token_ids"] is True
+
+
+async def test_null_log_probabilities_stay_null() -> None:
+    for positions in ([[None, 5, None]], None):
+        server = StandIn(says(output([5], positions, 1, STOP)))
+        async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
+            assert (await collected(chunks)).logprobs == [None]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (output([5, 6], [[-0.1, 5, None]], 2, STOP), "1 entries where 2 of 2 tokens are new"),
+        (output([5], [[-0.1, 6, None]], 1, STOP), "other tokens"),
+        (output([5, 6, 7], [[-0.1, 5, None]], 1, STOP), "3 entries"),
+        (output(None, None, 1, STOP), "no token ids"),
+        (output([5], [[-0.1, 5, None]], 1, {"type": "odd"}), "'odd'"),
+        ({"text": "only text"}, "meta_info"),
+        ({"output_ids": [5], "meta_info": {}}, "unexpected"),
+    ],
+)
+async def test_nonsense_is_refused_loudly(told: dict[str, Any], expected: str) -> None:
+    for streamed in (True, False):
+        server = StandIn(streams(event(told), DONE) if streamed else says(told))
+        async with serving(server), engine_of(server) as engine:
+            with pytest.raises(EngineError, match=expected):
+                async with engine.generate(ask(stream=streamed)) as chunks:
+                    await collected(chunks)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "expected"),
+    [
+        (400, "Input length (9 tokens) exceeds the maximum allowed length (5 tokens).", ContextOverflow),
+        (400, "Grammar error", EngineRejected),
+        (503, "The request queue is full.", EngineBusy),
+        (503, "gone", EngineUnavailable),
+        (500, "boom", EngineError),
+    ],
+)
+async def test_a_failure_dressed_as_an_end(status: int, message: str, expected: type[TurngateError]) -> None:
+    finish = {"type": "abort", "message": message, "status_code": status, "err_type": "X"}
+    server = StandIn(streams(event(output([], [], 0, finish)), DONE))
+    async with serving(server), engine_of(server) as engine:
+        with pytest.raises(TurngateError) as raised:
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+    assert type(raised.value) is expected and message in raised.value.message
+
+
+async def test_an_abort_by_the_engine_is_an_end() -> None:
+    finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    five = [[-0.1, 5, None]]
+    server = StandIn(streams(event(output([5], five, 1)), event(output([5], five, 1, finish))))
+    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
+        whole = await collected(chunks)
+    assert (whole.ids, whole.finish) == ([5], "abort")
+
+
+async def test_an_error_inside_the_stream() -> None:
+    text = "The input (9 tokens) is longer than the model's context length (5 tokens)."
+    server = StandIn(streams(event({"error": {"message": text}}), DONE))
+    async with serving(server), engine_of(server) as engine:
+        with pytest.raises(ContextOverflow):
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+
+
+async def test_a_stream_without_an_end() -> None:
+    server = StandIn(streams(event(output([5], [[-0.1, 5, None]], 1)), DONE))
+    async with serving(server), engine_of(server) as engine:
+        with pytest.raises(EngineUnavailable):
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+
+
+class Aborting(StandIn):
+    """Generates slowly, and takes aborts."""
+
+    def __init__(self) -> None:
+        super().__init__(self.generate)
+        self.aborted: asyncio.Queue[str] = asyncio.Queue()
+
+    async def generate(self, request: Any) -> Any:
+        if request.path == "/abort_request":
+            self.aborted.put_nowait(self.asked["rid"])
+            return await says("")(request)
+        return await streams(event(output([5], [[-0.1, 5, None]], 1)), 30.0)(request)
+
+
+async def test_leaving_early_aborts_and_hangs_up() -> None:
+    server = Aborting()
+    async with serving(server), engine_of(server) as engine:
+        async with engine.generate(ask(request_id="r")) as chunks:
+            await anext(chunks)
+        rid = await asyncio.wait_for(server.aborted.get(), 2)
+        assert rid == json.loads(server.bodies[0])["rid"]
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+async def test_silence_aborts_too() -> None:
+    server = Aborting()
+    async with serving(server), engine_of(server, silence_s=0.1) as engine:
+        with pytest.raises(EngineTimeout):
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+        await asyncio.wait_for(server.aborted.get(), 2)
+
+
+async def test_a_finished_generation_is_not_aborted() -> None:
+    server = StandIn(streams(event(output([5], [[-0.1, 5, None]], 1, STOP)), DONE))
+    async with serving(server), engine_of(server) as engine:
+        async with engine.generate(ask()) as chunks:
+            await anext(chunks)
+        async with engine.generate(ask()):
+            pass  # never asked for anything
+    assert server.paths == ["/generate"]
+
+
+async def test_health() -> None:
+    documents: dict[str, Any] = {
+        "/health": {},
+        "/get_model_info": {"model_path": "/models/q", "is_generation": True},
+        "/get_server_info": {"context_length": 4096, "max_req_input_len": 4090, "internal_states": [{}]},
+        "/v1/models": {"data": [{"id": "q", "max_model_len": 32768}]},
+    }
+    server = StandIn(documents=documents)
+    async with serving(server), engine_of(server) as engine:
+        [health] = await engine.health()
+        assert (health.ok, health.model, health.max_context) == (True, "/models/q", 4096)
+    documents["/get_server_info"] = {"context_length": None}
+    async with serving(server), engine_of(server, model="named") as engine:
+        [health] = await engine.health()
+        assert (health.ok, health.model, health.max_context) == (True, "named", 32768)
+        documents["/health"] = 503
+        [health] = await engine.health()
+        assert not health.ok

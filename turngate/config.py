@@ -1,0 +1,96 @@
+"""Every setting, once. From a TOML file, overridden by command-line flags; secrets come from the environment or the data folder."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from turngate.errors import ConfigError
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `turngate serve`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8700
+    data: str = "turngate-data"  # the folder that holds everything recorded
+    engine: Literal["vllm", "sglang", "scripted", "openai"] = "scripted"  # openai: observe mode only
+    engine_url: list[str] = []
+    engine_api: Literal["completions", "generate"] = "completions"  # vLLM: which of its endpoints takes the ids
+    engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
+    engine_ranks: int = 1  # data-parallel ranks behind each engine URL
+    engine_silence_s: float = 600.0  # no byte from the engine for this long is an error
+    script: str = ""  # scripted engine: a JSON list of replies
+    capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe mode: what to ask the endpoint for
+    model: str = ""  # the name agents use, and that the engine knows
+    tokenizer: str = ""  # a folder with tokenizer.json and a chat template
+    family: str = "auto"  # auto, template, or a family of the `renderers` package
+    max_context: int | None = None  # None: ask the engine
+    durability: Literal["process", "disk"] = "process"  # survives a kill of the process, or also of the machine
+    idle_s: float = 24 * 3600  # sessions unused for this long are sealed
+    alive_s: float = 10.0  # a sign of life when nothing was sent for this long
+    max_body_mb: float = 64.0
+    open_loopback: bool = False  # prime-rl API: loopback clients need no key
+    log_turns: bool = False
+    echo_prompt: bool = False  # have the engine repeat each prompt and compare
+
+    def check(self) -> ServeConfig:
+        """What types cannot say."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port: {self.port} is not between 0 and 65535", param="port")
+        for name in ("idle_s", "alive_s", "max_body_mb", "engine_silence_s", "engine_ranks"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} must be more than 0", param=name)
+        if self.max_context is not None and self.max_context < 1:
+            raise ConfigError(f"max_context: {self.max_context} must be at least 1", param="max_context")
+        if self.engine != "scripted" and not self.engine_url:
+            raise ConfigError(
+                f"engine_url: the engine {self.engine!r} needs at least one --engine-url", param="engine_url"
+            )
+        for url in self.engine_url:
+            if not re.fullmatch(r"https?://[^\s/]+(/[^\s]*)?", url):
+                raise ConfigError(f"engine_url: {url!r} is not an http(s) URL", param="engine_url")
+        if self.engine in ("vllm", "sglang") and not self.tokenizer:
+            raise ConfigError(
+                "tokenizer: exact sessions need the model's tokenizer folder; give --tokenizer PATH", param="tokenizer"
+            )
+        if self.engine == "vllm" and not self.model:
+            raise ConfigError("model: give --model NAME, the name under which vLLM serves the model", param="model")
+        return self
+
+
+def load(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:
+    """The file's settings with the overrides that are not None laid over them."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"config: {file} cannot be read ({error.strerror})", param="config") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config: {file} is not valid TOML: {error}", param="config") from None
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    _refuse_unknown(values)
+    try:
+        return msgspec.convert(values, ServeConfig).check()
+    except msgspec.ValidationError as error:
+        raise ConfigError(_named(str(error))) from None
+
+
+def _refuse_unknown(values: dict[str, Any]) -> None:
+    known = [field.name for field in msgspec.structs.fields(ServeConfig)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else f"; known settings are {', '.join(known)}"
+            raise ConfigError(f"{name}: there is no such setting{hint}", param=name)
+
+
+def _named(text: str) -> str:
+    found = re.search(r" - at `\$\.([^`]*)`$", text)
+    return f"{found[1]}: {text[: found.start()]}" if found else text

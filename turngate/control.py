@@ -1,0 +1,318 @@
+"""Every verb on sessions: open, find, list, show, trace, samples, seal, cancel, delete; and the fence. The admin API, the
+compatibility APIs and the command line call only this."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import secrets
+import time
+import uuid
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from turngate.errors import BadRequest, Conflict, NotFound, StoreError
+from turngate.events import Events
+from turngate.fence import Fence, Pause
+from turngate.store.sqlite import SessionRow, Store
+from turngate.trace.roles import roles
+from turngate.trace.sample import Policy, Sample, samples
+from turngate.trace.session import Session, SessionConfig, Status
+from turngate.trace.tree import Context, Sampled
+from turngate.types import Json, Message, Sampling
+
+log = logging.getLogger("turngate")
+_SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+
+
+class Control:
+    """Owns the live sessions."""
+
+    def __init__(
+        self,
+        store: Store,
+        fence: Fence,
+        events: Events,
+        *,
+        idle_s: float = 24 * 3600,
+        log_turns: bool = False,
+        release: Any = None,
+    ) -> None:
+        self._store = store
+        self._fence = fence
+        self.events = events
+        self._idle_s = idle_s
+        self._log_turns = log_turns
+        self._release = release or (lambda session: None)
+        self._live: dict[str, Session] = {}
+        self._by_secret: dict[bytes, str] = {secret: session_id for session_id, secret, _ in store.open_sessions()}
+        self._secret_of: dict[str, bytes] = {session_id: secret for secret, session_id in self._by_secret.items()}
+
+    # ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
+        """A new session and its secret, which is shown here and never again."""
+        if session_id is None:
+            session_id = uuid.uuid4().hex
+        elif not _SESSION_ID.fullmatch(session_id):
+            raise BadRequest(
+                "id: must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
+                param="id",
+            )
+        _check_sampling(config)
+        secret = "tg-" + secrets.token_urlsafe(32)
+        digest = _digest(secret)
+        opened = time.time()
+        try:
+            key = self._store.add_session(session_id, digest, config, opened)
+        except KeyError:
+            raise Conflict(f"id: a session {session_id!r} exists already; choose another id", param="id") from None
+        session = Session(session_id, key, config, opened)
+        self._live[session_id] = session
+        self._by_secret[digest] = session_id
+        self._secret_of[session_id] = digest
+        self.events.add(session_id, "opened", {"mode": config.mode, "model": config.model})
+        return session, secret
+
+    def by_secret(self, secret: str) -> Session | None:
+        """The session that this secret opens. Looked up by its hash, so that timing tells nothing about it."""
+        digest = _digest(secret)
+        session_id = self._by_secret.get(digest)
+        if session_id is not None:
+            return self.find(session_id)
+        row = self._store.find_secret(
+            digest
+        )  # sealed ones: the agent is told that it is over, not that its key is wrong
+        return None if row is None else self._store.load(row)
+
+    def is_secret_of(self, secret: str, session_id: str) -> bool:
+        digest = self._secret_of.get(session_id)
+        if digest is None:
+            row = self._store.find_secret(_digest(secret))
+            return row is not None and row.id == session_id
+        return secrets.compare_digest(digest, _digest(secret))
+
+    def find(self, session_id: str) -> Session:
+        session = self._live.get(session_id)
+        if session is None:
+            session = self._store.load(self._row(session_id))
+            if session.status == "open":
+                # Idle time counts from now: the gateway may have been down for longer than any agent is idle.
+                session.last_used = time.time()
+                self._live[session_id] = session
+        return session
+
+    def listing(
+        self, *, status: str | None = None, before: int | None = None, limit: int = 100
+    ) -> list[dict[str, Json]]:
+        return [self._summary(row) for row in self._store.sessions(status=status, before=before, limit=limit)]
+
+    def show(self, session_id: str) -> dict[str, Json]:
+        session = self.find(session_id)
+        role_of = roles(session.trace)
+        counts: dict[str, int] = {}
+        for role in role_of.values():
+            counts[role] = counts.get(role, 0) + 1
+        return {
+            **self._summary(self._row(session_id)),
+            "stop": session.stop,
+            "turns": session.turns,
+            "sampled_tokens": session.sampled_tokens,
+            "tokens": session.trace.tokens(),
+            "in_flight": session.in_flight,
+            "last_used": session.last_used,
+            "roles": counts,
+            "forks": [{"node": n.id, "cause": n.info.cause} for n in session.trace.nodes if n.info.cause is not None],
+        }
+
+    def trace(self, session_id: str) -> dict[str, Json]:
+        """The whole tree, with ids, log-probabilities and messages."""
+        session = self.find(session_id)
+        texts = self._store.messages(session.key)
+        role_of = roles(session.trace)
+        preambles = {
+            digest.hex(): {"tools": msgspec.Raw(tools), "template_kwargs": msgspec.Raw(kwargs)}
+            for digest, (tools, kwargs) in self._store.preambles(session.key).items()
+        }
+        nodes = [
+            _context_view(n, texts) if isinstance(n, Context) else _sampled_view(n, texts, role_of[n.id])
+            for n in session.trace.nodes
+        ]
+        return {
+            "session": session.id,
+            "status": session.status,
+            "stop": session.stop,
+            "config": session.config,
+            "preambles": preambles,
+            "nodes": nodes,
+        }
+
+    def samples(self, session_id: str, *, keep_empty: bool = False, policy: Policy | None = None) -> list[Sample]:
+        session = self.find(session_id)
+        return samples(session.trace, policy or session.config.policy, keep_empty=keep_empty)
+
+    async def seal(self, session_id: str, stop: str = "") -> Session:
+        """End a session; calls in flight are aborted. Sealing twice is fine."""
+        return await self._end(session_id, "sealed", stop)
+
+    async def cancel(self, session_id: str) -> Session:
+        return await self._end(session_id, "cancelled", "cancelled")
+
+    async def delete(self, session_id: str) -> None:
+        session = await self._end(session_id, "cancelled", "deleted")
+        self._store.delete_session(session.key)
+        self._forget(session)
+        self.events.add(session_id, "deleted", {})
+
+    async def _end(self, session_id: str, status: Status, stop: str) -> Session:
+        session = self.find(session_id)
+        if session.status != "open":
+            return session
+        session.status = status
+        session.stop = session.stop or stop
+        # Calls in flight record what they have before the session is closed for good.
+        session.abort_calls(status)
+        await session.idle.wait()
+        self._store.close_session(session.key, status, session.stop, time.time())
+        self._forget(session)
+        self._release(session.id)
+        self.events.add(session_id, status, {"stop": session.stop, "turns": session.turns})
+        return session
+
+    def _forget(self, session: Session) -> None:
+        self._live.pop(session.id, None)
+        digest = self._secret_of.pop(session.id, None)
+        if digest is not None:
+            self._by_secret.pop(digest, None)
+
+    def undelivered(self, session: Session, node_id: int) -> None:
+        """The turn is stored, but the agent was gone when its last byte was to be sent."""
+        for node in reversed(session.trace.nodes):
+            if node.id == node_id and isinstance(node, Sampled):
+                node.delivered = False
+                self._store.mark_undelivered(session.key, node_id)
+                return
+
+    def notify(self, session: Session, kind: str, data: dict[str, Any]) -> None:
+        """Called by the pipeline for each turn and limit."""
+        message = data.pop("message", None)
+        self.events.add(session.id, kind, data)
+        if self._log_turns and isinstance(message, Message):
+            log.info(
+                "session %s %s %s content=%d reasoning=%d calls=%d",
+                session.id,
+                kind,
+                data,
+                len(message.content),
+                len(message.reasoning),
+                len(message.tool_calls),
+            )
+
+    async def expire_idle(self) -> None:
+        """Runs for as long as the gateway: seals sessions that nobody used for a while."""
+        while True:
+            await asyncio.sleep(min(30.0, self._idle_s / 4))
+            for session_id in self.idle(time.time()):
+                try:
+                    await self.seal(session_id, "idle")
+                except (StoreError, NotFound) as error:
+                    log.warning("session %s could not be expired: %s", session_id, error.message)
+
+    def idle(self, now: float) -> list[str]:
+        for session_id in [s for s in self._secret_of if s not in self._live]:
+            self.find(session_id)  # not called since the gateway started: load it, so that its clock runs
+        return [s.id for s in self._live.values() if not s.in_flight and now - s.last_used > self._idle_s]
+
+    # ── fence ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fence(self) -> dict[str, Json]:
+        return {"version": self._fence.version, "paused": self._fence.paused, "in_flight": self._fence.in_flight}
+
+    async def pause(self, mode: Pause) -> dict[str, Json]:
+        await self._fence.pause(mode)
+        self.events.add("", "fence", {"paused": True, "mode": mode})
+        return self.fence()
+
+    def resume(self, version: int | None) -> dict[str, Json]:
+        self._fence.resume(version)
+        self._store.set_setting("policy_version", str(self._fence.version))
+        self.events.add("", "fence", {"paused": False, "version": self._fence.version})
+        return self.fence()
+
+    def _row(self, session_id: str) -> SessionRow:
+        row = self._store.find(session_id)
+        if row is None:
+            raise NotFound(f"there is no session {session_id!r}")
+        return row
+
+    def _summary(self, row: SessionRow) -> dict[str, Json]:
+        live = self._live.get(row.id)
+        return {
+            "id": row.id,
+            "key": row.key,
+            "status": live.status if live else row.status,
+            "stop": live.stop if live else row.stop,
+            "opened": row.opened,
+            "closed": row.closed,
+            "config": row.config,
+        }
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _check_sampling(config: SessionConfig) -> None:
+    try:
+        msgspec.convert(config.sampling, Sampling)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling: {error}", param="sampling") from None
+
+
+def _context_view(node: Context, texts: dict[int, bytes]) -> dict[str, Json]:
+    return {
+        "id": node.id,
+        "parent": None if node.parent is None else node.parent.id,
+        "kind": "context",
+        "ids": node.ids,
+        "messages": msgspec.Raw(texts[node.id]),
+        "preamble": node.info.preamble.hex(),
+        "cause": node.info.cause,
+    }
+
+
+def _sampled_view(node: Sampled, texts: dict[int, bytes], role: str) -> dict[str, Json]:
+    info = node.info
+    return {
+        "id": node.id,
+        "parent": node.parent.id,
+        "kind": "sampled",
+        "role": role,
+        "ids": node.ids,
+        "logprobs": node.logprobs,
+        "message": msgspec.Raw(texts[node.id]),
+        "finish": info.finish,
+        "cause": info.cause,
+        "version_start": info.version_start,
+        "version_end": info.version_end,
+        "started": info.started,
+        "ended": info.ended,
+        "sampling": msgspec.Raw(info.sampling or b"null"),
+        "biases": info.biases,
+        "capture": info.capture,
+        "fault": info.fault,
+        "delivered": node.delivered,
+    }
+
+
+def encode_array(value: object) -> Json:
+    """For `msgspec.json.encode`: arrays become lists, with null where there is no number."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind == "f":
+            return [None if np.isnan(x) else float(x) for x in value]
+        return value.astype(int).tolist() if value.dtype.kind == "b" else value.tolist()
+    raise TypeError(f"cannot encode {type(value).__name__}")

@@ -1,0 +1,498 @@
+"""OpenAI Chat Completions: `POST /v1/chat/completions`.
+
+Decoding scans the body into raw messages and looks inside only those that are new; every other field is checked here, so that a
+wrong one is refused by name in OpenAI's own error shape.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import orjson
+
+from turngate.errors import BadRequest, TurngateError
+from turngate.types import (
+    Alive,
+    Call,
+    CallDelta,
+    Constraint,
+    Delta,
+    Done,
+    Json,
+    Message,
+    ReplyEvent,
+    Tool,
+    ToolCall,
+    Usage,
+)
+
+# A raw field that was left out reads like one that is null.
+ABSENT = msgspec.Raw(b"null")
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b'"{}"')
+
+
+class _WireCall(msgspec.Struct):
+    function: _Function
+    id: str = ""
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class _WireMessage(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_WireCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    refusal: str | None = None
+    function_call: msgspec.Raw = ABSENT
+
+
+class _Request(msgspec.Struct):
+    messages: list[msgspec.Raw]
+    model: str = ""
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    parallel_tool_calls: bool | None = None
+    response_format: msgspec.Raw = ABSENT
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    functions: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    modalities: list[str] | None = None
+    audio: msgspec.Raw = ABSENT
+    web_search_options: msgspec.Raw = ABSENT
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+_request = msgspec.json.Decoder(_Request)
+_message = msgspec.json.Decoder(_WireMessage)
+
+# Range of each sampling field, as OpenAI and the engines have it.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 10),
+    "top_k": (-1, 2**31),
+    "seed": (-(2**63), 2**63),
+}
+
+
+class ChatHistory:
+    """The messages of one request, decoded one at a time."""
+
+    def __init__(self, raws: Sequence[bytes]) -> None:
+        self.raws = raws
+
+    def decode(self, index: int) -> tuple[Message, ...]:
+        where = f"messages[{index}]"
+        try:
+            wire = _message.decode(self.raws[index])
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"{where}: {_reason(error)}", param=where) from None
+        return (_decode_message(wire, where),)
+
+
+class ChatTools:
+    """The tools of one request."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    def decode(self) -> tuple[Tool, ...]:
+        try:
+            wires = msgspec.json.decode(self.raw, type=list[dict[str, Any]])
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"tools: {_reason(error)}", param="tools") from None
+        return tuple(_decode_tool(wire, f"tools[{n}]") for n, wire in enumerate(wires))
+
+
+class Chat:
+    """The dialect."""
+
+    name = "chat"
+    paths = ("/v1/chat/completions", "/chat/completions")
+
+    def key(self, headers: Mapping[str, str]) -> str:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        return token.strip() if scheme.lower() == "bearer" else ""
+
+    def decode(self, body: bytes, headers: Mapping[str, str]) -> Call:
+        try:
+            request = _request.decode(body)
+        except msgspec.ValidationError as error:
+            raise BadRequest(_reason(error), param=_param(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadRequest(f"The body is not valid JSON: {error}") from None
+        _refuse_what_we_do_not_do(request)
+        if not request.messages:
+            raise BadRequest("messages: must hold at least one message", param="messages")
+        tools = ChatTools(bytes(request.tools)) if _given(request.tools) and bytes(request.tools) != b"[]" else None
+        kwargs = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        constraint, offered = _constraint(request, tools)
+        return Call(
+            model=request.model,
+            history=ChatHistory(request.messages),
+            tools=tools if offered else None,
+            sampling=_sampling(request),
+            max_tokens=_max_tokens(request),
+            stop=_stops(request.stop),
+            constraint=constraint,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            template_kwargs=kwargs,
+            stream=bool(request.stream),
+            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            retried=headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+            idempotency_key=headers.get("idempotency-key", ""),
+            body=body,
+        )
+
+    def stream(self, call: Call) -> ChatStream:
+        return ChatStream(call)
+
+    def whole(self, call: Call, done: Done) -> bytes:
+        message: dict[str, Json] = {"role": "assistant", "content": done.message.content or None, "refusal": None}
+        if done.message.reasoning:
+            message["reasoning"] = message["reasoning_content"] = done.message.reasoning
+        if done.message.tool_calls:
+            message["tool_calls"] = [_wire_call(c) for c in done.message.tool_calls]
+        elif message["content"] is None:
+            message["content"] = ""
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(done)}
+        return orjson.dumps({**_head(call, "chat.completion"), "choices": [choice], "usage": _usage(done.usage)})
+
+    def error(self, error: TurngateError) -> bytes:
+        return orjson.dumps(_error(error))
+
+
+class ChatStream:
+    """One streamed reply as server-sent events."""
+
+    def __init__(self, call: Call) -> None:
+        self._head = _head(call, "chat.completion.chunk")
+        self._include_usage = call.include_usage
+
+    def begin(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def event(self, event: ReplyEvent) -> bytes:
+        match event:
+            case Delta(kind="content", text=text):
+                return self._chunk({"content": text})
+            case Delta(text=text):
+                return self._chunk({"reasoning": text, "reasoning_content": text})
+            case CallDelta(index=index, call=call):
+                return self._chunk({"tool_calls": [{"index": index, **_wire_call(call)}]})
+            case Alive():
+                return self._chunk({})
+            case Done() as done:
+                return self._chunk({}, _finish(done)) + self._final_usage(done) + b"data: [DONE]\n\n"
+
+    def error(self, error: TurngateError) -> bytes:
+        return b"data: " + orjson.dumps(_error(error)) + b"\n\n"
+
+    def _chunk(self, delta: dict[str, Json], finish: str | None = None) -> bytes:
+        body: dict[str, Json] = {
+            **self._head,
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
+        }
+        if self._include_usage:
+            body["usage"] = None
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def _final_usage(self, done: Done) -> bytes:
+        if not self._include_usage:
+            return b""
+        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": _usage(done.usage)}) + b"\n\n"
+
+
+def models_body(names: Sequence[str], created: int) -> bytes:
+    """`GET /v1/models`."""
+    data = [{"id": name, "object": "model", "created": created, "owned_by": "turngate"} for name in names]
+    return orjson.dumps({"object": "list", "data": data})
+
+
+def _given(raw: msgspec.Raw) -> bool:
+    return bytes(raw) != b"null"
+
+
+def _decode_message(wire: _WireMessage, where: str) -> Message:
+    if _given(wire.function_call):
+        raise BadRequest(f"{where}.function_call: is the old form; use tool_calls", param=f"{where}.function_call")
+    text = _text(wire.content, where)
+    match wire.role:
+        case "system" | "developer":
+            return Message("system", text)
+        case "user":
+            return Message("user", text, name=wire.name or "")
+        case "assistant":
+            calls = tuple(_decode_call(call) for call in wire.tool_calls or ())
+            return Message(
+                "assistant", text or wire.refusal or "", wire.reasoning_content or wire.reasoning or "", calls
+            )
+        case "tool":
+            if wire.tool_call_id is None:
+                raise BadRequest(
+                    f"{where}.tool_call_id: a tool message needs the id of the call it answers",
+                    param=f"{where}.tool_call_id",
+                )
+            return Message("tool", text, tool_call_id=wire.tool_call_id, name=wire.name or "")
+        case _:
+            raise BadRequest(
+                f"{where}.role: {wire.role!r} is not one of system, developer, user, assistant, tool",
+                param=f"{where}.role",
+            )
+
+
+def _decode_call(wire: _WireCall) -> ToolCall:
+    raw = bytes(wire.function.arguments)
+    # Arguments are JSON text in a string; some clients send the object itself.
+    text = msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
+    return ToolCall(wire.id, wire.function.name, "{}" if text in ("", "null") else text)
+
+
+def _text(content: str | list[_Part] | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for n, part in enumerate(content or ()):
+        if part.type in ("text", "input_text", "output_text"):
+            texts.append(part.text)
+        elif part.type == "refusal":
+            texts.append(part.refusal)
+        else:
+            at = f"{where}.content[{n}]"
+            raise BadRequest(
+                f"{at}.type: {part.type!r} parts are not supported; this gateway takes text only", param=at
+            )
+    return "\n".join(texts)
+
+
+def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
+    if wire.get("type") != "function":
+        raise BadRequest(
+            f"{where}.type: {wire.get('type')!r} is not supported; only 'function' tools are", param=f"{where}.type"
+        )
+    function = wire.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"{where}.function.name: is missing", param=f"{where}.function.name")
+    return Tool(name, wire)
+
+
+def _refuse_what_we_do_not_do(request: _Request) -> None:
+    def refuse(field: str, why: str) -> BadRequest:
+        return BadRequest(f"{field}: {why}", param=field)
+
+    if request.n is not None and request.n != 1:
+        raise refuse("n", f"{request.n} choices are not supported, only 1; send the call several times instead")
+    if request.logprobs or request.top_logprobs:
+        raise refuse("logprobs", "log-probabilities are recorded by the gateway and not given to agents; leave it out")
+    if request.logit_bias:
+        raise refuse("logit_bias", "is not supported, since it would bias what is recorded; leave it out")
+    for name, value in (("functions", request.functions), ("function_call", request.function_call)):
+        if _given(value):
+            raise refuse(name, "is the old form and not supported; use tools and tool_choice")
+    if _given(request.audio):
+        raise refuse("audio", "is not supported; this gateway answers in text")
+    if request.modalities and request.modalities != ["text"]:
+        raise refuse("modalities", "only ['text'] is supported")
+    if _given(request.web_search_options):
+        raise refuse("web_search_options", "is not supported; give the model a search tool of your own")
+
+
+def _sampling(request: _Request) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (low, high) in _RANGES.items():
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if not low <= value <= high:
+            raise BadRequest(f"{name}: {value} is not between {low} and {high}", param=name)
+        found[name] = max(value, 0) if name == "top_k" else value
+    return found
+
+
+def _max_tokens(request: _Request) -> int | None:
+    name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+    value = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    if value is not None and value < 1:
+        raise BadRequest(f"{name}: {value} is less than 1", param=name)
+    return value
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if any(not s for s in stops):
+        raise BadRequest("stop: an empty string would stop at once", param="stop")
+    if len(stops) > 16:
+        raise BadRequest(f"stop: {len(stops)} strings are more than 16", param="stop")
+    return stops
+
+
+def _constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
+    """What the output is forced into, and whether the tools are offered at all."""
+    choice: Json = orjson.loads(bytes(request.tool_choice))
+    forced = _tool_choice(choice, tools)
+    shape = _response_format(request)
+    if forced is not None and shape is not None:
+        raise BadRequest(
+            "tool_choice: a forced tool and response_format cannot both hold; leave one out", param="tool_choice"
+        )
+    return forced or shape, choice != "none"
+
+
+def _tool_choice(choice: Json, tools: ChatTools | None) -> Constraint | None:
+    match choice:
+        case None | "auto" | "none":
+            return None
+        case "required":
+            offered = _offered(tools)
+            calls = [_call_schema(tool) for tool in offered]
+            return Constraint("tools", {"type": "array", "minItems": 1, "items": {"anyOf": calls}})
+        case {"type": "function", "function": {"name": str(name)}}:
+            tool = next((t for t in _offered(tools) if t.name == name), None)
+            if tool is None:
+                raise BadRequest(f"tool_choice: {name!r} is not among the tools", param="tool_choice")
+            return Constraint("tool", _parameters(tool), name)
+        case _:
+            raise BadRequest(
+                "tool_choice: must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}",
+                param="tool_choice",
+            )
+
+
+def _offered(tools: ChatTools | None) -> tuple[Tool, ...]:
+    if tools is None:
+        raise BadRequest("tool_choice: forces a tool, but there are no tools", param="tool_choice")
+    return tools.decode()
+
+
+def _parameters(tool: Tool) -> Json:
+    return tool.wire["function"].get("parameters") or {"type": "object"}
+
+
+def _call_schema(tool: Tool) -> Json:
+    properties = {"name": {"const": tool.name}, "arguments": _parameters(tool)}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+class _JsonSchema(msgspec.Struct):
+    name: str = ""
+    schema: dict[str, Any] | None = None
+
+
+class _ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+def _response_format(request: _Request) -> Constraint | None:
+    if not _given(request.response_format):
+        return None
+    try:
+        form = msgspec.json.decode(request.response_format, type=_ResponseFormat)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"response_format: {_reason(error)}", param="response_format") from None
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Constraint("json_object")
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise BadRequest("response_format.json_schema.schema: is missing", param="response_format")
+    return Constraint("json_schema", form.json_schema.schema)
+
+
+def _wire_call(call: ToolCall) -> dict[str, Json]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _finish(done: Done) -> str:
+    return "stop" if done.finish == "abort" else done.finish
+
+
+def _usage(usage: Usage | None) -> Json:
+    if usage is None:
+        return None
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _head(call: Call, kind: str) -> dict[str, Json]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": call.model}
+
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+def _error(error: TurngateError) -> Json:
+    kind = _TYPES.get(error.status, "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.kind}}
+
+
+def _reason(error: msgspec.DecodeError) -> str:
+    """msgspec's message with our field names: `max_tokens: Expected `int | null`, got `str``."""
+    text = str(error)
+    found = re.search(r" - at `\$?\.?(.*)`$", text)
+    return f"{found[1]}: {text[: found.start()]}" if found else text
+
+
+def _param(error: msgspec.DecodeError) -> str | None:
+    found = re.search(r" - at `\$?\.?([^`]*)`$", str(error)) or re.search(r"required field `(\w+)`", str(error))
+    return found[1] if found else None

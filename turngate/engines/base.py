@@ -1,0 +1,111 @@
+"""The engine seam: token ids in, token ids with log-probabilities out, streamed.
+
+Implementations: `vllm`, `sglang`, `scripted`; `pool` spreads sessions over several of them. Called by `turn.py` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Literal, Protocol
+
+import msgspec
+
+from turngate.types import CallDelta, Constraint, Delta, Finish, Ids, Sampling, Usage
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation request."""
+
+    prompt: Ids
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    stream: bool = True  # False: one chunk with everything is enough
+    session: str = ""  # for affinity; never a secret
+    request_id: str = ""
+    cache_salt: str = ""
+    echo_prompt: bool = False  # ask the engine which prompt ids it saw, as a check
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """What the engine sampled since the last chunk.
+
+    `ids` include a sampled stop token. `logprobs` has one entry per id; None where the engine gave none. `prompt` is the prompt
+    that the engine says it saw, when it was asked to echo it.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float | None] | None
+    finish: Literal["stop", "length", "abort"] | None = None
+    prompt: Sequence[int] | None = None
+
+
+class Health(msgspec.Struct, frozen=True):
+    """One replica, as last seen."""
+
+    url: str
+    ok: bool
+    detail: str = ""
+    model: str = ""
+    max_context: int | None = None
+    in_flight: int = 0
+
+
+class Engine(Protocol):
+    """Implementations raise only `EngineError`s and `ContextOverflow`.
+
+    `generate` is a context manager around a stream of chunks: leaving it early, by whatever way, aborts the generation.
+    The last chunk has `finish` set; a stream that ends without one raises `EngineUnavailable` inside the implementation.
+    """
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def health(self) -> list[Health]: ...
+
+    def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
+
+    def release(self, session: str) -> None:
+        """The session is over; forget its placement."""
+
+
+class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One call to relay as it came (observe mode): the agent's own chat body, with the gateway's model and sampling laid over it."""
+
+    body: bytes
+    model: str = ""  # empty: as the agent asked
+    sampling: Sampling | None = None  # the session's pinned sampling, if any
+    max_tokens: int | None = None
+    session: str = ""
+    request_id: str = ""
+
+
+class RelayChunk(msgspec.Struct, frozen=True):
+    """What the endpoint answered since the last chunk, with whatever token data it gave along."""
+
+    events: tuple[Delta | CallDelta, ...] = ()
+    ids: Sequence[int] | None = None
+    logprobs: Sequence[float | None] | None = None
+    prompt: Sequence[int] | None = None
+    finish: Finish | None = None
+    usage: Usage | None = None
+
+
+class Relay(Protocol):
+    """The observe-mode seam: a chat endpoint that renders and parses by itself."""
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def health(self) -> list[Health]: ...
+
+    def relay(self, request: RelayRequest) -> AbstractAsyncContextManager[AsyncIterator[RelayChunk]]: ...

@@ -1,0 +1,352 @@
+"""HTTP to an engine: one client per engine, server-sent events, and every upstream failure as one of our errors.
+
+Used by `vllm`, `sglang` and `openai`. Nothing here knows what an engine's JSON means. Two rules hold throughout:
+
+- Leaving `Client.post` before the engine said that it is finished closes the connection, which is how an engine learns
+  that it must abort.
+- What is raised is a `TurngateError` whose message is safe to show to an agent: no URL, no key, no request headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from turngate.errors import (
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    TurngateError,
+)
+from turngate.types import Json
+
+T = TypeVar("T")
+
+MESSAGE_CHARS = 500  # of an engine's own words, in our errors
+EVENT_BYTES = 64 * 2**20  # an event longer than this is not an event
+DRAIN_S = 0.25  # how long a finished reply may take to end before its connection is given up
+PROBE_S = 5.0  # for health checks and aborts, which must never hang
+# uvicorn, under both vLLM and SGLang, drops idle connections after 5 s. A POST on a connection that the server is just
+# closing fails as if the engine were gone, so ours are dropped first.
+KEEPALIVE_S = 2.0
+# vLLM writes this where it has no log-probability for the sampled token, or one that is not a number.
+NO_LOGPROB = -9999.0
+
+_DONE = b"[DONE]"
+# "Does not fit" in the words of vLLM, SGLang, OpenAI and those who copy them.
+_OVERFLOW = re.compile(
+    r"context_length_exceeded|maximum context length|maximum model length|model's context length"
+    r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long",
+    re.IGNORECASE,
+)
+# vLLM and SGLang turn requests away with a 503 when their queues are full. They are up, and merely busy.
+_BUSY = re.compile(r"currently busy|backlog limit|queue is full|higher priority request|overloaded", re.IGNORECASE)
+
+
+def failure(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
+    """An upstream HTTP status as one of our errors. `message` is the readable part of its body, `evidence` all."""
+    said = f"{engine}: {message}" if message else f"{engine} answered {status}"
+    words = f"{message} {evidence}"
+    if status in (401, 403):
+        # The gateway's own credentials are wrong. Providers quote parts of the key here, so their words stay here.
+        return EngineError(f"{engine} refused the gateway's credentials ({status})")
+    if status == 429:
+        return EngineBusy(said)
+    if status in (408, 504):
+        return EngineTimeout(said)
+    if 400 <= status < 500:
+        return ContextOverflow(said) if _OVERFLOW.search(words) else EngineRejected(said)
+    if status in (502, 503):
+        return EngineBusy(said) if _BUSY.search(words) else EngineUnavailable(said)
+    return EngineError(said)
+
+
+@contextmanager
+def boundary(engine: str) -> Iterator[None]:
+    """The one place where foreign exceptions become ours. Never around a `yield`: it would catch the caller's own."""
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError as error:
+        raise EngineUnavailable(f"{engine} could not be reached in time") from error
+    except TimeoutError as error:
+        raise EngineTimeout(f"{engine} was silent for too long") from error
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        raise EngineUnavailable(f"the connection to {engine} failed: {_reason(error)}") from error
+    except aiohttp.ClientError as error:
+        raise EngineError(f"{engine} does not speak HTTP as expected: {type(error).__name__}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise EngineError(f"{engine} answered something unexpected: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a connection failed, without the address: aiohttp's own texts name it, and agents read ours."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it hung up without an answer"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the reply was cut off"
+    if isinstance(error, OSError) and error.errno and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return "it cannot be reached"
+
+
+def message_of(body: bytes) -> str:
+    """The readable part of an error body: OpenAI's `error.message`, FastAPI's `detail`, or the text as it is."""
+    try:
+        return _readable(msgspec.json.decode(body))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body.decode("utf-8", "replace").strip()
+
+
+def _readable(value: Json) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        for field in ("error", "message", "detail"):
+            if value.get(field):
+                return _readable(value[field])
+    return msgspec.json.encode(value).decode() if value else ""
+
+
+def paired(engine: str, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> list[float | None]:
+    """One entry per id, None where the engine gave none. A list of another length is refused: it cannot be aligned."""
+    if logprobs is None:
+        return [None] * len(ids)
+    if len(logprobs) != len(ids):
+        raise EngineError(f"{engine} sent {len(logprobs)} log-probabilities for {len(ids)} tokens")
+    return known(logprobs)
+
+
+def known(logprobs: Sequence[float | None]) -> list[float | None]:
+    """With None for the value by which an engine means that it has none."""
+    return [None if value is None or value <= NO_LOGPROB else value for value in logprobs]
+
+
+class Events:
+    """Splits server-sent events out of a byte stream, wherever the reads happen to cut it. Comments are dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, read: bytes) -> list[bytes]:
+        """The data of the events that this read completed."""
+        lines = (self._rest + read).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > EVENT_BYTES:
+            raise EngineError("the engine sent an endless event")
+        found = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                found.append(b"\n".join(self._data))
+                self._data.clear()
+        return found
+
+
+class Reply:
+    """One POST: sent by the first read, closed when `Client.post` is left.
+
+    `sent` says that the engine may be working on it. `finished` says that it no longer is: an engine's implementation
+    sets it once it has seen the end of the generation, and what is left of the reply is then only drained.
+    """
+
+    def __init__(self, client: Client, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        self.finished = False
+        self.sent = False
+        self._client = client
+        self.body = body
+        self._path, self._headers = path, headers
+        self._response: aiohttp.ClientResponse | None = None
+        self._left = False
+
+    async def whole(self) -> AsyncIterator[list[bytes]]:
+        """The body, as the only event of the only batch: not streaming is streaming, read at once."""
+        response = await self.open()
+        with boundary(self._client.engine):
+            body = await response.read()
+        yield [body]
+
+    async def events(self) -> AsyncIterator[list[bytes]]:
+        """Batches of events, one batch per read, up to the end of the body or `[DONE]`."""
+        response = await self.open()
+        events = Events()
+        while True:
+            with boundary(self._client.engine):
+                read = await response.content.readany()
+            if not read:
+                return
+            batch = events.feed(read)
+            if _DONE in batch:
+                batch = batch[: batch.index(_DONE)]
+                if batch:
+                    yield batch
+                return
+            if batch:
+                yield batch
+
+    async def leave(self) -> None:
+        """Close. A finished reply is read to its end first, so that its connection can serve the next call."""
+        self._left = True
+        if self._response is None:
+            return
+        try:
+            if self.finished:
+                async with asyncio.timeout(DRAIN_S):
+                    while await self._response.content.readany():
+                        pass
+        except (TimeoutError, aiohttp.ClientError):
+            pass  # the answer is complete; only its connection is lost
+        finally:
+            self._response.close()
+
+    async def open(self) -> aiohttp.ClientResponse:
+        """Send, unless that is done. After a refusal it may be called again, with another `body`."""
+        if self._response is not None:
+            return self._response
+        self.finished = False
+        response = await self._post()
+        if self._left:  # left by another task while this one was connecting
+            response.close()
+            raise EngineUnavailable(f"the call to {self._client.engine} was abandoned")
+        if response.status != 200:
+            with boundary(self._client.engine):
+                body = await response.read()
+            self.finished = True
+            raise self._client.failure(response.status, body)
+        self._response = response
+        return response
+
+    async def _post(self) -> aiohttp.ClientResponse:
+        self.sent = True
+        data = self.body if len(self.body) < 2**20 else io.BytesIO(self.body)  # what aiohttp wants of a large body
+        with boundary(self._client.engine):
+            try:
+                return await self._client.session.post(
+                    self._client.url + self._path, data=data, headers=self._headers, allow_redirects=False
+                )
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                self.sent = False
+                raise
+
+
+class Client:
+    """One engine's HTTP connections. `silence_s` bounds the time without a single byte; None is no bound."""
+
+    def __init__(
+        self,
+        engine: str,
+        url: str,
+        *,
+        key: str | None = None,
+        connect_s: float = 10.0,
+        silence_s: float | None = None,
+    ) -> None:
+        self.engine = engine
+        self.url = url.rstrip("/")
+        self.in_flight = 0
+        self._key = key
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=silence_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    def __repr__(self) -> str:
+        return f"Client({self.engine!r}, {self.url!r})"
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError(f"{self.engine} was used before start() or after close()")
+        return self._session
+
+    async def start(self) -> None:
+        if self._session is not None:
+            return
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=self._timeout,
+            headers=headers,
+        )
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @asynccontextmanager
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Reply]:
+        """One streamed call. Nothing is sent before the reply is first read from."""
+        reply = Reply(self, path, body, headers)
+        self.in_flight += 1
+        try:
+            yield reply
+        finally:
+            self.in_flight -= 1
+            await reply.leave()
+
+    async def get(self, path: str, shape: type[T]) -> T:
+        """A small JSON document, soon or not at all."""
+        body = await self._probe("GET", path, b"")
+        return self.decode(msgspec.json.Decoder(shape).decode, body)
+
+    async def ping(self, path: str) -> None:
+        """That the path answers 200, whatever it says."""
+        await self._probe("GET", path, b"")
+
+    async def tell(self, path: str, body: bytes) -> None:
+        """A short message whose answer does not matter, such as an abort."""
+        await self._probe("POST", path, body)
+
+    def decode(self, decoder: Callable[[bytes], T], data: bytes) -> T:
+        with boundary(self.engine):
+            return decoder(data)
+
+    def failure(self, status: int, body: bytes) -> TurngateError:
+        """What an HTTP error means, in the engine's words, shortened and without our key."""
+        return failure(self.engine, status, self.shown(message_of(body)), body[:4096].decode("utf-8", "replace"))
+
+    def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
+        """The same for an error that came as an event, after the status line had said 200."""
+        value = msgspec.json.decode(error)
+        code = value.get("code") if isinstance(value, dict) else None
+        status = code if isinstance(code, int) and 400 <= code < 600 else default_status
+        return self.failure(status, bytes(error))
+
+    def shown(self, text: str) -> str:
+        if self._key:
+            text = text.replace(self._key, "[key]")
+        return text if len(text) <= MESSAGE_CHARS else text[: MESSAGE_CHARS - 1] + "…"
+
+    async def _probe(self, method: str, path: str, body: bytes) -> bytes:
+        with boundary(self.engine):
+            async with self.session.request(
+                method,
+                self.url + path,
+                data=body or None,
+                timeout=aiohttp.ClientTimeout(total=PROBE_S),
+                allow_redirects=False,
+            ) as response:
+                answer = await response.read()
+        if response.status != 200:
+            raise self.failure(response.status, answer)
+        return answer
+
+
+def happened(error: msgspec.Raw) -> bool:
+    """Whether an `error` field that was decoded as raw JSON holds one."""
+    return bytes(error) not in (b"", b"null")

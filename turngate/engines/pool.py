@@ -1,0 +1,274 @@
+"""Several engines as one: sessions stay where their prefix is cached, and move when that replica goes away.
+
+Built from the configuration and used by `turn.py` like any other engine. The words here: a *replica* is one engine as
+configured, with its own health; a *lane* is one place to generate on: a replica, or one data-parallel rank of it.
+
+- A session's first call goes to the lane with the fewest calls in flight, then the fewest sessions; the others follow.
+- A replica that cannot be reached is down until a health check finds it again, checks becoming rarer with each miss.
+- A call that fails *before its first chunk* because its replica is unavailable is made again elsewhere: nothing was
+  sampled that anybody saw. The session moves along. A replica that is merely busy is passed over once. All other
+  errors, and every error after the first chunk, belong to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from turngate.engines.base import Chunk, Engine, Generate, Health
+from turngate.errors import ConfigError, EngineBusy, EngineError, EngineUnavailable
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """An engine with several data-parallel ranks. Its lanes share its connections; they are not started or closed."""
+
+    def lanes(self) -> Sequence[Engine]: ...
+
+
+class Pool:
+    """An engine made of engines.
+
+    Replicas that are up are checked every `check_s`, lost ones after `backoff_s` and then ever later, up to
+    `backoff_max_s`. `misses` failed checks in a row take a replica out: under load a single one proves little, and
+    moving its sessions costs their caches. A call is tried on at most `attempts` lanes. At most `max_sessions`
+    placements are remembered, the least recently used being forgotten first.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        name: str = "pool",
+        check_s: float = 10.0,
+        backoff_s: float = 0.5,
+        backoff_max_s: float = 30.0,
+        misses: int = 2,
+        attempts: int = 3,
+        max_sessions: int = 100_000,
+    ) -> None:
+        if not engines:
+            raise ConfigError("a pool needs at least one engine")
+        self.name = name
+        self._replicas = [_Replica(engine, check_s, backoff_s, backoff_max_s, misses) for engine in engines]
+        self._lanes = [lane for replica in self._replicas for lane in replica.lanes]
+        self._attempts = attempts
+        self._max_sessions = max_sessions
+        self._placed: OrderedDict[str, _Lane] = OrderedDict()
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        for replica in self._replicas:
+            await replica.engine.start()
+        await asyncio.gather(*(replica.check() for replica in self._replicas))
+        self._watches = [asyncio.create_task(replica.watch()) for replica in self._replicas]
+
+    async def close(self) -> None:
+        watches, self._watches = self._watches, []
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        for replica in self._replicas:
+            await replica.engine.close()
+
+    async def health(self) -> list[Health]:
+        """As last seen, which is at most `check_s` ago."""
+        return [health for replica in self._replicas for health in replica.seen()]
+
+    def release(self, session: str) -> None:
+        lane = self._forget(session)
+        if lane is not None:
+            lane.engine.release(session)
+
+    @asynccontextmanager
+    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        call = _Call(self, request)
+        try:
+            yield call
+        finally:
+            await call.leave()
+
+    def place(self, session: str) -> _Lane:
+        """Where the session's call goes: home, if it has one that is up, or else where there is most room."""
+        home = self._placed.get(session)
+        if home is not None and home.replica.up:
+            self._placed.move_to_end(session)
+            return home
+        # With none up, as far as is known, one is tried all the same: it may be back, and a refusal costs nothing.
+        return self._settle(session, self._freest(()) or home or min(self._lanes, key=_Lane.load))
+
+    def place_again(self, session: str, tried: Sequence[_Lane]) -> _Lane | None:
+        """Where the call goes after it has failed. None: everything that is worth trying was tried."""
+        lane = self._freest(tried) if len(tried) < self._attempts else None
+        return None if lane is None else self._settle(session, lane)
+
+    def _freest(self, tried: Sequence[_Lane]) -> _Lane | None:
+        lanes = [lane for lane in self._lanes if lane.replica.up and lane not in tried]
+        used = {lane.replica for lane in tried}
+        elsewhere = [lane for lane in lanes if lane.replica not in used]  # ranks share their replica's fate, and queue
+        return min(elsewhere or lanes, key=_Lane.load, default=None)
+
+    def _settle(self, session: str, lane: _Lane) -> _Lane:
+        if session:
+            self._forget(session)
+            self._placed[session] = lane
+            lane.sessions += 1
+        if len(self._placed) > self._max_sessions:
+            self._forget(next(iter(self._placed)))
+        return lane
+
+    def _forget(self, session: str) -> _Lane | None:
+        lane = self._placed.pop(session, None)
+        if lane is not None:
+            lane.sessions -= 1
+        return lane
+
+
+class _Lane:
+    """One place to generate on."""
+
+    def __init__(self, replica: _Replica, engine: Engine) -> None:
+        self.replica = replica
+        self.engine = engine
+        self.in_flight = 0
+        self.sessions = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def load(self) -> tuple[int, int]:
+        return self.in_flight, self.sessions
+
+
+class _Replica:
+    """One engine, its lanes, and whether it is there."""
+
+    def __init__(self, engine: Engine, check_s: float, backoff_s: float, backoff_max_s: float, misses: int) -> None:
+        self.engine = engine
+        self.lanes = [_Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, Ranked) else [engine])]
+        self.up = True
+        self._known = False  # whether it was ever there
+        self._misses = 0
+        self._allowed = misses
+        self._check_s, self._backoff_s, self._backoff_max_s = check_s, backoff_s, backoff_max_s
+        self._lost = asyncio.Event()
+        self._seen: list[Health] = []
+
+    def seen(self) -> list[Health]:
+        in_flight = sum(lane.in_flight for lane in self.lanes)
+        return [msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=in_flight) for health in self._seen]
+
+    def lose(self, error: EngineError) -> None:
+        """A call found it gone."""
+        self._misses = max(self._misses, self._allowed)
+        self._down(error.message)
+        self._lost.set()
+
+    def found(self) -> None:
+        """A call or a check found it there."""
+        if not self.up:
+            log.warning("%s is back", self._address())
+        self.up = self._known = True
+        self._misses = 0
+
+    async def check(self) -> None:
+        self._seen = await self.engine.health()
+        missing = next((health for health in self._seen if not health.ok), None)
+        if missing is None:
+            self.found()
+            return
+        self._misses += 1
+        if self._misses >= self._allowed or not self._known:
+            self._down(missing.detail)
+
+    def _down(self, reason: str) -> None:
+        if self.up:
+            log.warning("%s is down: %s", self._address(), reason)
+        self.up = False
+
+    async def watch(self) -> None:
+        """Check for ever: at a steady pace while it is up, ever more slowly while it is down."""
+        while True:
+            try:
+                async with asyncio.timeout(self._pause()):
+                    await self._lost.wait()
+                self._lost.clear()
+                await asyncio.sleep(self._backoff_s)  # what a call has just found will not have changed yet
+            except TimeoutError:
+                pass  # the pause is over
+            await self.check()
+
+    def _pause(self) -> float:
+        if self.up:
+            return self._check_s
+        doubled = self._backoff_s * 2.0 ** max(0, min(self._misses - self._allowed, 16))
+        return min(doubled, self._backoff_max_s)
+
+    def _address(self) -> str:
+        return self._seen[0].url if self._seen else self.engine.name
+
+
+class _Call:
+    """The chunks of one call, from whichever lane it ends up on. Nothing happens before the first is asked for."""
+
+    def __init__(self, pool: Pool, request: Generate) -> None:
+        self._pool = pool
+        self._request = request
+        self._held = AsyncExitStack()  # the lane's generation, and its place in the lane's count
+        self._chunks: AsyncIterator[Chunk] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._chunks is not None:
+            return await anext(self._chunks)
+        return await self._first()
+
+    async def leave(self) -> None:
+        await self._held.aclose()
+
+    async def _first(self) -> Chunk:
+        """The first chunk, from the first lane that gives one."""
+        tried: list[_Lane] = []
+        was_busy = False
+        lane = self._pool.place(self._request.session)
+        while True:
+            failed: EngineError
+            try:
+                return await self._begin(lane)
+            except EngineUnavailable as error:
+                lane.replica.lose(error)
+                failed = error
+            except EngineBusy as error:
+                if was_busy:
+                    raise
+                was_busy, failed = True, error
+            await self._held.aclose()
+            tried.append(lane)
+            other = self._pool.place_again(self._request.session, tried)
+            if other is None:
+                raise failed
+            lane = other
+
+    async def _begin(self, lane: _Lane) -> Chunk:
+        self._held = AsyncExitStack()
+        self._held.enter_context(lane.counted())
+        chunks = await self._held.enter_async_context(lane.engine.generate(self._request))
+        chunk = await anext(chunks)
+        self._chunks = chunks  # from here on there is no other lane
+        lane.replica.found()
+        return chunk

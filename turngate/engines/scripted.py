@@ -1,0 +1,244 @@
+"""The deterministic engine: plays back exact token ids, with faults where they are wanted. In process, no HTTP.
+
+For tests, for the demo and for `turngate serve --engine scripted`. Its log-probabilities follow from the prompt and the
+ids (`derived_logprobs`), so whoever holds a recorded turn can check that it was conditioned on exactly that prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.http import paired
+from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable
+from turngate.types import Ids
+
+# Multiples of 2^-18 are exact in float32, so what is stored equals what was sent.
+_STEPS = 2**18
+_REMEMBERED = 10_000  # sessions and prompts that are counted, before the oldest is forgotten
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One generation, as it shall happen: what is sampled, how fast, and what goes wrong."""
+
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float | None] | None = None  # None: derived from prompt and ids
+    finish: Literal["stop", "length", "abort"] = "stop"
+    chunk: int = 1  # tokens per chunk; 0: all in one
+    delay_s: float = 0.0  # before the first chunk
+    pace_s: float = 0.0  # before every further one
+
+    fail_before: bool = False  # the engine is gone before the first token
+    busy: bool = False  # the engine turns the request away
+    overflow: bool = False  # the prompt does not fit
+    cut_after: int | None = None  # the stream dies after so many tokens
+    silent_for: float = 0.0  # seconds of silence after the first chunk
+    null_logprobs: bool = False  # one null per token
+    short_logprobs: bool = False  # one entry too few
+    hang: bool = False  # never a first token
+
+
+Script = Callable[[Generate, int], Turn]
+
+
+def derived_logprobs(prompt: Ids, ids: Sequence[int]) -> list[float]:
+    """A log-probability per id in (-5, 0) that depends on every id before it. Exact in float32."""
+    state = _hash(prompt)
+    values = []
+    for token in ids:
+        state = zlib.crc32(int(token).to_bytes(4, "little"), state)
+        values.append(-(1 + state % (5 * _STEPS - 1)) / _STEPS)
+    return values
+
+
+def _hash(prompt: Ids) -> int:
+    return zlib.crc32(np.ascontiguousarray(prompt, np.int32).data)
+
+
+class Scripted:
+    """An engine that does as it is told.
+
+    `script` is a list of turns, or a function of the request and its index. Either way the index counts the calls of
+    one session, so that sessions do not disturb each other. `keep` says how many of the requests stay in `received`,
+    newest last. `silence_s` is what it is for the HTTP engines: how long nothing may come before the call fails.
+    """
+
+    def __init__(
+        self,
+        script: Script | Sequence[Turn],
+        *,
+        name: str = "scripted",
+        model: str = "scripted",
+        max_context: int | None = None,
+        silence_s: float | None = None,
+        keep: int = 100,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.received: deque[Generate] = deque(maxlen=keep)
+        self.aborted = 0
+        self.in_flight = 0
+        self._script = script if callable(script) else _play(list(script), name)
+        self._max_context = max_context
+        self._silence_s = silence_s
+        self._calls = _Counter()
+
+    @classmethod
+    def random(
+        cls,
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        seed: int = 0,
+        lengths: tuple[int, int] = (8, 64),
+        *,
+        name: str = "scripted",
+        max_context: int | None = None,
+        keep: int = 100,
+        chunk: int = 1,
+        delay_s: float = 0.0,
+        pace_s: float = 0.0,
+    ) -> Scripted:
+        """Any ids but the stop ids, then one of those. Follows from the seed, the prompt and how often it came."""
+        plain = [token for token in range(vocab_size) if token not in set(stop_ids)]
+        seen = _Counter()
+
+        def script(request: Generate, index: int) -> Turn:
+            prompt = _hash(request.prompt)
+            draw = random.Random(f"{seed} {request.sampling.seed} {prompt} {seen.next(str(prompt))}")
+            ids = draw.choices(plain, k=max(0, draw.randint(*lengths) - 1))
+            return Turn([*ids, draw.choice(stop_ids)], chunk=chunk, delay_s=delay_s, pace_s=pace_s)
+
+        return cls(script, name=name, max_context=max_context, keep=keep)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def health(self) -> list[Health]:
+        return [Health(self.name, True, model=self.model, max_context=self._max_context, in_flight=self.in_flight)]
+
+    def release(self, session: str) -> None:
+        self._calls.forget(session)
+
+    @asynccontextmanager
+    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        call = _Call(self.name, request, self._begin(request), self._room(request), self._silence_s)
+        self.in_flight += 1
+        try:
+            yield call.chunks()
+        finally:
+            self.in_flight -= 1
+            self.aborted += not call.over
+
+    def _begin(self, request: Generate) -> Turn:
+        self.received.append(request)
+        return self._script(request, self._calls.next(request.session))
+
+    def _room(self, request: Generate) -> int:
+        """How many tokens may be sampled; below 1 the prompt does not fit."""
+        if self._max_context is None:
+            return request.max_tokens
+        return min(request.max_tokens, self._max_context - len(request.prompt))
+
+
+class _Call:
+    """One generation under way. `over` once it ended by itself, be it well or badly."""
+
+    def __init__(self, name: str, request: Generate, turn: Turn, room: int, silence_s: float | None) -> None:
+        self.over = False
+        self._name = name
+        self._request = request
+        self._turn = turn
+        self._room = room
+        self._silence_s = silence_s
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        try:
+            async for chunk in self._sampled():
+                self.over = chunk.finish is not None
+                yield chunk
+        except (EngineError, ContextOverflow):
+            self.over = True
+            raise
+
+    async def _sampled(self) -> AsyncIterator[Chunk]:
+        turn, request = self._turn, self._request
+        await self._refuse()
+        ids = list(turn.ids)[: self._room]
+        logprobs = self._logprobs(ids)
+        finish = turn.finish if len(ids) == len(turn.ids) else "length"
+        step = len(ids) if turn.chunk == 0 or not request.stream else turn.chunk
+        starts = range(0, len(ids), step) if ids else [0]
+        for start in starts:
+            end = min(start + step, len(ids))
+            await self._wait(turn.delay_s if start == 0 else turn.pace_s)
+            if turn.cut_after is not None and end >= min(turn.cut_after, len(ids)):
+                if turn.cut_after > start:
+                    yield Chunk(ids[start : turn.cut_after], logprobs[start : turn.cut_after])
+                raise EngineUnavailable(f"{self._name} ended its reply without finishing")
+            prompt = request.prompt.tolist() if request.echo_prompt and start == 0 else None
+            yield Chunk(ids[start:end], logprobs[start:end], finish if end == len(ids) else None, prompt)
+            if start == 0:
+                await self._wait(turn.silent_for)
+
+    async def _refuse(self) -> None:
+        turn = self._turn
+        if turn.fail_before:
+            raise EngineUnavailable(f"{self._name} is not there")
+        if turn.busy:
+            raise EngineBusy(f"{self._name} is busy")
+        if turn.overflow or self._room < 1:
+            raise ContextOverflow(f"{self._name}: the prompt has {len(self._request.prompt)} tokens and does not fit")
+        if turn.hang:
+            await self._wait(float("inf"))
+
+    def _logprobs(self, ids: list[int]) -> list[float | None]:
+        turn = self._turn
+        if turn.null_logprobs:
+            return [None] * len(ids)
+        given = derived_logprobs(self._request.prompt, ids) if turn.logprobs is None else turn.logprobs[: len(ids)]
+        return paired(self._name, ids, given[:-1] if turn.short_logprobs else given)
+
+    async def _wait(self, seconds: float) -> None:
+        if self._silence_s is not None and seconds > self._silence_s:
+            await asyncio.sleep(self._silence_s)
+            raise EngineTimeout(f"{self._name} was silent for too long")
+        if seconds == float("inf"):
+            await asyncio.Event().wait()
+        elif seconds:
+            await asyncio.sleep(seconds)
+
+
+class _Counter:
+    """How often each key came, for a bounded number of keys."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, int] = OrderedDict()
+
+    def next(self, key: str) -> int:
+        count = self._counts.pop(key, 0)
+        self._counts[key] = count + 1
+        if len(self._counts) > _REMEMBERED:
+            self._counts.popitem(last=False)
+        return count
+
+    def forget(self, key: str) -> None:
+        self._counts.pop(key, None)
+
+
+def _play(turns: list[Turn], name: str) -> Script:
+    def script(request: Generate, index: int) -> Turn:
+        if index >= len(turns):
+            raise EngineError(f"{name} has a script of {len(turns)} turns, and this is call {index + 1}")
+        return turns[index]
+
+    return script

@@ -1,0 +1,316 @@
+"""SGLang as an engine: token ids to its native `/generate`, sampled ids and log-probabilities back.
+
+Written from SGLang's public source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`, `sampling_params.py`) and
+tested against a stand-in that speaks those shapes. It has NOT been run against a live SGLang.
+
+What its wire does that others do not:
+
+- A stream repeats everything sampled so far in every event, unless the server runs with incremental streaming. Versions
+  differ in whether that is true of the ids, the log-probabilities, or both. `completion_tokens` counts what was sampled
+  so far, and so tells for each list which of the two it is.
+- `/abort_request` takes a request id and stops every request whose id *starts* with it. Ours end in random digits of a
+  fixed length, so that they only ever match themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.http import Client, Reply, happened, paired
+from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
+from turngate.types import Constraint, Sampling
+
+T = TypeVar("T")
+
+_FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Position(msgspec.Struct, array_like=True):
+    """`[logprob, token_id, text]`, of which the text is skipped."""
+
+    logprob: float | None
+    token_id: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[_Position] | None = None
+
+
+class _Event(msgspec.Struct):
+    """A response or a stream event."""
+
+    meta_info: _Meta | None = None
+    output_ids: list[int] | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _EchoEvent(_Event):
+    prompt_token_ids: list[int] | None = None
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str = ""
+
+
+class _ServerInfo(msgspec.Struct):
+    context_length: int | None = None  # null unless the server was started with one
+
+
+class _Card(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card] = []
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_decode_echo = msgspec.json.Decoder(_EchoEvent).decode
+
+
+class SGLang:
+    """One SGLang server, or an SGLang router in front of several.
+
+    `rank` and `ranks` are as in `VLLM`: data-parallel ranks of this one server. `silence_s` counts from byte to byte,
+    so a call that is not streamed has to be whole within it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str = "",
+        *,
+        key: str | None = None,
+        rank: int | None = None,
+        ranks: int = 1,
+        name: str = "sglang",
+        connect_s: float = 10.0,
+        silence_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self._rank = rank
+        self._ranks = ranks
+        self._client = Client(name, url, key=key, connect_s=connect_s, silence_s=silence_s)
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._about: tuple[str, int | None] | None = None
+
+    def __repr__(self) -> str:
+        return f"SGLang({self._client.url!r}, {self.model!r}, rank={self._rank})"
+
+    async def start(self) -> None:
+        await self._client.start()
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._aborts)
+        await self._client.close()
+
+    def release(self, session: str) -> None:
+        """Nothing to forget: SGLang's cache ages by itself."""
+
+    def lanes(self) -> Sequence[SGLang]:
+        """One view per data-parallel rank, all on this engine's connections."""
+        if self._ranks == 1:
+            return [self]
+        return [self._pinned(rank) for rank in range(self._ranks)]
+
+    async def health(self) -> list[Health]:
+        seen = Health(url=self._client.url, ok=True, model=self.model, in_flight=self._client.in_flight)
+        try:
+            await self._client.ping("/health")
+            if self._about is None:  # asking is dear (it queries every rank) and the answer does not change
+                self._about = await self._describe()
+        except TurngateError as error:
+            return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
+        served, context = self._about
+        return [msgspec.structs.replace(seen, model=self.model or served, max_context=context)]
+
+    @asynccontextmanager
+    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        rid = f"{request.request_id or 'turngate'}-{uuid.uuid4().hex}"
+        async with self._client.post("/generate", self._body(request, rid), self._headers(request)) as reply:
+            try:
+                yield self._chunks(reply, request)
+            finally:
+                if reply.sent and not reply.finished:
+                    self._abort(rid)
+
+    def _pinned(self, rank: int) -> SGLang:
+        lane = copy.copy(self)
+        lane._rank = rank
+        lane._ranks = 1
+        return lane
+
+    async def _describe(self) -> tuple[str, int | None]:
+        model = await self._client.get("/get_model_info", _ModelInfo)
+        server = await self._client.get("/get_server_info", _ServerInfo)
+        if server.context_length is not None:
+            return model.model_path, server.context_length
+        models = await self._client.get("/v1/models", _Models)
+        return model.model_path, models.data[0].max_model_len if models.data else None
+
+    def _abort(self, rid: str) -> None:
+        """Closing the connection aborts too, but only when SGLang next looks (seconds) and not through every router."""
+        task = asyncio.create_task(self._send_abort(rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _send_abort(self, rid: str) -> None:
+        with suppress(TurngateError):  # the connection is closed anyway, and nobody waits for this answer
+            await self._client.tell("/abort_request", orjson.dumps({"rid": rid}))
+
+    def _headers(self, request: Generate) -> dict[str, str]:
+        headers = {"X-Request-Id": request.request_id, "X-SMG-Routing-Key": request.session}
+        return {name: value for name, value in headers.items() if value}
+
+    def _body(self, request: Generate, rid: str) -> bytes:
+        body: dict[str, Any] = {
+            "rid": rid,
+            "input_ids": np.ascontiguousarray(request.prompt, np.int32),
+            "sampling_params": _sampling(request),
+            "return_logprob": True,
+            "logprob_start_len": -1,  # of what is sampled only: the prompt's would cost a prefill without the cache
+            "top_logprobs_num": 0,
+            "return_text_in_logprobs": False,
+            "stream": request.stream,
+        }
+        if request.cache_salt:
+            body["extra_key"] = request.cache_salt  # what separates cache entries, in every version that can
+        if self._rank is not None:
+            body["routed_dp_rank"] = self._rank
+            body["data_parallel_rank"] = self._rank  # its name until the middle of the 0.5 versions
+        if request.echo_prompt:
+            body["return_prompt_token_ids"] = True
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    async def _chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
+        batches = reply.events() if request.stream else reply.whole()
+        sampled, echo = 0, request.echo_prompt
+        async for batch in batches:
+            chunk = self._chunk(batch, sampled, echo)
+            if not chunk.ids and chunk.finish is None and chunk.prompt is None:
+                continue
+            sampled += len(chunk.ids)
+            echo = echo and chunk.prompt is None  # every event repeats it, and once is enough
+            reply.finished = chunk.finish is not None
+            yield chunk
+            if reply.finished:
+                return
+        raise EngineUnavailable(f"{self.name} ended its reply without finishing")
+
+    def _chunk(self, batch: Sequence[bytes], sampled: int, echo: bool) -> Chunk:
+        """Everything that arrived in one read after the first `sampled` tokens, as one chunk."""
+        ids: list[int] = []
+        logprobs: list[float | None] = []
+        finish: Literal["stop", "length", "abort"] | None = None
+        prompt: list[int] | None = None
+        for data in batch:
+            event = self._client.decode(_decode_echo if echo else _decode, data)
+            if happened(event.error):
+                raise self._client.failure_in_stream(event.error, default_status=400)
+            if event.meta_info is None:
+                raise EngineError(f"{self.name} sent an event without meta_info")
+            finish = self._finish(event.meta_info.finish_reason)
+            new, new_logprobs = self._fresh(event.output_ids, event.meta_info, sampled + len(ids))
+            ids += new
+            logprobs += new_logprobs
+            if isinstance(event, _EchoEvent):
+                prompt = event.prompt_token_ids
+        return Chunk(ids, logprobs, finish, prompt)
+
+    def _fresh(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
+        """What an event adds to the `seen` tokens before it."""
+        total = meta.completion_tokens
+        positions = meta.output_token_logprobs
+        added = None if positions is None else self._added(positions, seen, total)
+        if output_ids is not None:
+            ids = list(self._added(output_ids, seen, total))
+        elif added is not None:  # old versions send the ids with the log-probabilities only
+            ids = [position.token_id for position in added]
+        else:
+            raise EngineError(f"{self.name} sent no token ids")
+        if added is None:
+            return ids, paired(self.name, ids, None)
+        if [position.token_id for position in added] != ids:
+            raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
+        return ids, paired(self.name, ids, [position.logprob for position in added])
+
+    def _added(self, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
+        """The new ones of a list that holds either all `total` items, or only those after the first `seen`."""
+        if len(items) == total:
+            return items[seen:]
+        if len(items) == total - seen:
+            return items
+        raise EngineError(f"{self.name} sent {len(items)} entries where {total - seen} of {total} tokens are new")
+
+    def _finish(self, reason: _Finish | None) -> Literal["stop", "length", "abort"] | None:
+        if reason is None:
+            return None
+        if reason.status_code is not None:  # a refusal or a failure, dressed as the end of a generation
+            raise self._client.failure(reason.status_code, (reason.message or "").encode())
+        if reason.type not in _FINISH:
+            raise EngineError(f"{self.name} ended a generation with {reason.type!r}")
+        return _FINISH[reason.type]
+
+
+def _sampling(request: Generate) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        **_drawing(request.sampling),
+        "n": 1,
+        "max_new_tokens": request.max_tokens,
+        "stop_token_ids": request.stop_ids,
+        "ignore_eos": False,
+        # The text is thrown away, but stop strings are looked for in it, and must see what was sampled.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if request.stop:
+        params["stop"] = request.stop
+    if request.constraint is not None:
+        params["json_schema"] = _schema(request.constraint)
+    return params
+
+
+def _drawing(sampling: Sampling) -> dict[str, Any]:
+    """All of it, neutral values too: SGLang fills what is missing from the server's `preferred_sampling_params`."""
+    drawing: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,  # off
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_new_tokens": sampling.min_tokens,
+    }
+    if sampling.seed is not None:
+        drawing["sampling_seed"] = sampling.seed
+    return drawing
+
+
+def _schema(constraint: Constraint) -> str:
+    """SGLang takes the schema as a string, and has no other way to say "some JSON object"."""
+    if constraint.kind == "json_object":
+        return '{"type": "object"}'
+    if constraint.schema is None:
+        raise EngineRejected(f"a {constraint.kind} constraint needs a schema")
+    return orjson.dumps(constraint.schema).decode()

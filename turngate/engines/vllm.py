@@ -1,0 +1,289 @@
+"""vLLM as an engine: token ids to `/v1/completions` or `/inference/v1/generate`, ids and log-probabilities back.
+
+Written against the request and response models of vLLM 0.32. What the server needs:
+
+- `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the distribution that was really sampled;
+- for `api="generate"`, `--enable-scale-out` on versions that hide the endpoint behind it;
+- for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`.
+
+Every sampling field is sent, neutral ones too: vLLM fills what is missing from the model's `generation_config.json`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import orjson
+
+from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.http import Client, Reply, happened, paired
+from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
+from turngate.types import Constraint, Sampling
+
+Api = Literal["completions", "generate"]
+
+_PATHS: dict[Api, str] = {"completions": "/v1/completions", "generate": "/inference/v1/generate"}
+_FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Position(msgspec.Struct):
+    """One sampled token in the `generate` API."""
+
+    token_id: int
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    """`token_logprobs` in the `completions` API, `content` in the `generate` API."""
+
+    token_logprobs: list[float | None] | None = None
+    content: list[_Position] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    """A response or a stream event. It holds the prompt's ids too, maybe 70k of them, skipped unless asked for."""
+
+    choices: tuple[_Choice, ...] = ()
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _EchoChoice(_Choice):
+    prompt_token_ids: list[int] | None = None  # where `completions` puts it
+
+
+class _EchoEvent(_Event):
+    choices: tuple[_EchoChoice, ...] = ()
+    prompt_token_ids: list[int] | None = None  # where `generate` puts it
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_decode_echo = msgspec.json.Decoder(_EchoEvent).decode
+
+
+class VLLM:
+    """One vLLM API server. An empty `model` is whatever it serves.
+
+    `rank` pins every call to one data-parallel rank. `ranks` says how many there are, so that a `Pool` keeps each
+    session on one of them; outside a pool it changes nothing. `silence_s` counts from byte to byte, so a call that is
+    not streamed has to be whole within it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str = "",
+        *,
+        api: Api = "completions",
+        key: str | None = None,
+        rank: int | None = None,
+        ranks: int = 1,
+        name: str = "vllm",
+        connect_s: float = 10.0,
+        silence_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self._api = api
+        self._rank = rank
+        self._ranks = ranks
+        root = url.rstrip("/").removesuffix("/v1")
+        self._client = Client(name, root, key=key, connect_s=connect_s, silence_s=silence_s)
+
+    def __repr__(self) -> str:
+        return f"VLLM({self._client.url!r}, {self.model!r}, api={self._api!r}, rank={self._rank})"
+
+    async def start(self) -> None:
+        await self._client.start()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def release(self, session: str) -> None:
+        """Nothing to forget: vLLM's cache ages by itself."""
+
+    def lanes(self) -> Sequence[VLLM]:
+        """One view per data-parallel rank, all on this engine's connections."""
+        if self._ranks == 1:
+            return [self]
+        return [self._pinned(rank) for rank in range(self._ranks)]
+
+    async def health(self) -> list[Health]:
+        seen = Health(url=self._client.url, ok=True, model=self.model, in_flight=self._client.in_flight)
+        try:
+            await self._client.ping("/health")
+            models = await self._client.get("/v1/models", _Models)
+        except TurngateError as error:
+            return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
+        card = next((card for card in models.data if self.model in (card.id, "")), None)
+        if card is None:
+            served = ", ".join(card.id for card in models.data)
+            return [msgspec.structs.replace(seen, ok=False, detail=f"serves {served}, not {self.model}")]
+        return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
+
+    @asynccontextmanager
+    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async with self._client.post(_PATHS[self._api], self._body(request), self._headers(request)) as reply:
+            yield self._chunks(reply, request)
+
+    def _pinned(self, rank: int) -> VLLM:
+        lane = copy.copy(self)
+        lane._rank = rank
+        lane._ranks = 1
+        return lane
+
+    def _headers(self, request: Generate) -> dict[str, str]:
+        headers = {"X-Request-Id": request.request_id, "X-Session-ID": request.session}
+        if self._rank is not None:
+            headers["X-data-parallel-rank"] = str(self._rank)
+        return {name: value for name, value in headers.items() if value}
+
+    def _body(self, request: Generate) -> bytes:
+        body = _completions(request) if self._api == "completions" else _generate(request)
+        body["stream"] = request.stream
+        if self.model:
+            body["model"] = self.model
+        if request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        # The ids go from the array to JSON without ever being Python numbers: 0.7 ms instead of 3 for 73k of them.
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    async def _chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
+        batches = reply.events() if request.stream else reply.whole()
+        async for batch in batches:
+            chunk = self._chunk(batch, request.echo_prompt)
+            if chunk is None:
+                continue
+            reply.finished = chunk.finish is not None
+            yield chunk
+            if reply.finished:
+                return
+        raise EngineUnavailable(f"{self.name} ended its reply without finishing")
+
+    def _chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
+        """Everything that arrived in one read, as one chunk."""
+        ids: list[int] = []
+        logprobs: list[float | None] = []
+        finish: Literal["stop", "length", "abort"] | None = None
+        prompt: list[int] | None = None
+        for data in batch:
+            event = self._client.decode(_decode_echo if echo else _decode, data)
+            if happened(event.error):
+                raise self._client.failure_in_stream(event.error, default_status=500)
+            for choice in event.choices:
+                new = self._ids(choice)
+                ids += new
+                logprobs += self._logprobs(new, choice.logprobs)
+                finish = self._finish(choice.finish_reason) or finish
+            prompt = prompt or _prompt(event)
+        if not ids and finish is None and prompt is None:
+            return None
+        return Chunk(ids, logprobs, finish, prompt)
+
+    def _ids(self, choice: _Choice) -> list[int]:
+        if choice.token_ids is None:
+            raise EngineError(f"{self.name} sent no token ids: it must be a vLLM that supports return_token_ids")
+        return choice.token_ids
+
+    def _logprobs(self, ids: list[int], given: _Logprobs | None) -> list[float | None]:
+        if given is None:
+            return paired(self.name, ids, None)
+        if given.content is None:
+            return paired(self.name, ids, given.token_logprobs)
+        values = paired(self.name, ids, [position.logprob for position in given.content])
+        if [position.token_id for position in given.content] != ids:
+            raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
+        return values
+
+    def _finish(self, reason: str | None) -> Literal["stop", "length", "abort"] | None:
+        if reason is None:
+            return None
+        if reason not in _FINISH:
+            raise EngineError(f"{self.name} ended a generation with {reason!r}")
+        return _FINISH[reason]
+
+
+def _prompt(event: _Event) -> list[int] | None:
+    if not isinstance(event, _EchoEvent):
+        return None
+    given = [choice.prompt_token_ids for choice in event.choices]
+    return next((ids for ids in given if ids), event.prompt_token_ids)
+
+
+def _completions(request: Generate) -> dict[str, Any]:
+    return {
+        "prompt": np.ascontiguousarray(request.prompt, np.int32),
+        "return_token_ids": True,
+        **_sampling(request),
+    }
+
+
+def _generate(request: Generate) -> dict[str, Any]:
+    return {
+        "token_ids": np.ascontiguousarray(request.prompt, np.int32),
+        "return_token_ids": request.echo_prompt,  # here it means the prompt's; the sampled ones always come
+        "sampling_params": {**_sampling(request), "detokenize": bool(request.stop)},  # only stop strings need the text
+    }
+
+
+def _sampling(request: Generate) -> dict[str, Any]:
+    """The fields that both APIs share, under the names that both give them."""
+    params: dict[str, Any] = {
+        **_drawing(request.sampling),
+        "n": 1,
+        "max_tokens": request.max_tokens,
+        "logprobs": 0,  # the sampled token's own, no alternatives
+        "stop_token_ids": request.stop_ids,
+        "ignore_eos": False,
+        # The text is thrown away, but stop strings are looked for in it, and must see what was sampled.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if request.stop:
+        params["stop"] = request.stop
+    if request.constraint is not None:
+        params["structured_outputs"] = _structured(request.constraint)
+    return params
+
+
+def _drawing(sampling: Sampling) -> dict[str, Any]:
+    drawing: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,  # off, in every version; 0 only in newer ones
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": sampling.min_tokens,
+    }
+    if sampling.seed is not None:
+        drawing["seed"] = sampling.seed
+    return drawing
+
+
+def _structured(constraint: Constraint) -> dict[str, Any]:
+    if constraint.kind == "json_object":
+        return {"json_object": True}
+    if constraint.schema is None:
+        raise EngineRejected(f"a {constraint.kind} constraint needs a schema")
+    return {"json": constraint.schema}

@@ -1,0 +1,120 @@
+"""The error tree. An error names the boundary it arose at, carries its HTTP status and whether a retry is safe.
+
+Errors are raised anywhere and rendered in one place (`server/`), in the caller's own wire format.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Boundary = Literal["client", "engine", "store", "config", "gateway"]
+
+
+class TurngateError(Exception):
+    """Base of all errors that a caller may see. `message` is safe to show: no secrets, no other session's data."""
+
+    boundary: ClassVar[Boundary] = "gateway"
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "internal_error"
+    retry_safe: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(TurngateError):
+    """A setting, file or folder is wrong. Raised before serving starts."""
+
+    boundary = "config"
+    kind = "config_error"
+
+
+class BadRequest(TurngateError):
+    boundary = "client"
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextOverflow(BadRequest):
+    """The prompt does not fit. Every dialect must say this the way its provider does, so that agents compact."""
+
+    kind = "context_length_exceeded"
+
+
+class Unauthorized(TurngateError):
+    boundary = "client"
+    status = 401
+    kind = "invalid_api_key"
+
+
+class NotFound(TurngateError):
+    boundary = "client"
+    status = 404
+    kind = "not_found"
+
+
+class Conflict(TurngateError):
+    """The session's state forbids this: cancelled, sealed, completed, or an id that is taken."""
+
+    boundary = "client"
+    status = 409
+    kind = "conflict"
+
+
+class TooLarge(TurngateError):
+    boundary = "client"
+    status = 413
+    kind = "request_too_large"
+
+
+class Unprocessable(TurngateError):
+    """422, for the compatibility API whose contract asks for it."""
+
+    boundary = "client"
+    status = 422
+    kind = "invalid_request_error"
+
+
+class EngineError(TurngateError):
+    """The engine failed or answered nonsense."""
+
+    boundary = "engine"
+    status = 502
+    kind = "engine_error"
+
+
+class EngineRejected(EngineError):
+    """The engine refused the request as wrong; sending it again would not help."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class EngineBusy(EngineError):
+    status = 429
+    kind = "rate_limit_exceeded"
+    retry_safe = True
+
+
+class EngineUnavailable(EngineError):
+    """No replica could be reached, or it went away before any token came."""
+
+    status = 503
+    kind = "engine_unavailable"
+    retry_safe = True
+
+
+class EngineTimeout(EngineError):
+    status = 504
+    kind = "engine_timeout"
+    retry_safe = True
+
+
+class StoreError(TurngateError):
+    """The turn cannot be recorded, so it is refused."""
+
+    boundary = "store"
+    status = 503
+    kind = "store_error"

@@ -1,0 +1,45 @@
+"""Chat templates ⇄ token ids. `load` finds the renderer for a tokenizer folder and certifies it. No network, no engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from turngate.errors import ConfigError
+from turngate.render.certify import Certificate, certify
+from turngate.render.renderer import LastTurn, Reader, Renderer, TemplateRenderer
+from turngate.render.tokenizer import Tokenizer
+
+__all__ = ["Certificate", "LastTurn", "Reader", "Renderer", "TemplateRenderer", "Tokenizer", "load"]
+
+
+def load(folder: Path, *, model: str = "", family: str = "auto") -> tuple[Renderer, Certificate]:
+    """The renderer for a tokenizer folder.
+
+    `family`: `auto` takes a hand-written one where the `renderers` package knows the model's very name, `template` always
+    derives, anything else names a family.
+    """
+    tokenizer = Tokenizer(folder, name=model)
+    renderer = _family(tokenizer, model, family)
+    if renderer is None:
+        derived = TemplateRenderer(tokenizer)
+        certificate = certify(derived)
+        derived.bridges = certificate.passed
+        return derived, certificate
+    return renderer, certify(renderer)  # reported, not acted upon: a family's bridge is its author's word
+
+
+def _family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
+    # The package's names are all of the form owner/model; anything else saves us importing it.
+    if family == "template" or (family == "auto" and "/" not in model):
+        return None
+    if find_spec("renderers") is None:
+        if family == "auto":
+            return None
+        raise ConfigError(
+            "family: the `renderers` package is not installed; pip install 'turngate[families]'", param="family"
+        )
+    from turngate.render.families import FamilyRenderer, family_of
+
+    found = family_of(model) if family == "auto" else family
+    return None if found is None else FamilyRenderer(tokenizer, found)

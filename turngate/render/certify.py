@@ -1,0 +1,208 @@
+"""Does extending the sampled ids say what the whole template would say? Asked case by case, before a template is trusted.
+
+For each probe conversation and each assistant's turn in it: the prompt, the turn as the template writes it, and the bridge must
+make the same ids as rendering everything anew. A difference that is only past thinking, which templates drop and we keep, is no
+fault. A renderer with a fault renders every turn whole, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from turngate.errors import BadRequest
+from turngate.render.renderer import LastTurn, Renderer
+from turngate.types import Json, Message, Tool, ToolCall, type_of_ids
+
+Verdict = Literal["same", "thinking", "differs", "refused"]
+
+_TOOL = Tool(
+    "read_file",
+    {
+        "type": "function",
+        "function": {
+            "name": "read_file",
+            "description": "Reads a file.",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},
+                "required": ["path"],
+            },
+        },
+    },
+)
+
+
+class Case(msgspec.Struct, frozen=True):
+    name: str
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    kwargs: dict[str, Json] = {}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    case: str
+    verdict: Verdict
+    detail: str = ""
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    renderer: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """No case differs. A conversation that the template itself refuses says nothing about the bridge."""
+        return not any(f.verdict == "differs" for f in self.findings)
+
+
+def certify(renderer: Renderer) -> Certificate:
+    """Try every case, with the assistant's turns whole and cut short of their close."""
+    findings = [_try(renderer, case, truncated=truncated) for case in CASES for truncated in (False, True)]
+    return Certificate(renderer.name, tuple(findings))
+
+
+def _try(renderer: Renderer, case: Case, *, truncated: bool) -> Finding:
+    name = f"{case.name}, cut short" if truncated else case.name
+    try:
+        verdicts = [_compare(renderer, case, at, truncated) for at in _turns(case.messages)]
+    except BadRequest as error:
+        return Finding(name, "refused", error.message)
+    order: list[Verdict] = ["differs", "thinking", "same"]
+    return Finding(name, *min(verdicts, key=lambda v: order.index(v[0])))
+
+
+def _turns(messages: tuple[Message, ...]) -> Iterator[int]:
+    """The assistant's turns that something follows."""
+    return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
+
+
+def _compare(renderer: Renderer, case: Case, at: int, truncated: bool) -> tuple[Verdict, str]:
+    end = next(
+        (i for i in range(at + 1, len(case.messages)) if case.messages[i].role == "assistant"), len(case.messages)
+    )
+    prompt = renderer.render(case.messages[:at], case.tools, case.kwargs)
+    sampled = _sampled(renderer, case, at, prompt)
+    if truncated:
+        sampled = sampled[:-1]
+    last = LastTurn(np.array(prompt, type_of_ids), np.array(sampled, type_of_ids), case.messages[at])
+    bridge = renderer.bridge(last, case.messages[at + 1 : end], case.tools, case.kwargs)
+    if bridge is None:
+        return "differs", "the new messages cannot be rendered alone"
+    decode = renderer.tokenizer.decode
+    whole = renderer.render(case.messages[:end], case.tools, case.kwargs)
+    ours, theirs = decode([*prompt, *sampled, *bridge]), decode(whole)
+    # The bridge must be the template's own ids. Before it, where the model's words meet the prompt, only the text can agree:
+    # a template rendered whole may merge across that seam, a model cannot.
+    if ours == theirs and whole[len(whole) - len(bridge) :] == bridge:
+        return "same", ""
+    if _without_thinking(ours) == _without_thinking(theirs):
+        return "thinking", "the template drops past thinking; the bridge keeps it"
+    return "differs", _first_difference(ours, theirs)
+
+
+def _sampled(renderer: Renderer, case: Case, at: int, prompt: list[int]) -> list[int]:
+    """The turn as the model would have sampled it: reasoning, content, calls, close."""
+    tokenizer = renderer.tokenizer
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode(renderer.render(case.messages[: at + 1], case.tools, case.kwargs, generate=False))
+    if whole.startswith(before):
+        turn = tokenizer.encode(whole[len(before) :])
+        closes = [n for n, i in enumerate(turn) if i in renderer.stop_ids]
+        if closes:
+            return turn[: closes[0] + 1]
+    # The template writes past turns unlike the ones it asks for (thinking in the generation prompt, say): the turn by hand.
+    message = case.messages[at]
+    thinking = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+    return [*tokenizer.encode(thinking + message.content), renderer.stop_ids[0]]
+
+
+def _without_thinking(text: str) -> str:
+    return re.sub(r"<think>.*?</think>\s*", "", text, flags=re.S)
+
+
+def _first_difference(ours: str, whole: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(ours, whole, strict=False)) if a != b), min(len(ours), len(whole)))
+    return f"bridge has {ours[max(0, at - 20) : at + 30]!r} where the template has {whole[max(0, at - 20) : at + 30]!r}"
+
+
+def _call(n: int, path: str) -> ToolCall:
+    return ToolCall(f"callid{n:03}", "read_file", '{"path": "' + path + '", "lines": 3}')
+
+
+def _result(n: int, text: str) -> Message:
+    return Message("tool", text, tool_call_id=f"callid{n:03}", name="read_file")
+
+
+_SYSTEM, _ASK = Message("system", "You are a careful engineer."), Message("user", "What does main.py do?")
+_ANSWER, _MORE = Message("assistant", "It prints a line."), Message("user", "And util.py?")
+
+CASES = (
+    Case("two turns", (_ASK, _ANSWER, _MORE)),
+    Case("system prompt", (_SYSTEM, _ASK, _ANSWER, _MORE, _ANSWER, _ASK)),
+    Case("unicode", (_ASK, Message("assistant", "Größe 汉字 👩‍👩‍👧 é"), Message("user", "noch ein 👍🏽 ｘ"))),
+    Case("white space", (_ASK, Message("assistant", "a  b\n\n\tc"), Message("user", "  indented\n\n\n"))),
+    Case(
+        "markup in text",
+        (_ASK, Message("assistant", "use {{ x }} <b> & %}"), Message("user", "<tool_response> </s> [INST]")),
+    ),
+    Case("empty content", (_ASK, Message("assistant", ""), _MORE)),
+    Case(
+        "one call",
+        (_SYSTEM, _ASK, Message("assistant", tool_calls=(_call(1, "main.py"),)), _result(1, "print('x')")),
+        (_TOOL,),
+    ),
+    Case(
+        "call with text",
+        (
+            _SYSTEM,
+            _ASK,
+            Message("assistant", "Let me look.", tool_calls=(_call(1, "main.py"),)),
+            _result(1, '{"ok": true}'),
+        ),
+        (_TOOL,),
+    ),
+    Case(
+        "parallel calls",
+        (
+            _SYSTEM,
+            _ASK,
+            Message("assistant", tool_calls=(_call(1, "a.py"), _call(2, "b.py"))),
+            _result(1, "A"),
+            _result(2, "B"),
+            _ANSWER,
+            _MORE,
+        ),
+        (_TOOL,),
+    ),
+    Case(
+        "three rounds of calls",
+        (
+            *(_SYSTEM, _ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _result(1, "A")),
+            *(Message("assistant", tool_calls=(_call(2, "b.py"),)), _result(2, "B")),
+            *(Message("assistant", tool_calls=(_call(3, "c.py"),)), _result(3, "")),
+        ),
+        (_TOOL,),
+    ),
+    Case("thinking", (_ASK, Message("assistant", "It prints.", "Look at the code."), _MORE)),
+    Case(
+        "thinking and calls",
+        (
+            _ASK,
+            Message("assistant", "", "I should read it.", (_call(1, "a.py"),)),
+            _result(1, "A"),
+            Message("assistant", "Done.", "That was it."),
+            _MORE,
+        ),
+        (_TOOL,),
+    ),
+    Case(
+        "a question after results",
+        (_ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _result(1, "A"), _MORE),
+        (_TOOL,),
+    ),
+)

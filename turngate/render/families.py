@@ -1,0 +1,203 @@
+"""Hand-written renderers of the `renderers` package (extra `families`), behind our renderer seam.
+
+Used where the model's name is one that the package knows, or where `--family` says so. Imported only then: the package takes a
+second to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, create_renderer
+from renderers.base import MODEL_RENDERER_MAP
+
+from turngate.errors import BadRequest, ConfigError
+from turngate.render.hermes import declare, with_declaration
+from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect
+from turngate.render.renderer import LastTurn, Reader
+from turngate.render.tokenizer import Tokenizer
+from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
+
+_PROBE = ToolCall("call00001", "probe_tool", '{"k": "v"}')
+_PROBE_TOOL = Tool(
+    "probe_tool",
+    {
+        "type": "function",
+        "function": {"name": "probe_tool", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+
+
+def family_of(model: str) -> str | None:
+    """The family that the package has for this very model name."""
+    found: str | None = MODEL_RENDERER_MAP.get(model)
+    return found
+
+
+class FamilyRenderer:
+    """One family of the package."""
+
+    def __init__(self, tokenizer: Tokenizer, family: str) -> None:
+        self.name = f"family:{family}"
+        self.tokenizer = tokenizer
+        self._family = family
+        self._made: dict[bytes, Any] = {}
+        plain = self._of({})
+        self.stop_ids = tuple(plain.get_stop_token_ids())
+        self.bridges = True
+        user = {"role": "user", "content": "x"}
+        text = tokenizer.decode(plain.render_ids([user, _wire(Message("assistant", tool_calls=(_PROBE,)))]))
+        self.syntax = detect(text)  # None: only the package can read its calls
+        self._declares = "probe_tool" in tokenizer.decode(plain.render_ids([user], tools=[_PROBE_TOOL.wire]))
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
+    ) -> list[int]:
+        if tools and not self._declares:
+            messages = with_declaration(messages, declare(tools, tail="\n</tools>"))
+            tools = ()
+        try:
+            ids: list[int] = self._of(kwargs).render_ids(
+                [_wire(m) for m in messages], tools=[t.wire for t in tools] or None, add_generation_prompt=generate
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadRequest(
+                f"the renderer {self.name} refuses this conversation: {error}", param="messages"
+            ) from error
+        return ids
+
+    def bridge(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> list[int] | None:
+        context, sampled = last.context.tolist(), last.sampled.tolist()
+        wire_tools = [t.wire for t in tools] if tools and self._declares else None
+        rendered = self._of(kwargs).bridge_to_next_turn(context, sampled, [_wire(m) for m in new], tools=wire_tools)
+        if rendered is None:
+            return None
+        ids: list[int] = rendered.token_ids
+        known = len(context) + len(sampled)
+        # The package promises this prefix; a promise that breaks must not reach a trace.
+        return ids[known:] if ids[:known] == context + sampled else None
+
+    def reader(
+        self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
+    ) -> Reader:
+        syntax = self.syntax or HERMES
+        in_reasoning = self.tokenizer.decode(context[-8:].tolist()).rstrip().endswith(syntax.reasoning_open)
+        ours = self.syntax is not None or constraint is not None
+        parser = Parser(
+            syntax, in_reasoning=in_reasoning, tools=tools if ours else (), constraint=constraint, one_call=one_call
+        )
+        if ours:
+            return Reader(self.tokenizer, syntax, self.stop_ids, parser, stop)
+        return _PackageReader(self, syntax, parser, context, tools, stop, one_call)
+
+    def package_parse(self, ids: list[int], context: Ids, tools: Sequence[Tool]) -> ParsedResponse:
+        parsed: ParsedResponse = self._of({}).parse_response(
+            ids, tools=[t.wire for t in tools] or None, prompt_ids=context.tolist()
+        )
+        return parsed
+
+    def _of(self, kwargs: dict[str, Json]) -> Any:
+        key = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS)
+        if key not in self._made:
+            self._made[key] = self._make(kwargs)
+        return self._made[key]
+
+    def _make(self, kwargs: dict[str, Json]) -> Any:
+        config = config_from_name(self._family)
+        if config is None:
+            raise ConfigError(f"no renderer family {self._family!r}", param="family")
+        values = {"thinking_retention": "all", **kwargs}
+        try:
+            return create_renderer(self.tokenizer, type(config)(**values))
+        except ValueError as error:  # pydantic's ValidationError is one
+            raise BadRequest(
+                f"chat_template_kwargs: {self.name} does not take {sorted(kwargs)}: {error}",
+                param="chat_template_kwargs",
+            ) from error
+
+
+class _PackageReader(Reader):
+    """For call syntaxes that only the package can read: text flows until the first other marker; the rest comes at the end."""
+
+    def __init__(
+        self,
+        family: FamilyRenderer,
+        syntax: Syntax,
+        parser: Parser,
+        context: Ids,
+        tools: Sequence[Tool],
+        stop: Sequence[str],
+        one_call: bool,
+    ) -> None:
+        super().__init__(family.tokenizer, syntax, family.stop_ids, parser, stop)
+        self._family, self._context, self._tools, self._one_call = family, context, tools, one_call
+        thinking = {family.tokenizer.added.get(m) for m in (syntax.reasoning_open, syntax.reasoning_close)}
+        self._markers = frozenset(family.tokenizer.added.values()) - thinking - frozenset(family.stop_ids)
+        self._ids: list[int] = []
+        self._held = False
+
+    def feed(self, ids: Sequence[int]) -> list[Delta | CallDelta]:
+        self._ids.extend(int(i) for i in ids)
+        if not self._held:
+            upto = next((n for n, i in enumerate(ids) if i in self._markers), None)
+            self._held = upto is not None
+            return super().feed(ids[:upto])
+        return []
+
+    def finish(self) -> tuple[list[Delta | CallDelta], Parsed]:
+        events, shown = super().finish()
+        if not self._held:
+            return events, shown
+        whole = self._family.package_parse(self._ids, self._context, self._tools)
+        message = shown.message
+        content, reasoning = (
+            _rest(message.content, whole.content or ""),
+            _rest(message.reasoning, whole.reasoning_content or ""),
+        )
+        events += [Delta("reasoning", reasoning)] if reasoning else []
+        events += [Delta("content", content)] if content else []
+        calls = [c for c in whole.tool_calls if c.status == ToolCallParseStatus.OK]
+        made = tuple(
+            ToolCall(f"call_{np.random.default_rng().bytes(12).hex()}", c.name or "", _text(c.arguments))
+            for c in calls[: 1 if self._one_call else None]
+        )
+        events += [CallDelta(n, call) for n, call in enumerate(made)]
+        done = Message("assistant", message.content + content, message.reasoning + reasoning, made)
+        return events, Parsed(done, reasoning_open=whole.reasoning_complete is False)
+
+
+def _rest(shown: str, whole: str) -> str:
+    """What of `whole` was not shown yet; nothing where the two do not agree, since what was shown cannot be taken back."""
+    return whole[len(shown) :] if whole.startswith(shown) else ""
+
+
+def _text(arguments: Json) -> str:
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+
+
+def _wire(message: Message) -> dict[str, Json]:
+    wire: dict[str, Json] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.name:
+        wire["name"] = message.name
+    if message.role == "tool":
+        wire["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        wire["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _object(c.arguments)}}
+            for c in message.tool_calls
+        ]
+    return wire
+
+
+def _object(text: str) -> Json:
+    try:
+        return orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return text

@@ -1,0 +1,87 @@
+"""Tools for templates that have none: declared in the system prompt, called and answered in the Hermes form.
+
+The form is the one Qwen and Hermes models are trained on; `parse.py` reads it back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import orjson
+
+from turngate.types import Message, Tool
+
+_HEAD = (
+    "# Tools\n\nYou may call one or more functions. Their signatures are given within <tools></tools> tags:\n<tools>\n"
+)
+_TAIL = (
+    "\n</tools>\n\nTo call a function, answer with a JSON object that has its name and arguments, within <tool_call></tool_call> tags:\n"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+
+
+def declare(tools: Sequence[Tool], tail: str = _TAIL) -> str:
+    """The system-prompt text that tells a model about its tools."""
+    return _HEAD + "\n".join(json.dumps(tool.wire, ensure_ascii=False) for tool in tools) + tail
+
+
+def with_hermes(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The same conversation in plain system, user and assistant messages."""
+    out = [_flat(message) for message in _merge_results(messages)]
+    return with_declaration(out, declare(tools)) if tools else out
+
+
+def with_declaration(messages: Sequence[Message], declaration: str) -> list[Message]:
+    """The conversation with `declaration` at the end of its system prompt, or as one."""
+    if messages and messages[0].role == "system":
+        text = f"{messages[0].content}\n\n{declaration}" if messages[0].content else declaration
+        return [Message("system", text), *messages[1:]]
+    return [Message("system", declaration), *messages]
+
+
+def system_in_user(messages: Sequence[Message]) -> Sequence[Message]:
+    """For templates that refuse a system message: its text goes to the top of the first question."""
+    match messages:
+        case [Message(role="system") as system, Message(role="user") as user, *rest]:
+            return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
+        case [Message(role="system") as system, *rest]:
+            return [Message("user", system.content), *rest]
+        case _:
+            return messages
+
+
+def _merge_results(messages: Sequence[Message]) -> list[Message]:
+    """Runs of tool results become one user message."""
+    out: list[Message] = []
+    run: list[str] = []
+    for message in messages:
+        if message.role == "tool":
+            run.append(f"<tool_response>\n{message.content}\n</tool_response>")
+            continue
+        if run:
+            out.append(Message("user", "\n".join(run)))
+            run = []
+        out.append(message)
+    if run:
+        out.append(Message("user", "\n".join(run)))
+    return out
+
+
+def _flat(message: Message) -> Message:
+    if not message.tool_calls:
+        return message
+    calls = [
+        f'<tool_call>\n{{"name": {json.dumps(c.name)}, "arguments": {_arguments(c.arguments)}}}\n</tool_call>'
+        for c in message.tool_calls
+    ]
+    text = "\n".join([message.content, *calls]) if message.content else "\n".join(calls)
+    return Message("assistant", text, reasoning=message.reasoning)
+
+
+def _arguments(text: str) -> str:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return json.dumps(text)
+    return text

@@ -1,0 +1,399 @@
+"""Sampled text → reasoning, content and tool calls, as it comes.
+
+One incremental parser serves streaming and not: what it emits is what the agent gets and what the trace stores as the turn's
+message. A `Syntax` says how a model marks reasoning and calls; `detect` reads it off a template. What does not parse as a call
+is never dropped and never guessed at: it is delivered as content.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+import orjson
+
+from turngate.types import CallDelta, Constraint, Delta, Json, Message, Tool, ToolCall
+
+BodyParser = Callable[[str, Sequence[Tool]], list[tuple[str, str]]]
+
+
+class Malformed(Exception):
+    """The text between call markers is not a call."""
+
+
+class Syntax(msgspec.Struct, frozen=True):
+    """How a model writes reasoning and tool calls.
+
+    `call_open`/`call_close` bracket one call (or, with an empty close, everything to the end); `noise` are wrapper markers
+    that carry nothing; `bare`: a reply that starts like JSON is a call.
+    """
+
+    name: str
+    reasoning_open: str = "<think>"
+    reasoning_close: str = "</think>"
+    call_open: str = "<tool_call>"
+    call_close: str = "</tool_call>"
+    noise: tuple[str, ...] = ()
+    bare: bool = False
+
+    def markers(self) -> tuple[str, ...]:
+        return tuple(
+            m for m in (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close, *self.noise) if m
+        )
+
+
+class _HermesCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+    parameters: msgspec.Raw = msgspec.Raw(b"")
+
+
+_hermes = msgspec.json.Decoder(_HermesCall)
+
+
+def _json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
+    """One `{"name": …, "arguments": …}` object; the arguments stay the very text that was sampled."""
+    try:
+        call = _hermes.decode(text.encode("utf-8", "surrogatepass"))
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise Malformed(str(error)) from None
+    raw = bytes(call.parameters or call.arguments).decode()
+    if raw.startswith('"'):  # arguments as a JSON string: its content is what the tool gets
+        raw = orjson.loads(raw)
+    if not call.name:
+        raise Malformed("no name")
+    return call.name, "{}" if raw == "null" else raw
+
+
+_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)</function>", re.S)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.S)
+
+
+def _tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
+    """`<function=name><parameter=key>value</parameter></function>`; values that the schema calls strings stay verbatim."""
+    found = _FUNCTION.search(text)
+    if found is None:
+        raise Malformed("no <function=…> block")
+    name, body = found.groups()
+    types = _parameter_types(name, tools)
+    return name, orjson.dumps({k: _typed(v, types.get(k)) for k, v in _PARAMETER.findall(body)}).decode()
+
+
+def _parameter_types(name: str, tools: Sequence[Tool]) -> dict[str, Json]:
+    for tool in tools:
+        if tool.name == name:
+            schema = tool.wire.get("function", {}).get("parameters") or {}
+            return {
+                key: value.get("type") for key, value in schema.get("properties", {}).items() if isinstance(value, dict)
+            }
+    return {}
+
+
+def _typed(value: str, declared: Json) -> Json:
+    if declared == "string":
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+
+
+def _hermes_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+    text = text.strip()
+    return [_tagged_call(text, tools) if text.startswith("<function=") else _json_call(text, tools)]
+
+
+_DEEPSEEK = re.compile(r"\s*(?P<type>[^<\n]*?)<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<args>.*?)\n?```\s*$", re.S)
+
+
+def _deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+    found = _DEEPSEEK.match(text)
+    if found is None:
+        raise Malformed("not a DeepSeek call")
+    _require_json(found["args"])
+    return [(found["name"].strip(), found["args"].strip())]
+
+
+def _list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+    """A JSON list of calls, one call, or several joined by `;` (Llama, Mistral, forced calls)."""
+    text = text.strip()
+    try:
+        if text.startswith("["):
+            return [
+                _json_call(bytes(raw).decode(), tools)
+                for raw in msgspec.json.decode(text.encode(), type=list[msgspec.Raw])
+            ]
+    except msgspec.DecodeError as error:
+        raise Malformed(str(error)) from None
+    if found := re.match(r"([\w.-]+)\[ARGS\](\{.*\})$", text, re.S):
+        _require_json(found[2])
+        return [(found[1], found[2])]
+    try:
+        return [_json_call(text, tools)]
+    except Malformed:
+        parts = re.split(r"(?<=\})\s*;\s*(?=\{)", text)
+        if len(parts) == 1:
+            raise
+        return [_json_call(part, tools) for part in parts]
+
+
+def _require_json(text: str) -> None:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise Malformed(str(error)) from None
+
+
+HERMES = Syntax("hermes")
+DEEPSEEK = Syntax(
+    "deepseek",
+    call_open="<｜tool▁call▁begin｜>",
+    call_close="<｜tool▁call▁end｜>",
+    noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+)
+MISTRAL = Syntax("mistral", call_open="[TOOL_CALLS]", call_close="")
+LLAMA = Syntax("llama", call_open="<|python_tag|>", call_close="", bare=True)
+SYNTAXES = (HERMES, DEEPSEEK, MISTRAL, LLAMA)
+_BODIES: dict[str, BodyParser] = {
+    "hermes": _hermes_body,
+    "deepseek": _deepseek_body,
+    "mistral": _list_body,
+    "llama": _list_body,
+}
+
+
+def detect(rendered_call: str) -> Syntax | None:
+    """Which syntax a template uses, from the text it renders for one assistant message with one call."""
+    for syntax in (HERMES, DEEPSEEK, MISTRAL):
+        if syntax.call_open in rendered_call:
+            return syntax
+    return LLAMA if '"name":' in rendered_call and '"parameters":' in rendered_call else None
+
+
+class Parsed(msgspec.Struct, frozen=True):
+    """What the whole turn came to."""
+
+    message: Message
+    reasoning_open: bool  # the text ended inside reasoning
+
+
+class Parser:
+    """Feed it text; it gives back what may be shown. `finish` gives the rest and the whole message."""
+
+    def __init__(
+        self,
+        syntax: Syntax,
+        *,
+        in_reasoning: bool = False,
+        tools: Sequence[Tool] = (),
+        constraint: Constraint | None = None,
+        one_call: bool = False,
+    ) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self._constraint = constraint
+        self._one_call = one_call
+        self._buffer = ""
+        self._state: Literal["start", "reasoning", "content", "call", "held"] = "start"
+        if constraint is not None:
+            self._state = "held" if constraint.kind in ("tool", "tools") else "content"
+        elif in_reasoning:
+            self._state = "reasoning"
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._fresh = in_reasoning  # nothing of the present span was shown yet: leading newlines are the template's
+        self._wants_calls = bool(tools)
+        self.satisfied = False  # one call was asked for and is whole: sampling may stop
+
+    def feed(self, text: str) -> list[Delta | CallDelta]:
+        self._buffer += text
+        events: list[Delta | CallDelta] = []
+        while self._step(events):
+            pass
+        return events
+
+    def finish(self) -> tuple[list[Delta | CallDelta], Parsed]:
+        events = self.feed("")
+        rest, self._buffer = self._buffer, ""
+        reasoning_open = self._state == "reasoning"
+        if self._state == "reasoning":
+            self._show(events, "reasoning", rest)
+            self._calls_in_reasoning(events)
+        elif self._state == "call":
+            self._take_call(events, rest, closed=False)
+        elif self._state == "held":
+            self._take_held(events, rest)
+        else:
+            # White space after the last call is the template's; after content it is the model's.
+            self._show(events, "content", rest if not self._calls else rest.rstrip())
+        message = Message("assistant", "".join(self._content), "".join(self._reasoning), tuple(self._calls))
+        return events, Parsed(message, reasoning_open)
+
+    def _step(self, events: list[Delta | CallDelta]) -> bool:
+        """One transition; True if there may be another."""
+        if self.satisfied:
+            self._buffer = ""
+            return False
+        match self._state:
+            case "start":
+                return self._start()
+            case "reasoning":
+                return self._until(events, "reasoning", self._syntax.reasoning_close, "content")
+            case "content":
+                if not self._wants_calls:
+                    events_text, self._buffer = self._buffer, ""
+                    self._show(events, "content", events_text)
+                    return False
+                return self._until(events, "content", self._syntax.call_open, "call")
+            case "call":
+                return self._whole_call(events)
+            case _:
+                return False
+
+    def _start(self) -> bool:
+        text, opening = self._buffer.lstrip(), self._syntax.reasoning_open
+        if not text or (opening and len(text) < len(opening) and opening.startswith(text)):
+            return False
+        if opening and text.startswith(opening):
+            self._state, self._buffer, self._fresh = "reasoning", text[len(opening) :], True
+        elif self._syntax.bare and self._wants_calls and text.startswith("{"):
+            self._state = "held"
+        else:
+            self._state = "content"
+        return True
+
+    def _until(
+        self,
+        events: list[Delta | CallDelta],
+        kind: Literal["content", "reasoning"],
+        marker: str,
+        then: Literal["content", "call"],
+    ) -> bool:
+        """Show text up to `marker`; hold back what may be the beginning of it, and white space that may turn out to precede it."""
+        for noise in self._syntax.noise:
+            self._buffer = self._buffer.replace(noise, "")
+        at = self._buffer.find(marker) if marker else -1
+        if at >= 0:
+            self._show(events, kind, self._buffer[:at].rstrip())
+            self._buffer, self._state = self._buffer[at + len(marker) :], then
+            self._fresh = True
+            return True
+        keep = _held_back(self._buffer, (marker, *self._syntax.noise))
+        shown, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
+        self._show(events, kind, shown)
+        return False
+
+    def _show(self, events: list[Delta | CallDelta], kind: Literal["content", "reasoning"], text: str) -> None:
+        if self._fresh:
+            text = text.lstrip("\n") if kind == "reasoning" or not self._calls else text.lstrip()
+        if text:
+            self._fresh = False
+            (self._reasoning if kind == "reasoning" else self._content).append(text)
+            events.append(Delta(kind, text))
+
+    def _whole_call(self, events: list[Delta | CallDelta]) -> bool:
+        close = self._syntax.call_close
+        at = self._buffer.find(close) if close else -1
+        if at < 0:
+            return False
+        body, self._buffer, self._state, self._fresh = (
+            self._buffer[:at],
+            self._buffer[at + len(close) :],
+            "content",
+            True,
+        )
+        self._take_call(events, body, closed=True)
+        return True
+
+    def _take_call(self, events: list[Delta | CallDelta], body: str, *, closed: bool) -> None:
+        try:
+            calls = _BODIES[self._syntax.name](body, self._tools)
+        except Malformed:
+            self._fresh = False
+            self._show(events, "content", self._syntax.call_open + body + (self._syntax.call_close if closed else ""))
+            return
+        self._emit_calls(events, calls)
+
+    def _emit_calls(self, events: list[Delta | CallDelta], calls: list[tuple[str, str]]) -> None:
+        for name, arguments in calls[:1] if self._one_call else calls:
+            call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments)
+            events.append(CallDelta(len(self._calls), call))
+            self._calls.append(call)
+        self.satisfied = self._one_call
+
+    def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
+        """A reply that is nothing but calls: forced ones, or bare JSON."""
+        try:
+            if self._constraint is not None and self._constraint.kind == "tool":
+                _require_json(text)
+                calls = [(self._constraint.tool, text.strip())]
+            else:
+                calls = _list_body(text, self._tools)
+        except Malformed:
+            self._fresh = False
+            self._show(events, "content", text)
+            return
+        self._emit_calls(events, calls)
+
+    def _calls_in_reasoning(self, events: list[Delta | CallDelta]) -> None:
+        """The model forgot to close its reasoning before it called: the calls count, if they are whole."""
+        opening, close = self._syntax.call_open, self._syntax.call_close
+        if not (self._wants_calls and opening and close):
+            return
+        for piece in "".join(self._reasoning).split(opening)[1:]:
+            body, closed, _ = piece.partition(close)
+            if not closed:
+                return
+            try:
+                self._emit_calls(events, _BODIES[self._syntax.name](body, self._tools))
+            except Malformed:
+                return
+            if self.satisfied:
+                return
+
+
+def _held_back(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of `text` may belong to a marker that is not whole yet, with white space before it."""
+    partial = 0
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), partial, -1):
+            if text.endswith(marker[:size]):
+                partial = size
+                break
+    head = text[: len(text) - partial]
+    return partial + len(head) - len(head.rstrip())
+
+
+class StopStrings:
+    """Cuts a text stream at the first of some strings, which is not shown. Holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._buffer = ""
+        self.hit = False
+
+    def feed(self, text: str) -> str:
+        if not self._stops or self.hit:
+            return "" if self.hit else text
+        self._buffer += text
+        found = [at for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
+        if found:
+            self.hit = True
+            shown, self._buffer = self._buffer[: min(found)], ""
+            return shown
+        keep = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(self._buffer)), keep, -1):
+                if self._buffer.endswith(stop[:size]):
+                    keep = size
+                    break
+        shown, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
+        return shown
+
+    def flush(self) -> str:
+        rest, self._buffer = self._buffer, ""
+        return rest

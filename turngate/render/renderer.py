@@ -1,0 +1,190 @@
+"""The renderer seam: a conversation → prompt ids; sampled ids → what the agent sees; and the bridge from one turn to the next.
+
+`TemplateRenderer` does it for any chat template, deriving the bridge from the template itself; `families.py` has the
+hand-written ones. Called by `turn.py`; `certify.py` judges whether a bridge says what the whole template would say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import orjson
+
+from turngate.errors import BadRequest, ConfigError
+from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect
+from turngate.render.template import SENTINEL, Template
+from turngate.render.tokenizer import Tokenizer
+from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
+
+
+class LastTurn(msgspec.Struct, frozen=True):
+    """Where a bridge starts: the sampled turn that the new messages follow."""
+
+    context: Ids  # the ids added just before it; they end with the generation prompt
+    sampled: Ids
+    message: Message  # as the agent holds it
+    reasoning_open: bool = False  # sampling ended inside reasoning
+
+
+class Renderer(Protocol):
+    name: str
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    bridges: bool  # False: the bridge was found to disagree with the template, so every turn is rendered whole
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
+    ) -> list[int]:
+        """The whole conversation; `generate`: up to where the next turn begins."""
+
+    def bridge(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> list[int] | None:
+        """The ids between the last sampled id and the next generation. None where these messages cannot be rendered alone."""
+
+    def reader(
+        self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
+    ) -> Reader: ...
+
+
+class Reader:
+    """Sampled ids → events, incrementally: detokenise, drop stop and special tokens, cut at stop strings, parse."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: Sequence[int], parser: Parser, stop: Sequence[str]
+    ) -> None:
+        markers = {tokenizer.added.get(marker) for marker in syntax.markers()}
+        self._hidden = (tokenizer.special_ids - markers) | frozenset(stop_ids)
+        self._decoder = tokenizer.decoder()
+        self._parser = parser
+        self._stops = StopStrings(stop)
+
+    @property
+    def satisfied(self) -> bool:
+        """Nothing more is wanted: a stop string was met, or the one call that was asked for is whole."""
+        return self._stops.hit or self._parser.satisfied
+
+    def feed(self, ids: Sequence[int]) -> list[Delta | CallDelta]:
+        text = self._decoder.feed(i for i in ids if i not in self._hidden)
+        return self._parser.feed(self._stops.feed(text)) if text else []
+
+    def finish(self) -> tuple[list[Delta | CallDelta], Parsed]:
+        tail = self._stops.feed(self._decoder.flush()) + self._stops.flush()
+        events = self._parser.feed(tail) if tail else []
+        more, parsed = self._parser.finish()
+        return events + more, parsed
+
+
+class TemplateRenderer:
+    """Any chat template. The bridge is what the template itself writes after an assistant's turn."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"{tokenizer.folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json); "
+                "add one, or give another --tokenizer",
+                param="tokenizer",
+            )
+        self.name = "template"
+        self.tokenizer = tokenizer
+        self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
+        self.stop_ids = self._find_stops()
+        self._stop_texts = tuple(tokenizer.decode(i) for i in self.stop_ids)
+        self.syntax = self._find_syntax()
+        self.bridges = True  # until certified otherwise
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
+    ) -> str:
+        return self.template.text(messages, tools, generate=generate, kwargs=kwargs)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
+    ) -> list[int]:
+        return self.tokenizer.encode(self.text(messages, tools, kwargs, generate=generate))
+
+    def bridge(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> list[int] | None:
+        after = self._after_turn(last.message, new, tools, kwargs)
+        if after is None:
+            return None
+        ids = self.tokenizer.encode(after[1])
+        if len(last.sampled) and int(last.sampled[-1]) in self.stop_ids:
+            return ids
+        # Cut short: what closes the turn was not sampled, so it is context.
+        close = [after[0], *ids]
+        return [*self.tokenizer.encode(self.syntax.reasoning_close), *close] if last.reasoning_open else close
+
+    def reader(
+        self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
+    ) -> Reader:
+        in_reasoning = self.tokenizer.decode(context[-8:].tolist()).rstrip().endswith(self.syntax.reasoning_open)
+        parser = Parser(self.syntax, in_reasoning=in_reasoning, tools=tools, constraint=constraint, one_call=one_call)
+        return Reader(self.tokenizer, self.syntax, self.stop_ids, parser, stop)
+
+    def _after_turn(
+        self, message: Message, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> tuple[int, str] | None:
+        """The close token of an assistant's turn, and the text that the template writes after it for `new`.
+
+        Rendered behind a stand-in for the conversation: one question, and an assistant's turn of the same shape as the last one.
+        """
+        # Whether there are tools may matter to a template; which ones may not (certification looks at that).
+        stand_in = [Message("user", "x"), _stand_in(message)]
+        try:
+            text = self.text([*stand_in, *new], tools[:1] if self.template.traits.native_tools else (), kwargs)
+        except BadRequest:
+            return None
+        start = text.find(SENTINEL)
+        if start < 0:
+            return None
+        found = [(at, i) for i, stop in enumerate(self._stop_texts) if (at := text.find(stop, start)) >= 0]
+        if not found:
+            return None
+        at, which = min(found)
+        after = text[at + len(self._stop_texts[which]) :]
+        # Some templates gather system messages at the top: such a message cannot be added later.
+        if any(m.role == "system" and m.content.strip() not in after for m in new):
+            return None
+        return self.stop_ids[which], after
+
+    def _find_stops(self) -> tuple[int, ...]:
+        stops = dict.fromkeys(_generation_stops(self.tokenizer))
+        if self.tokenizer.eos_token_id is not None:
+            stops[self.tokenizer.eos_token_id] = None
+        # The token with which the template itself closes a turn may be another one.
+        text = self.text([Message("user", "x"), Message("assistant", SENTINEL), Message("user", "y")], (), {})
+        following = text.partition(SENTINEL)[2].lstrip()
+        for token, token_id in self.tokenizer.added.items():
+            if token and following.startswith(token) and self.tokenizer.is_special(token_id):
+                stops = {token_id: None, **stops}
+        return tuple(stops)
+
+    def _find_syntax(self) -> Syntax:
+        if not self.template.traits.native_tools:
+            return HERMES
+        call = ToolCall("call00001", "probe_tool", '{"k": "v"}')
+        text = self.text([Message("user", "x"), Message("assistant", tool_calls=(call,))], (), {}, generate=False)
+        return detect(text) or HERMES
+
+
+def _stand_in(message: Message) -> Message:
+    """An assistant's turn of the same shape, whose end can be found in the rendered text."""
+    if not message.tool_calls:
+        return Message("assistant", SENTINEL)
+    marked = orjson.dumps({"k": SENTINEL}).decode()
+    *others, final = message.tool_calls
+    calls = [*(ToolCall(c.id, c.name, "{}") for c in others), ToolCall(final.id, final.name, marked)]
+    return Message("assistant", tool_calls=tuple(calls))
+
+
+def _generation_stops(tokenizer: Tokenizer) -> list[int]:
+    path = tokenizer.folder / "generation_config.json"
+    if not path.exists():
+        return []
+    stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    return [stops] if isinstance(stops, int) else list(stops or [])

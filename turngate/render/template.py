@@ -1,0 +1,179 @@
+"""Chat templates as Hugging Face runs them, and what a template can express.
+
+`Template` compiles and renders; `Traits` says, from probing it, whether it declares tools, renders calls and results, wants
+arguments as objects or text, and which close token ends an assistant's turn. No `transformers` needed: the environment here is
+the documented one (sandboxed Jinja, `tojson`, `raise_exception`, `strftime_now`), and the tests hold it against `transformers`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import msgspec
+import orjson
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from turngate.errors import BadRequest, ConfigError
+from turngate.render.hermes import system_in_user, with_hermes
+from turngate.types import Json, Message, Tool, ToolCall
+
+SENTINEL = "turngateSENTINEL"
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training masks in some templates; rendering passes through it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _tojson(
+    value: Json, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return env
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """What one template can do, found by rendering probes with it."""
+
+    native_tools: bool  # declares tools, renders calls and results; otherwise all of that is done in Hermes form
+    text_arguments: bool  # wants call arguments as JSON text rather than as objects
+    null_content: bool  # renders calls only where content is null
+    system: bool  # takes a system message
+
+
+class Template:
+    """One compiled chat template."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"chat template: line {error.lineno}: {error.message}", param="tokenizer") from None
+        self.source = source
+        self._special = special_tokens
+        self.traits = Traits(native_tools=True, text_arguments=False, null_content=False, system=True)
+        self.traits = self._probe()
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, kwargs: dict[str, Json]
+    ) -> str:
+        """The whole conversation as text, with the generation prompt if `generate`."""
+        if not self.traits.native_tools:
+            messages, tools = with_hermes(messages, tools), ()
+        if not self.traits.system:
+            messages = system_in_user(messages)
+        try:
+            return self._render(messages, tools, generate, kwargs)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # A template is somebody's program: it may refuse a conversation by raising, or fall over one it does not expect.
+            raise BadRequest(
+                f"the model's chat template refuses this conversation: {error}", param="messages"
+            ) from error
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool, kwargs: dict[str, Json]
+    ) -> str:
+        return self._template.render(
+            messages=[self._wire(message) for message in messages],
+            tools=[tool.wire for tool in tools] or None,
+            documents=None,
+            add_generation_prompt=generate,
+            **{**self._special, **kwargs},
+        )
+
+    def _wire(self, message: Message) -> dict[str, Json]:
+        """The dictionary form that chat templates are written for."""
+        wire: dict[str, Json] = {"role": message.role, "content": message.content}
+        if message.name:
+            wire["name"] = message.name
+        if message.reasoning:
+            wire["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            wire["tool_calls"] = [
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": c.name, "arguments": self._arguments(c.arguments)},
+                }
+                for c in message.tool_calls
+            ]
+            if self.traits.null_content and not message.content:
+                wire["content"] = None
+        if message.role == "tool":
+            wire["tool_call_id"] = message.tool_call_id
+        return wire
+
+    def _arguments(self, text: str) -> Json:
+        if self.traits.text_arguments:
+            return text
+        try:
+            return orjson.loads(text or "{}")
+        except orjson.JSONDecodeError:
+            return text  # malformed by the model: shown as it was written
+
+    def _probe(self) -> Traits:
+        system = self._shows(SENTINEL, [Message("system", SENTINEL), Message("user", "x")])
+        for text_arguments in (False, True):
+            for null_content in (False, True):
+                self.traits = Traits(
+                    native_tools=True, text_arguments=text_arguments, null_content=null_content, system=system
+                )
+                if self._tools_native():
+                    return self.traits
+        return Traits(native_tools=False, text_arguments=False, null_content=False, system=system)
+
+    def _tools_native(self) -> bool:
+        tool = Tool(
+            "probe_tool",
+            {
+                "type": "function",
+                "function": {
+                    "name": "probe_tool",
+                    "description": "d",
+                    "parameters": {"type": "object", "properties": {"k": {"type": "string"}}},
+                },
+            },
+        )
+        user, call = Message("user", "x"), ToolCall("call00001", "probe_tool", '{"k": "' + SENTINEL + '"}')
+        history = [
+            user,
+            Message("assistant", tool_calls=(call,)),
+            Message("tool", "resultSENTINEL", tool_call_id="call00001", name="probe_tool"),
+        ]
+        return (
+            self._shows("probe_tool", [user], [tool])
+            and self._shows(SENTINEL, history, [tool])
+            and self._shows("resultSENTINEL", history, [tool])
+        )
+
+    def _shows(self, needle: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
+        try:
+            return needle in self._render(messages, tools, True, {})
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return False

@@ -1,0 +1,340 @@
+"""A Hugging Face tokenizer folder as text ⇄ ids, without `transformers`.
+
+Reads `tokenizer.json`, `tokenizer_config.json` and the chat template. Encoding has a fast path (tiktoken over the same merges)
+that is used only after it gave the same ids as `tokenizers` on a probe corpus; decoding of byte-level vocabularies is a table.
+Used by every renderer here, and handed to the `renderers` package as its tokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tiktoken
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
+from tokenizers.normalizers import NFC
+
+from turngate.errors import ConfigError
+from turngate.types import Json
+
+# Past this size tiktoken's regex engine may give up on pathological input; the slow encoder has no such limit.
+FAST_LIMIT = 200_000
+_NFC = NFC()
+
+
+class Tokenizer:
+    """Text ⇄ ids for one vocabulary, plus the chat template that came with it."""
+
+    def __init__(self, folder: Path, *, name: str = "") -> None:
+        self.folder = folder
+        self.name_or_path = name or str(folder)
+        spec = _read_json(folder / "tokenizer.json")
+        config = _read_json(folder / "tokenizer_config.json", optional=True)
+        self._backend = Backend.from_file(str(folder / "tokenizer.json"))
+        # A chat render may exceed any length limit that was saved with the tokenizer; the gateway checks context itself.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        self.added = {token["content"]: int(token["id"]) for token in spec.get("added_tokens", [])}
+        self.special_ids = frozenset(int(t["id"]) for t in spec.get("added_tokens", []) if t.get("special"))
+        self.special_tokens = {
+            key: text
+            for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (text := _token_text(config.get(key)))
+        }
+        self.eos_token_id = self.token_id(self.special_tokens.get("eos_token"))
+        self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
+        self.unk_token_id = self.token_id(self.special_tokens.get("unk_token"))
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.chat_template = _chat_template(folder, config)
+        self.model_max_length = _length(config.get("model_max_length"))
+        self._bytes = _byte_table(spec, self.added)
+        self._fast = _FastEncoder.build(spec, self._bytes, self.added)
+        if self._fast is not None and not self._fast.agrees(self._slow):
+            self._fast = None
+
+    @property
+    def fast(self) -> bool:
+        """Whether the fast encoder was proven equal and is in use."""
+        return self._fast is not None
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        """Ids of `text`; added tokens in it count as such; nothing is added around it."""
+        if self._fast is not None and len(text) <= FAST_LIMIT:
+            return self._fast.encode(text)
+        return self._slow(text)
+
+    def _slow(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int] | int, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        if skip_special_tokens:
+            ids = [i for i in ids if i not in self.special_ids]
+        if self._bytes is None:
+            return self._backend.decode(ids, skip_special_tokens=False)
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", errors="replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token of a byte-level vocabulary. Ids past the vocabulary (padding rows) have none."""
+        assert self._bytes is not None
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def decoder(self) -> Decoder:
+        return Decoder(self, self._backend, byte_level=self._bytes is not None)
+
+    def token_id(self, text: str | None) -> int | None:
+        return None if text is None else self._backend.token_to_id(text)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        """The `renderers` package asks by this name."""
+        if isinstance(tokens, str):
+            found = self.token_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self.special_ids
+
+
+class Decoder:
+    """Ids → text as they come: what is not yet whole UTF-8 is held back until it is, or until `flush`."""
+
+    def __init__(self, tokenizer: Tokenizer, backend: Backend, *, byte_level: bool) -> None:
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stream = None if byte_level else DecodeStream(skip_special_tokens=False)
+
+    def feed(self, ids: Iterable[int]) -> str:
+        if self._stream is None:
+            return self._utf8.decode(b"".join(map(self._tokenizer.bytes_of, ids)))
+        return "".join(self._stream.step(self._backend, i) or "" for i in ids)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True) if self._stream is None else ""
+
+
+class _FastEncoder:
+    """tiktoken over the same vocabulary. Only for byte-level BPE whose pre-tokenizer is one regular expression."""
+
+    def __init__(self, encoding: tiktoken.Encoding, rank_to_id: list[int], *, nfc: bool, added: dict[str, int]) -> None:
+        self._encoding = encoding
+        self._id = rank_to_id
+        self._identity = rank_to_id == list(range(len(rank_to_id)))
+        self._nfc = nfc
+        self._added = frozenset(added)
+
+    def encode(self, text: str) -> list[int]:
+        if self._nfc and not text.isascii():
+            text = self._normalise(text)
+        ids = self._encoding.encode(text, allowed_special=self._added, disallowed_special=())
+        return ids if self._identity else [self._id[i] for i in ids]
+
+    def _normalise(self, text: str) -> str:
+        # tokenizers' own NFC, not Python's: their Unicode versions differ. Added tokens are cut out first, as it does.
+        return "".join(piece if piece in self._added else _NFC.normalize_str(piece) for piece in self._pieces(text))
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        at = 0
+        for match in self._added_pattern.finditer(text):
+            yield text[at : match.start()]
+            yield match.group()
+            at = match.end()
+        yield text[at:]
+
+    @functools.cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(t) for t in sorted(self._added, key=len, reverse=True)) or r"(?!)")
+
+    def agrees(self, slow: Any) -> bool:
+        return all(self.encode(text) == slow(text) for text in probe_corpus(self._added))
+
+    @classmethod
+    def build(cls, spec: Json, table: list[bytes] | None, added: dict[str, int]) -> _FastEncoder | None:
+        model = spec["model"]
+        pattern = _single_pattern(spec.get("pre_tokenizer"))
+        nfc = _is_nfc(spec.get("normalizer"))
+        if table is None or model.get("type") != "BPE" or pattern is None or nfc is None or model.get("dropout"):
+            return None
+        if any(t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in spec.get("added_tokens", [])):
+            return None
+        order = _merge_order(model)
+        if order is None:
+            return None
+        ranks = {table[token_id]: rank for rank, token_id in enumerate(order)}
+        if len(ranks) != len(order) or not all(bytes([b]) in ranks for b in range(256)):
+            return None
+        rank_to_id = list(order)
+        special = {}
+        for text, token_id in added.items():
+            special[text] = len(rank_to_id)
+            rank_to_id.append(token_id)
+        encoding = tiktoken.Encoding("turngate", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        return cls(encoding, rank_to_id, nfc=nfc, added=added)
+
+
+def probe_corpus(added: Iterable[str] = ()) -> list[str]:
+    """Texts on which two encoders must agree before one may stand in for the other: code, prose, scripts, spaces, digits."""
+    code = Path(__file__).read_text(encoding="utf-8")
+    lines = [
+        code,
+        code.replace("    ", "\t"),
+        code.replace("\n", "\r\n"),
+        json.dumps({"a": [1, 2.5e-7, None, 'x\n"y"']}),
+    ]
+    words = [
+        "",
+        " ",
+        "\n",
+        "  \n\n  x",
+        "a" * 300,
+        "1" * 50,
+        "12345678.901",
+        "don't DON'T I'LL we've",
+        "\u00a0\u2003\u3000 x",
+        "\x00\x01\x7f",
+    ]
+    scripts = [
+        "Ünïcödé naïve e\u0301 A\u030a \u1e9b\u0323 \ufb01 ½ ² Ⅷ",
+        "汉字かなカナ한국어 mixed中文text 全角ＡＢＣ１２３",
+        "Ωμέγα русский العربية हिन्दी ไทย עברית १२३",
+        "👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 e👍🏽 \U0001f9ea",
+        "snake_case camelCase SCREAMING_CASE kebab-case a.b.c(d[e]){f}; // x /* y */ #!/bin/sh\n\n\n\t\tx  =  1\n",
+    ]
+    joined = [
+        a + b for a in (" ", "\n", "x", "é", "9", "'s", "中") for b in (" ", "\n", "x", "é", "9", "'s", "中", "\u0301")
+    ]
+    marks = [f"x{t} y {t}{t}e\u0301\n{t}" for t in sorted(added)[:64]]
+    # Unassigned and rare code points: regex engines differ in the Unicode version of their tables.
+    planes = [
+        "".join(chr(c) for c in range(start, start + 512) if not 0xD800 <= c < 0xE000)
+        for start in range(0, 0x20000, 512)
+    ]
+    return [*lines, *words, *scripts, *joined, *marks, *planes]
+
+
+def _merge_order(model: Json) -> list[int] | None:
+    """Token ids in merge order: base symbols first, then what each merge makes. None where ranks cannot express the merges.
+
+    Where one token is made by several merges, the first is the one that counts: a later pair with the same result has a lower
+    priority than tiktoken would give it, so this order is only a candidate until the probe corpus agrees.
+    """
+    vocab: dict[str, int] = model["vocab"]
+    made: dict[int, None] = {}
+    for merge in model["merges"]:
+        left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
+        token = vocab.get(left + right)
+        if token is None:
+            return None
+        made.setdefault(token)
+    base = sorted(i for token, i in vocab.items() if i not in made and len(token) == 1)
+    return base + list(made)
+
+
+def _single_pattern(pre: Json) -> str | None:
+    """The regular expression that splits text, when the pre-tokenizer is exactly one split followed by byte-level mapping."""
+    if pre is None:
+        return None
+    stages = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    match stages:
+        case [{"type": "ByteLevel", "add_prefix_space": False, **rest}] if rest.get("use_regex", True):
+            return gpt2
+        case [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            return str(pattern)
+        case [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, **rest},
+        ] if rest.get("use_regex", True):
+            # Digits are cut out one by one first, so the space before one stays with whatever precedes it.
+            return r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+        case _:
+            return None
+
+
+def _is_nfc(normalizer: Json) -> bool | None:
+    """True: NFC; False: nothing; None: something the fast path does not do."""
+    if normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"]):
+        return False
+    return True if normalizer["type"] == "NFC" else None
+
+
+def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
+    """Bytes of each id for a byte-level vocabulary, None for any other."""
+    decoder = spec.get("decoder") or {}
+    kinds = (
+        [d["type"] for d in decoder.get("decoders", [])] if decoder.get("type") == "Sequence" else [decoder.get("type")]
+    )
+    if "ByteLevel" not in kinds or spec["model"].get("type") != "BPE":
+        return None
+    # One pass over the whole vocabulary at once: 150,000 small loops in Python are most of a second.
+    vocab: dict[str, int] = spec["model"]["vocab"]
+    to_latin = str.maketrans({char: chr(byte) for byte, char in _byte_chars().items()})
+    mapped = "\uffff".join(vocab).translate(to_latin).split("\uffff")
+    table = {i: _latin(text, token) for (token, i), text in zip(vocab.items(), mapped, strict=True)}
+    for token, token_id in added.items():
+        table[token_id] = token.encode()
+    return [table.get(i, b"") for i in range(max(table) + 1)]
+
+
+def _latin(mapped: str, token: str) -> bytes:
+    try:
+        return mapped.encode("latin-1")
+    except UnicodeEncodeError:  # a token outside the byte alphabet: it stands for itself
+        return token.encode()
+
+
+def _byte_chars() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    chars = {byte: chr(byte) for byte in printable}
+    for shift, byte in enumerate(b for b in range(256) if b not in chars):
+        chars[byte] = chr(256 + shift)
+    return chars
+
+
+def _read_json(path: Path, *, optional: bool = False) -> Json:
+    try:
+        return orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise ConfigError(
+            f"tokenizer: {path} does not exist; give a folder that holds tokenizer.json", param="tokenizer"
+        ) from None
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"tokenizer: {path} is not valid JSON ({error})", param="tokenizer") from None
+
+
+def _token_text(value: Json) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _length(value: Json) -> int | None:
+    return int(value) if isinstance(value, int | float) and value < 10**9 else None
+
+
+def _chat_template(folder: Path, config: Json) -> str | None:
+    """The folder's own template file, else the one in its config (a list there means named ones; `default` is ours)."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template: Json = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default") or named.get("tool_use")
+    return None if template is None else str(template)

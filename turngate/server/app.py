@@ -1,0 +1,283 @@
+"""The gateway, put together: one place where engine, renderer, store, pipeline and routes meet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.config import ServeConfig
+from turngate.control import Control
+from turngate.dialects import DIALECTS, Dialect
+from turngate.dialects.chat import Chat, models_body
+from turngate.engines.base import Engine, Health, Relay
+from turngate.engines.openai import OpenAIRelay
+from turngate.engines.pool import Pool
+from turngate.engines.scripted import Script, Scripted, Turn
+from turngate.engines.sglang import SGLang
+from turngate.engines.vllm import VLLM
+from turngate.errors import ConfigError, NotFound, TurngateError
+from turngate.events import Events
+from turngate.fence import Fence
+from turngate.render import Certificate, Renderer, load
+from turngate.server.admin import Admin
+from turngate.server.asgi import Receive, Scope, Send
+from turngate.server.auth import Auth, admin_key
+from turngate.server.calls import ModelCalls
+from turngate.server.http import reply, route
+from turngate.server.prime import Prime
+from turngate.store.journal import Journal
+from turngate.store.sqlite import Store
+from turngate.turn import Settings, Turns
+
+log = logging.getLogger("turngate")
+BUILTIN_TOKENIZER = Path(__file__).parents[1] / "render" / "builtin"
+_chat = Chat()
+_NAMED = re.compile(r"/(s|v1/rollouts)/([^/]+)(/.+)")
+
+
+class Gateway:
+    """One running gateway: an ASGI application with a beginning and an end."""
+
+    def __init__(self, config: ServeConfig, *, engine: Engine | None = None, relay: Relay | None = None) -> None:
+        self.config = config
+        data = Path(config.data)
+        self.store = Store(data, config.durability)
+        with _Undo(self.store.close) as undo:
+            self.admin_key = admin_key(data)
+            self.renderer, self.certificate = _renderer(config)
+            self.engine, self.relay = (
+                _engine(config, self.renderer) if engine is None and relay is None else (engine, relay)
+            )
+            undo.keep()
+        self.fence = Fence(int(self.store.setting("policy_version") or 0))
+        self.events = Events()
+        release = self.engine.release if self.engine is not None else None
+        self.control = Control(
+            self.store, self.fence, self.events, idle_s=config.idle_s, log_turns=config.log_turns, release=release
+        )
+        self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
+        self.journal = Journal(self.store)
+        self.started = time.time()
+        self.turns = self._turns(config.max_context)
+        self._calls = self._model_calls()
+        self._paths: dict[str, Dialect] = {path: dialect for dialect in DIALECTS for path in dialect.paths}
+        self._other = self._starlette()
+        self._expiry: asyncio.Task[None] | None = None
+
+    def _turns(self, max_context: int | None) -> Turns:
+        return Turns(
+            settings=Settings(
+                models=(self.config.model,) if self.config.model else (),
+                max_context=max_context,
+                echo_prompt=self.config.echo_prompt,
+            ),
+            journal=self.journal,
+            fence=self.fence,
+            renderer=self.renderer,
+            engine=self.engine,
+            relay=self.relay,
+            notify=self.control.notify,
+        )
+
+    def _model_calls(self) -> ModelCalls:
+        return ModelCalls(
+            self.turns,
+            self.control,
+            self.auth,
+            max_body=int(self.config.max_body_mb * 1e6),
+            alive_s=self.config.alive_s,
+        )
+
+    async def start(self) -> None:
+        for part in (self.engine, self.relay):
+            if part is not None:
+                await part.start()
+        if self.config.max_context is None and self.engine is not None:
+            known = [h.max_context for h in await self.engine.health() if h.max_context is not None]
+            if known:
+                self.turns = self._turns(min(known))
+                self._calls = self._model_calls()
+        self._expiry = asyncio.create_task(self.control.expire_idle())
+
+    async def stop(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._expiry
+        for part in (self.engine, self.relay):
+            if part is not None:
+                await part.close()
+        self.store.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._other(scope, receive, send)
+            return
+        path = scope["path"]
+        dialect = self._paths.get(path)
+        if dialect is not None and scope["method"] == "POST":
+            await self._calls.serve(scope, receive, send, dialect)
+            return
+        named = _NAMED.fullmatch(path)
+        if named is not None and scope["method"] == "POST":
+            area, session_id, rest = named.groups()
+            dialect = self._paths.get(rest)
+            if dialect is not None:
+                await self._calls.serve(scope, receive, send, dialect, session_id, prime=area != "s")
+                return
+        await self._other(scope, receive, send)
+
+    def _starlette(self) -> Starlette:
+        async def missing(request: Request, error: Exception) -> Response:
+            wrong = NotFound(f"there is no {request.method} {request.url.path} here")
+            return Response(_chat.error(wrong), status_code=404, media_type="application/json")
+
+        routes = [
+            route("/health", "GET", self._health, None),
+            Route("/v1/models", self._models),
+            Route("/s/{id}/v1/models", self._models),
+            Route("/v1/rollouts/{id}/models", self._models),
+            Route("/v1/models/{model:path}", self._models),
+            *Admin(self.control, self.auth).routes(),
+            *Prime(self.control, self.auth).routes(),
+        ]
+        return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
+
+    async def _health(self, request: Request) -> Response:
+        """For load balancers: no key, nothing but whether calls can be served."""
+        health = await self._engines()
+        ok = any(h.ok for h in health)
+        return reply(
+            {
+                "status": "ok" if ok else "engine unavailable",
+                "engines": sum(h.ok for h in health),
+                "engines_total": len(health),
+            },
+            200 if ok else 503,
+        )
+
+    async def _engines(self) -> list[Health]:
+        return [h for part in (self.engine, self.relay) if part is not None for h in await part.health()]
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            key = _chat.key(request.headers)
+            if not self.auth.is_admin(key):
+                session = self.auth.session(key, request.path_params.get("id"))
+                names = [session.config.model or self.config.model]
+            else:
+                names = [self.config.model]
+            names = [name for name in names if name] or [h.model for h in await self._engines() if h.model]
+            wanted = request.path_params.get("model")
+            if wanted is not None:
+                if wanted not in names:
+                    raise NotFound(f"The model {wanted!r} does not exist", param="model")
+                return Response(
+                    msgspec.json.encode(msgspec.json.decode(models_body([wanted], int(self.started)))["data"][0]),
+                    media_type="application/json",
+                )
+            return Response(models_body(list(dict.fromkeys(names)), int(self.started)), media_type="application/json")
+        except TurngateError as error:
+            return Response(_chat.error(error), status_code=error.status, media_type="application/json")
+
+
+class _Undo:
+    """Runs `undo` if the block fails."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo: Callable[[], None] | None = undo
+
+    def keep(self) -> None:
+        self._undo = None
+
+    def __enter__(self) -> _Undo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._undo is not None:
+            self._undo()
+
+
+def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
+    if config.engine == "openai":
+        return None, None
+    folder = Path(config.tokenizer) if config.tokenizer else BUILTIN_TOKENIZER
+    return load(folder, model=config.model, family=config.family)
+
+
+def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
+    key = _engine_key(config)
+    match config.engine:
+        case "vllm":
+            return Pool(
+                [
+                    VLLM(
+                        url,
+                        config.model,
+                        api=config.engine_api,
+                        key=key,
+                        ranks=config.engine_ranks,
+                        silence_s=config.engine_silence_s,
+                    )
+                    for url in config.engine_url
+                ]
+            ), None
+        case "sglang":
+            return Pool(
+                [
+                    SGLang(url, config.model, key=key, ranks=config.engine_ranks, silence_s=config.engine_silence_s)
+                    for url in config.engine_url
+                ]
+            ), None
+        case "openai":
+            if len(config.engine_url) > 1:
+                raise ConfigError(
+                    "engine_url: observe mode relays to one endpoint; give one --engine-url", param="engine_url"
+                )
+            return None, OpenAIRelay(
+                config.engine_url[0], key, capture=config.capture, silence_s=config.engine_silence_s
+            )
+        case "scripted":
+            assert renderer is not None
+            return Scripted(
+                _script(config.script, renderer),
+                model=config.model or "scripted",
+                max_context=config.max_context or 131_072,
+            ), None
+
+
+def _engine_key(config: ServeConfig) -> str | None:
+    if not config.engine_key_env:
+        return None
+    key = os.environ.get(config.engine_key_env)
+    if not key:
+        raise ConfigError(
+            f"engine_key_env: the environment variable {config.engine_key_env} is not set", param="engine_key_env"
+        )
+    return key
+
+
+def _script(path: str, renderer: Renderer) -> Script:
+    """What the scripted engine says: the texts of a JSON file, one per turn of a session and then from the start again."""
+    texts = ["This is the scripted engine. Start with --script FILE (a JSON list of replies) to choose what it says."]
+    if path:
+        try:
+            texts = msgspec.json.decode(Path(path).read_bytes(), type=list[str])
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"script: {path} is not a JSON list of strings ({error})", param="script") from None
+        if not texts:
+            raise ConfigError(f"script: {path} holds no reply", param="script")
+    turns = [Turn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]]) for text in texts]
+    return lambda request, index: turns[index % len(turns)]

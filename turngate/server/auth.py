@@ -1,0 +1,66 @@
+"""Who may call what. An admin key guards everything but model calls; a session's secret opens that session's model calls."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from turngate.control import Control
+from turngate.errors import ConfigError, Unauthorized
+from turngate.trace.session import Session
+
+ADMIN_KEY = "TURNGATE_ADMIN_KEY"
+
+
+def admin_key(data: Path) -> str:
+    """From the environment, else from a file in the data folder that only its owner can read, made on first start."""
+    if from_environment := os.environ.get(ADMIN_KEY, "").strip():
+        if len(from_environment) < 16:
+            raise ConfigError(f"{ADMIN_KEY}: must have at least 16 characters", param=ADMIN_KEY)
+        return from_environment
+    path = data / "admin-key"
+    if path.exists():
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise ConfigError(
+                f"data: {path} can be read by others; chmod 600 it, or delete it for a new key", param="data"
+            )
+        key = path.read_text(encoding="utf-8").strip()
+        if len(key) < 16:
+            raise ConfigError(f"data: {path} holds no usable key; delete it for a new one", param="data")
+        return key
+    key = "tga-" + secrets.token_urlsafe(32)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(key + "\n")
+    return key
+
+
+class Auth:
+    def __init__(self, admin: str, control: Control, *, open_loopback: bool = False) -> None:
+        self._admin = admin.encode()
+        self._control = control
+        self._open_loopback = open_loopback
+
+    def is_admin(self, key: str) -> bool:
+        return secrets.compare_digest(key.encode("utf-8", "surrogatepass"), self._admin)
+
+    def require_admin(self, key: str) -> None:
+        if not self.is_admin(key):
+            raise Unauthorized("the admin key is missing or wrong; send it as 'Authorization: Bearer …'")
+
+    def session(self, key: str, session_id: str | None) -> Session:
+        """The session of a model call. Named by its path: its secret or the admin key opens it. Otherwise its secret finds it."""
+        if session_id is None:
+            session = self._control.by_secret(key) if key else None
+            if session is None:
+                raise Unauthorized("Incorrect API key provided. Use the secret of an open session as the API key.")
+            return session
+        if not self.is_admin(key) and not self._control.is_secret_of(key, session_id):
+            raise Unauthorized("Incorrect API key provided. Use this session's secret, or the admin key.")
+        return self._control.find(session_id)
+
+    def trusts(self, key: str, client: str) -> bool:
+        """Loopback clients of the prime-rl API that send no key, where that was switched on."""
+        return self._open_loopback and not key and client in ("127.0.0.1", "::1")

@@ -1,0 +1,105 @@
+"""Model calls over HTTP, for every dialect: find the session, run the turn, stream or collect the reply.
+
+Errors become the dialect's own bodies here and nowhere else. A reply that is not streamed is a streamed one, collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+from turngate.control import Control
+from turngate.dialects import Dialect
+from turngate.errors import TurngateError
+from turngate.server.asgi import EventStream, HungUp, Receive, Scope, Send, Watch, headers_of, read_body, respond
+from turngate.server.auth import Auth
+from turngate.trace.session import Session
+from turngate.turn import Turns
+from turngate.types import Alive, Call, Done
+
+log = logging.getLogger("turngate")
+
+
+class ModelCalls:
+    def __init__(self, turns: Turns, control: Control, auth: Auth, *, max_body: int, alive_s: float) -> None:
+        self._turns = turns
+        self._control = control
+        self._auth = auth
+        self._max_body = max_body
+        self._alive_s = alive_s
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        dialect: Dialect,
+        session_id: str | None = None,
+        *,
+        prime: bool = False,
+    ) -> None:
+        """One call. `session_id`: the session that the path names, if it names one."""
+        try:
+            headers = headers_of(scope)
+            key = dialect.key(headers)
+            if prime and session_id is not None and self._auth.trusts(key, client_of(scope)):
+                session = self._control.find(session_id)
+            else:
+                session = self._auth.session(key, session_id)
+            body = await read_body(receive, headers, self._max_body)
+            call = dialect.decode(body, headers)
+            with Watch(receive) as watch:
+                try:
+                    await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch)
+                except asyncio.CancelledError:
+                    if not watch.gone:
+                        raise
+        except TurngateError as error:
+            await respond_error(send, dialect, error)
+        except HungUp:
+            return
+
+    async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
+        done = None
+        async with aclosing(self._turns.take(session, call)) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    done = event
+        assert done is not None, "a turn ends with Done or an error"
+        self._note_lost(session, done, watch)
+        await respond(send, 200, dialect.whole(call, done))
+
+    async def _stream(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
+        encoder = dialect.stream(call)
+        with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s) as stream:
+            try:
+                async with aclosing(self._turns.take(session, call)) as events:
+                    async for event in events:
+                        if isinstance(event, Done):
+                            self._note_lost(session, event, watch)
+                            await stream.write(encoder.event(event), last=True)
+                        else:
+                            await stream.write(encoder.event(event))
+            except TurngateError as error:
+                if not stream.started:
+                    raise
+                await stream.write(encoder.error(error), last=True)
+
+    def _note_lost(self, session: Session, done: Done, watch: Watch) -> None:
+        if watch.gone and done.node is not None:
+            self._control.undelivered(session, done.node)
+
+
+async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> None:
+    headers = [] if error.retry_safe else [(b"x-should-retry", b"false")]
+    if error.status == 429:
+        headers.append((b"retry-after", b"1"))
+    if error.status >= 500:
+        log.warning("%s error: %s", error.boundary, error.message)
+    await respond(send, error.status, dialect.error(error), headers)
+
+
+def client_of(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else ""

@@ -1,0 +1,71 @@
+"""What the admin and compatibility routes share: typed bodies, JSON replies, errors, the admin check. On Starlette."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.control import encode_array
+from turngate.dialects import Chat
+from turngate.errors import BadRequest, TooLarge, TurngateError
+from turngate.server.auth import Auth
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+MAX_BODY = 1_000_000
+_chat = Chat()
+
+
+def reply(value: object, status: int = 200) -> Response:
+    return Response(
+        msgspec.json.encode(value, enc_hook=encode_array), status_code=status, media_type="application/json"
+    )
+
+
+def error_reply(error: TurngateError) -> Response:
+    return Response(_chat.error(error), status_code=error.status, media_type="application/json")
+
+
+async def body(request: Request, kind: type[T], *, wrong: type[TurngateError] = BadRequest) -> T:
+    """The body as `kind`; an empty one counts as `{}`."""
+    raw = b""
+    async for part in request.stream():
+        raw += part
+        if len(raw) > MAX_BODY:
+            raise TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        field = text.rpartition("`$.")[2].rstrip("`") if "`$." in text else None
+        raise wrong(f"{field}: {text.partition(' - at')[0]}" if field else text, param=field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise wrong(f"the body is not valid JSON: {error}") from None
+
+
+def whole_number(request: Request, name: str, default: int | None = None) -> int | None:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not text.isdigit():
+        raise BadRequest(f"{name}: {text!r} is not a whole number", param=name)
+    return int(text)
+
+
+def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Route:
+    """A route whose errors are rendered, behind the admin key unless `auth` is None."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            if auth is not None:
+                auth.require_admin(_chat.key(request.headers))
+            return await endpoint(request)
+        except TurngateError as error:
+            return error_reply(error)
+
+    return Route(path, guarded, methods=[method])

@@ -1,0 +1,191 @@
+"""The prime-rl rollout gateway's API, field for field: `/v1/rollouts/{id}/register | chat/completions | trajectory | cancel |
+unregister`.
+
+Better than the original where that was weak: the session has a secret (`register` answers one more field, `api_key`), history
+is never tokenised again, cancel aborts the generation, unregister is idempotent, idle rollouts expire, streams are real, and no
+token data goes to the agent. The calls here need the admin key, unless `open_loopback` opens them to keyless loopback clients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.control import Control
+from turngate.dialects import Chat
+from turngate.errors import TurngateError, Unprocessable
+from turngate.server.auth import Auth
+from turngate.server.http import Endpoint, body, error_reply, reply
+from turngate.trace.roles import roles
+from turngate.trace.session import Session, SessionConfig
+from turngate.trace.tree import Sampled, path, path_ids
+from turngate.types import Json, Limits, Message, Sampling
+
+PREFIX = "/v1/rollouts/"
+_chat = Chat()
+
+
+class Register(msgspec.Struct, frozen=True):
+    model: str
+    sampling_params: dict[str, Any] = {}
+    max_turns: int = -1
+    max_seq_len: int | None = None
+
+
+class Prime:
+    def __init__(self, control: Control, auth: Auth) -> None:
+        self._control = control
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        one = PREFIX + "{id}"
+        return [
+            self._route(f"{one}/register", "POST", self.register),
+            self._route(f"{one}/trajectory", "GET", self.trajectory),
+            self._route(f"{one}/cancel", "POST", self.cancel),
+            self._route(f"{one}/unregister", "POST", self.unregister),
+        ]
+
+    def _route(self, path_: str, method: str, endpoint: Endpoint) -> Route:
+        async def guarded(request: Request) -> Response:
+            try:
+                key = _chat.key(request.headers)
+                if not self._auth.trusts(key, request.client.host if request.client else ""):
+                    self._auth.require_admin(key)
+                return await endpoint(request)
+            except TurngateError as error:
+                return error_reply(error)
+
+        return Route(path_, guarded, methods=[method])
+
+    async def register(self, request: Request) -> Response:
+        wanted = await body(request, Register, wrong=Unprocessable)
+        config = SessionConfig(
+            model=wanted.model,
+            limits=Limits(turns=None if wanted.max_turns < 0 else wanted.max_turns, context_tokens=wanted.max_seq_len),
+            sampling=_sampling(wanted.sampling_params),
+            metadata={"prime": msgspec.to_builtins(wanted)},
+            at_limit="conflict",
+        )
+        session, secret = self._control.open(config, request.path_params["id"])
+        return reply(
+            {
+                "rollout_id": session.id,
+                "status": "active",
+                "model": wanted.model,
+                "max_turns": wanted.max_turns,
+                "max_seq_len": wanted.max_seq_len,
+                "api_key": secret,
+            }
+        )
+
+    async def trajectory(self, request: Request) -> Response:
+        session = self._control.find(request.path_params["id"])
+        nodes = self._control.trace(session.id)["nodes"]
+        texts = {node["id"]: node.get("message") or node.get("messages") for node in nodes}
+        steps = [_step(turn, texts, session) for turn in _main_turns(session)]
+        first, last = (steps[0], steps[-1]) if steps else (None, None)
+        prompt = first["prompt"] if first else []
+        completion = (last["prompt"] + last["completion"])[len(prompt) :] if last else []
+        return reply(
+            {
+                "rollout_id": session.id,
+                "status": status(session),
+                "num_turns": len(steps),
+                "model": session.config.model,
+                "prompt": prompt,
+                "completion": completion,
+                "is_truncated": session.truncated,
+                "trajectory": steps,
+            }
+        )
+
+    async def cancel(self, request: Request) -> Response:
+        session = await self._control.cancel(request.path_params["id"])
+        return reply({"rollout_id": session.id, "status": status(session)})
+
+    async def unregister(self, request: Request) -> Response:
+        """Ends the rollout; its trace stays until the session is deleted. Twice is fine."""
+        session = await self._control.seal(request.path_params["id"], "unregistered")
+        return reply({"rollout_id": session.id, "status": status(session)})
+
+
+def status(session: Session) -> str:
+    if session.status == "cancelled":
+        return "cancelled"
+    limits = session.config.limits
+    done = session.status == "sealed" or (limits.turns is not None and session.turns >= limits.turns)
+    return "completed" if done else "active"
+
+
+def _sampling(params: dict[str, Any]) -> dict[str, Json]:
+    """Registered sampling wins over the agent's. Names that are not about sampling are vLLM's affair or ours."""
+    known = {field.name for field in msgspec.structs.fields(Sampling)}
+    found = {name: value for name, value in params.items() if name in known and value is not None}
+    if isinstance(found.get("top_k"), int):
+        found["top_k"] = max(0, found["top_k"])
+    try:
+        msgspec.convert(found, Sampling)
+    except msgspec.ValidationError as error:
+        raise Unprocessable(f"sampling_params: {error}", param="sampling_params") from None
+    return found
+
+
+def _main_turns(session: Session) -> list[Sampled]:
+    role_of = roles(session.trace)
+    return [turn for turn in session.trace.turns() if role_of[turn.id] not in ("aborted", "superseded")]
+
+
+def _step(turn: Sampled, texts: dict[int, bytes], session: Session) -> dict[str, Json]:
+    prompt: list[Json] = []
+    for node in path(turn)[:-1]:
+        wire = orjson.loads(bytes(texts[node.id]))
+        prompt += [_wire(wire)] if isinstance(node, Sampled) else wire
+    before = path_ids(turn.parent)
+    limit = session.config.limits.context_tokens
+    truncated = turn.info.finish == "length"
+    logprobs: Json = [] if turn.logprobs is None else turn.logprobs
+    tokens = {
+        "prompt_ids": before,
+        "prompt_mask": [0] * len(before),
+        "completion_ids": turn.ids,
+        "completion_mask": [1] * len(turn.ids),
+        "completion_logprobs": logprobs,
+        "overlong_prompt": limit is not None and len(before) > limit,
+        "is_truncated": truncated,
+        "routed_experts": None,
+    }
+    return {
+        "prompt": prompt,
+        "completion": [_wire(orjson.loads(bytes(texts[turn.id])))],
+        "tokens": tokens,
+        "reward": None,
+        "advantage": None,
+        "is_truncated": truncated,
+        "trajectory_id": session.id,
+        "extras": {
+            "node": turn.id,
+            "biases": turn.info.biases,
+            "fault": turn.info.fault,
+            "version": turn.info.version_end,
+        },
+    }
+
+
+def _wire(stored: Json) -> Json:
+    """A stored message in OpenAI's form."""
+    message = msgspec.convert(stored, Message)
+    wire: dict[str, Json] = {"role": message.role, "content": message.content or None}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
+    return wire

@@ -1,0 +1,79 @@
+"""Runs a gateway under uvicorn until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import uvicorn
+import uvloop
+
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
+from turngate.server.app import Gateway
+
+log = logging.getLogger("turngate")
+
+
+def run(config: ServeConfig) -> None:
+    gateway = Gateway(config)
+    try:
+        listener = _listen(config)
+    except ConfigError:
+        gateway.store.close()
+        raise
+    uvicorn_config = uvicorn.Config(
+        gateway,
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(gateway, uvicorn.Server(uvicorn_config), listener))
+
+
+async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:
+    await gateway.start()
+    try:
+        _announce(gateway, listener)
+        await server.serve(sockets=[listener])
+    finally:
+        await gateway.stop()
+
+
+def _announce(gateway: Gateway, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    config, renderer = gateway.config, gateway.renderer
+    log.info(
+        "turngate listens on http://%s:%d · engine %s · model %s · data %s",
+        host,
+        port,
+        config.engine,
+        config.model or "any",
+        config.data,
+    )
+    if renderer is not None and gateway.certificate is not None:
+        verdict = (
+            "certified" if gateway.certificate.passed else "NOT certified: every turn is rendered whole and may fork"
+        )
+        log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --port",
+            param="port",
+        ) from None
+    return listener

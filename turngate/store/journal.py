@@ -1,0 +1,59 @@
+"""How turns reach the store: at once, or many in one synced transaction.
+
+`process` durability writes in the caller's own step (a commit without a sync costs less than handing it to a thread). `disk`
+syncs, so turns that end at the same time share one transaction, written by a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from turngate.errors import StoreError
+from turngate.store.sqlite import NewTurn, Store
+
+
+class Journal:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: list[tuple[NewTurn, asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._failed = False
+
+    async def commit(self, turn: NewTurn) -> None:
+        """Returns when the turn is durable; raises StoreError if it cannot be."""
+        if self._store.durability == "process":
+            self._write([turn])
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, done))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_waiting())
+        # A caller that is cancelled must not take back what may be written already.
+        await asyncio.shield(done)
+
+    def require_writable(self) -> None:
+        """Refuse a call early when the last write failed and the store still cannot be written."""
+        if self._failed:
+            self._store.probe()
+            self._failed = False
+
+    def _write(self, turns: list[NewTurn]) -> None:
+        try:
+            self._store.commit(turns)
+        except StoreError:
+            self._failed = True
+            raise
+
+    async def _write_waiting(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                await asyncio.to_thread(self._write, [turn for turn, _ in batch])
+            except StoreError as error:
+                for _, done in batch:
+                    if not done.cancelled():
+                        done.set_exception(error)
+            else:
+                for _, done in batch:
+                    if not done.cancelled():
+                        done.set_result(None)

@@ -1,0 +1,347 @@
+"""The embedded store: one SQLite file in the data folder. A turn is one transaction.
+
+Written by `turn.py` (through `journal.py`) and `control.py`; read when a session is loaded, shown or exported. Blobs carry a
+checksum, so that a damaged trace is refused and never trained on. What each durability costs is in
+`docs/decisions/0003-durability.md`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+import numpy as np
+
+from turngate.errors import ConfigError, StoreError
+from turngate.trace.session import Session, SessionConfig, Status
+from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
+from turngate.types import type_of_ids, type_of_logprobs
+
+Durability = Literal["process", "disk"]
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    key INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    secret BLOB NOT NULL UNIQUE,  -- sha256 of it; the secret itself is nowhere
+    config BLOB NOT NULL,         -- JSON
+    opened REAL NOT NULL,
+    closed REAL,
+    status TEXT NOT NULL,
+    stop TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS nodes (
+    session INTEGER NOT NULL,
+    id INTEGER NOT NULL,
+    parent INTEGER,
+    kind TEXT NOT NULL,           -- context or sampled
+    ids BLOB NOT NULL,            -- int32, little endian
+    logprobs BLOB,                -- float32, little endian
+    info BLOB NOT NULL,           -- msgpack of ContextInfo or SampledInfo
+    messages BLOB NOT NULL,       -- JSON: what the node's tokens stand for
+    delivered INTEGER NOT NULL DEFAULT 1,
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (session, id)
+);
+CREATE TABLE IF NOT EXISTS preambles (
+    session INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    tools BLOB NOT NULL,          -- JSON, as the agent sent it
+    kwargs BLOB NOT NULL,         -- JSON
+    PRIMARY KEY (session, digest)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+
+_context_info = msgspec.msgpack.Decoder(ContextInfo)
+_sampled_info = msgspec.msgpack.Decoder(SampledInfo)
+_encode_info = msgspec.msgpack.Encoder().encode
+
+
+class SessionRow(msgspec.Struct, frozen=True):
+    """A session as stored, without its trace."""
+
+    key: int
+    id: str
+    config: SessionConfig
+    opened: float
+    closed: float | None
+    status: Status
+    stop: str
+
+
+class NewTurn(msgspec.Struct, frozen=True):
+    """What one turn adds. `context` is None where the same context is stored already."""
+
+    session: int
+    context: Context | None
+    context_messages: bytes  # a JSON list
+    sampled: Sampled
+    message: bytes  # JSON
+    preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None where stored already
+
+
+class Store:
+    """The database. Every method is synchronous and short; a method that writes is one transaction."""
+
+    def __init__(self, folder: Path, durability: Durability = "process") -> None:
+        self.path = folder / "turngate.db"
+        self.durability = durability
+        self._lock_file = _lock(folder)
+        try:
+            self._db = self._connect()
+            self._prepare()
+        except sqlite3.DatabaseError as error:
+            self._lock_file.close()
+            raise ConfigError(
+                f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
+                param="data",
+            ) from None
+        self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
+        self._stopping = threading.Event()
+        self._checkpoints = threading.Thread(
+            target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
+        )
+        self._checkpoints.start()
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+        self.path.chmod(0o600)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
+        # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
+        db.execute("PRAGMA wal_autocheckpoint=0")
+        return db
+
+    def _prepare(self) -> None:
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA_VERSION):
+            raise ConfigError(
+                f"data: {self.path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
+                param="data",
+            )
+        self._db.executescript(_SCHEMA)
+        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._checkpoints.join()
+        with self._mutex:
+            self._db.close()
+        self._lock_file.close()
+
+    def add_session(self, session_id: str, secret: bytes, config: SessionConfig, opened: float) -> int:
+        """The key of the new session. A taken id raises KeyError."""
+        row = (session_id, secret, msgspec.json.encode(config), opened, "open")
+        with self._writing() as db:
+            try:
+                cursor = db.execute("INSERT INTO sessions (id, secret, config, opened, status) VALUES (?,?,?,?,?)", row)
+            except sqlite3.IntegrityError:
+                raise KeyError(session_id) from None
+            assert cursor.lastrowid is not None
+            return cursor.lastrowid
+
+    def close_session(self, key: int, status: Status, stop: str, closed: float) -> None:
+        with self._writing() as db:
+            db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
+
+    def delete_session(self, key: int) -> None:
+        with self._writing() as db:
+            for table in ("nodes", "preambles"):
+                db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
+            db.execute("DELETE FROM sessions WHERE key=?", (key,))
+
+    def find(self, session_id: str) -> SessionRow | None:
+        return next(self._rows("WHERE id=?", (session_id,)), None)
+
+    def find_secret(self, secret: bytes) -> SessionRow | None:
+        return next(self._rows("WHERE secret=?", (secret,)), None)
+
+    def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
+        """Newest first."""
+        wheres, values = ["key < ?"], [before if before is not None else 2**62]
+        parameters: list[object] = list(values)
+        if status is not None:
+            wheres.append("status = ?")
+            parameters.append(status)
+        return list(self._rows(f"WHERE {' AND '.join(wheres)} ORDER BY key DESC LIMIT ?", (*parameters, limit)))
+
+    def open_sessions(self) -> list[tuple[str, bytes, float]]:
+        """Id, secret digest and time of opening of each session that is still open."""
+        with self._reading() as db:
+            return db.execute("SELECT id, secret, opened FROM sessions WHERE status='open'").fetchall()
+
+    def _rows(self, where: str, values: Sequence[object]) -> Iterator[SessionRow]:
+        with self._reading() as db:
+            rows = db.execute(
+                f"SELECT key, id, config, opened, closed, status, stop FROM sessions {where}", values
+            ).fetchall()
+        for key, session_id, config, *rest in rows:
+            yield SessionRow(key, session_id, msgspec.json.decode(config, type=SessionConfig), *rest)
+
+    def commit(self, turns: Iterable[NewTurn]) -> None:
+        """Make turns durable. All or none."""
+        with self._writing() as db:
+            for turn in turns:
+                if turn.preamble is not None:
+                    db.execute("INSERT OR IGNORE INTO preambles VALUES (?,?,?,?)", (turn.session, *turn.preamble))
+                if turn.context is not None:
+                    db.execute(_INSERT_NODE, _node_row(turn.session, turn.context, turn.context_messages))
+                db.execute(_INSERT_NODE, _node_row(turn.session, turn.sampled, turn.message))
+
+    def mark_undelivered(self, session: int, node: int) -> None:
+        with self._writing() as db:
+            db.execute("UPDATE nodes SET delivered=0 WHERE session=? AND id=?", (session, node))
+
+    def load(self, row: SessionRow) -> Session:
+        """The session with its whole trace, checked."""
+        session = Session(row.id, row.key, row.config, row.opened)
+        session.status, session.stop = row.status, row.stop
+        with self._reading() as db:
+            rows = db.execute(
+                "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id",
+                (row.key,),
+            )
+            self._rebuild(session, rows)
+        return session
+
+    def _rebuild(
+        self, session: Session, rows: Iterable[tuple[int, int | None, str, bytes, bytes | None, bytes, bytes, int, int]]
+    ) -> None:
+        by_id: dict[int, Node] = {}
+        trace: Trace = session.trace
+        for node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum in rows:
+            if checksum != _checksum(ids, logprobs, info, messages):
+                raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; its trace cannot be used")
+            parent = None if parent_id is None else by_id.get(parent_id)
+            tokens = np.frombuffer(ids, type_of_ids)
+            if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
+                context = Context(node_id, parent, tokens, _context_info.decode(info))
+                trace.add_context(context)
+                by_id[node_id] = context
+            elif kind == "sampled" and isinstance(parent, Context):
+                scores = None if logprobs is None else np.frombuffer(logprobs, type_of_logprobs)
+                sampled = Sampled(node_id, parent, tokens, scores, _sampled_info.decode(info))
+                sampled.delivered = bool(delivered)
+                trace.add_sampled(sampled)
+                session.count(sampled)
+                session.last_used = max(session.last_used, sampled.info.ended)
+                by_id[node_id] = sampled
+            else:
+                raise StoreError(
+                    f"session {session.id}: node {node_id} does not fit its parent {parent_id}; its trace cannot be used"
+                )
+
+    def messages(self, session: int) -> dict[int, bytes]:
+        """What each node's tokens stand for, as JSON: a list for a context, one message for a sampled node."""
+        with self._reading() as db:
+            return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
+
+    def preambles(self, session: int) -> dict[bytes, tuple[bytes, bytes]]:
+        with self._reading() as db:
+            rows = db.execute("SELECT digest, tools, kwargs FROM preambles WHERE session=?", (session,)).fetchall()
+        return {digest: (tools, kwargs) for digest, tools, kwargs in rows}
+
+    def setting(self, name: str) -> str | None:
+        with self._reading() as db:
+            row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
+        return None if row is None else row[0]
+
+    def set_setting(self, name: str, value: str) -> None:
+        with self._writing() as db:
+            db.execute(
+                "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value", (name, value)
+            )
+
+    def probe(self) -> None:
+        """Is it possible to write? Raises StoreError if not."""
+        self.set_setting("probe", "ok")
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._mutex:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                yield self._db
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                self._roll_back()
+                raise StoreError(
+                    f"the store cannot record this ({error}); nothing was delivered that is not recorded"
+                ) from error
+            except BaseException:
+                self._roll_back()
+                raise
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._mutex:
+            try:
+                yield self._db
+            except sqlite3.Error as error:
+                raise StoreError(f"the store cannot be read ({error})") from error
+
+    def _checkpoint_now_and_then(self) -> None:
+        """Moves the write-ahead log into the database, from a connection of its own."""
+        db = sqlite3.connect(self.path, isolation_level=None, timeout=1)
+        wal = self.path.with_name(self.path.name + "-wal")
+        while not self._stopping.wait(1.0):
+            try:
+                if wal.exists() and wal.stat().st_size > 4_000_000:
+                    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except (sqlite3.Error, OSError):
+                continue  # the log only grows until the next try; a write that fails is reported by the writer
+        db.close()
+
+
+_INSERT_NODE = (
+    "INSERT INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum) VALUES (?,?,?,?,?,?,?,?,?)"
+)
+
+
+def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
+    ids = node.ids.tobytes()
+    info = _encode_info(node.info)
+    sampled = isinstance(node, Sampled)
+    logprobs = node.logprobs.tobytes() if isinstance(node, Sampled) and node.logprobs is not None else None
+    parent = None if node.parent is None else node.parent.id
+    kind = "sampled" if sampled else "context"
+    return session, node.id, parent, kind, ids, logprobs, info, messages, _checksum(ids, logprobs, info, messages)
+
+
+def _checksum(*blobs: bytes | None) -> int:
+    value = 0
+    for blob in blobs:
+        value = zlib.crc32(blob or b"\0", value)
+    return value
+
+
+def _lock(folder: Path) -> IO[bytes]:
+    """One gateway per data folder: two would hand out the same node ids."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = open(folder / "lock", "wb")  # noqa: SIM115  # held open for as long as the store is
+    except OSError as error:
+        raise ConfigError(
+            f"data: {folder} cannot be written ({error.strerror}); choose another --data folder", param="data"
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(
+            f"data: {folder} is in use by another turngate; stop it or choose another --data folder", param="data"
+        ) from None
+    return file

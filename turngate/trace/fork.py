@@ -1,0 +1,65 @@
+"""Why does a call not simply go on where the last one ended? One word for each way, from the structure of the tree."""
+
+from __future__ import annotations
+
+from turngate.trace.meaning import DIGEST, Reading
+from turngate.trace.tree import Cause, Context, Located, Trace, path
+
+
+def cause(trace: Trace, located: Located, *, has_tools: bool, retried: bool, idempotency_key: str = "") -> Cause | None:
+    """None: this call extends the tip of a branch, or is the first one."""
+    if located.context is not None and located.context.children:
+        # Equal bodies alone prove nothing (a compacting agent repeats itself): only the client's word or a lost reply does.
+        answers = located.context.children
+        lost = any(not s.delivered or s.info.finish == "abort" for s in answers)
+        same_key = bool(idempotency_key) and any(s.info.idempotency_key == idempotency_key for s in answers)
+        return "retry" if retried or lost or same_key else "resample"
+    if located.node is not None:
+        foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
+        return "edited" if foreign else ("branch" if located.node.children else None)
+    return _new_root(trace, located.reading, has_tools) if trace.roots else None
+
+
+def _new_root(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
+    """A conversation that shares no sampled turn with what is known."""
+    head = reading.meaning(0)
+    asks = _first_question(reading)
+    for root in trace.roots:
+        meanings = root.info.meanings
+        known_ask = _first_user(root)
+        if root.info.preamble != reading.preamble and meanings[:DIGEST] == head and (asks is None or known_ask == asks):
+            return "tools" if has_tools else "side"
+        if (
+            root.info.preamble == reading.preamble
+            and known_ask == asks
+            and asks is not None
+            and meanings[:DIGEST] != head
+        ):
+            return "system"
+    if not has_tools and any(root.info.has_tools for root in trace.roots):
+        return "side"
+    same_head = [
+        root for root in trace.roots if root.info.preamble == reading.preamble and root.info.meanings[:DIGEST] == head
+    ]
+    if not same_head:
+        return "subagent"
+    if any(_first_user(root) == asks for root in same_head):
+        return "edited"
+    longest = max((node.count for node in trace.nodes if path(node)[0] in same_head), default=0)
+    return "compaction" if longest > len(reading) or _answered(reading) else "subagent"
+
+
+def _answered(reading: Reading) -> bool:
+    return any(m.role == "assistant" for m in reading.all())
+
+
+def _first_question(reading: Reading) -> bytes | None:
+    for index in range(len(reading)):
+        if any(m.role == "user" for m in reading.messages(index)):
+            return reading.meaning(index)
+    return None
+
+
+def _first_user(root: Context) -> bytes | None:
+    at = root.info.roles.find("u")
+    return root.info.meanings[at * DIGEST : (at + 1) * DIGEST] if at >= 0 else None

@@ -1,0 +1,128 @@
+"""When are two messages the same? By meaning, not by bytes.
+
+Agents spell their history anew: arguments with other white space or key order, `null` for "", trimmed text, parts for strings,
+renamed call ids, reasoning left out. None of that changes what was said. `Reading` gives, for one request, a digest of each
+message's meaning (decoded only when asked for) and a digest of each raw prefix (the fast path).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import orjson
+
+from turngate.types import History, Json, Message
+
+DIGEST = 16
+
+
+class Reading:
+    """One request's messages, as far as they had to be looked at."""
+
+    def __init__(self, history: History, preamble: bytes) -> None:
+        self.history = history
+        self.preamble = preamble
+        self.prefixes = prefix_digests(history.raws, preamble)
+        self._messages: dict[int, tuple[Message, ...]] = {}
+        self._meanings: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self.prefixes)
+
+    def messages(self, index: int) -> tuple[Message, ...]:
+        if index not in self._messages:
+            self._messages[index] = self.history.decode(index)
+        return self._messages[index]
+
+    def all(self, start: int = 0) -> list[Message]:
+        return [message for index in range(start, len(self)) for message in self.messages(index)]
+
+    def meaning(self, index: int) -> bytes:
+        if index not in self._meanings:
+            self._meanings[index] = meaning(self.messages(index), self._call_order(index))
+        return self._meanings[index]
+
+    def meanings(self, start: int, stop: int) -> bytes:
+        return b"".join(self.meaning(i) for i in range(start, stop))
+
+    def assistant(self, index: int) -> Message | None:
+        """The message at `index`, if it is one assistant's message and nothing else."""
+        match self.messages(index):
+            case (Message(role="assistant") as message,):
+                return message
+            case _:
+                return None
+
+    def _call_order(self, index: int) -> dict[str, int]:
+        """Call ids of the assistant's turn that this message answers, by position: ids may be renamed, positions not."""
+        if not any(m.role == "tool" for m in self.messages(index)):
+            return {}
+        for before in range(index - 1, -1, -1):
+            for message in reversed(self.messages(before)):
+                if message.role == "assistant":
+                    return {call.id: n for n, call in enumerate(message.tool_calls)}
+        return {}
+
+
+def prefix_digests(raws: Sequence[bytes], preamble: bytes) -> list[bytes]:
+    """Digest of the preamble and the first 1, 2, … raw messages. Raw messages are JSON values, so their joins are unambiguous."""
+    state = blake2b(preamble, digest_size=DIGEST)
+    digests = []
+    for raw in raws:
+        state.update(raw)
+        digests.append(state.digest())
+    return digests
+
+
+def meaning(messages: Sequence[Message], call_order: dict[str, int]) -> bytes:
+    return blake2b(orjson.dumps([_plain(m, call_order) for m in messages]), digest_size=DIGEST).digest()
+
+
+def reasoning_digest(reasoning: str) -> bytes:
+    return (
+        blake2b(reasoning.strip().encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        if reasoning.strip()
+        else b""
+    )
+
+
+def tools_meaning(wire: Json) -> bytes:
+    return blake2b(orjson.dumps(wire, option=orjson.OPT_SORT_KEYS), digest_size=DIGEST).digest()
+
+
+def _plain(message: Message, call_order: dict[str, int]) -> list[Json]:
+    text = _encodable(message.content.strip())
+    if message.role == "tool":
+        return ["tool", text, call_order.get(message.tool_call_id, message.tool_call_id)]
+    if message.role == "assistant":
+        return ["assistant", text, [[call.name, plain_arguments(call.arguments)] for call in message.tool_calls]]
+    return [message.role, text]
+
+
+def plain_arguments(text: str) -> str:
+    """Arguments in one spelling; what is not JSON stands for itself."""
+    try:
+        value = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return _encodable(text.strip())
+    # 1.0 and 1 are the same number to an agent written in JavaScript.
+    value = _whole_numbers(value) if "." in text or "e" in text or "E" in text else value
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _whole_numbers(value: Json) -> Json:
+    match value:
+        case float() if value.is_integer() and abs(value) < 2**53:
+            return int(value)
+        case list():
+            return [_whole_numbers(v) for v in value]
+        case dict():
+            return {k: _whole_numbers(v) for k, v in value.items()}
+        case _:
+            return value
+
+
+def _encodable(text: str) -> str:
+    """Lone surrogates cannot be encoded; they only have to compare equal to themselves."""
+    return text.encode("utf-8", "backslashreplace").decode()

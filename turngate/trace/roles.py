@@ -1,0 +1,65 @@
+"""What part did each turn play in the rollout? Read off the tree, whenever it is asked for.
+
+`main` is the agent's own line of work; `subagent` a helper with its own conversation; `side` titles, summaries and probes;
+`superseded` what was sampled but then retried or abandoned; `aborted` what the agent hung up on.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from turngate.trace.tree import Context, Sampled, Trace, path
+
+TurnRole = Literal["main", "subagent", "side", "superseded", "aborted"]
+ROLES: tuple[TurnRole, ...] = ("main", "subagent", "side", "superseded", "aborted")
+
+
+def roles(trace: Trace) -> dict[int, TurnRole]:
+    """Role of each sampled node, by node id."""
+    lines = _lines(trace)
+    superseded = _superseded(trace)
+    found: dict[int, TurnRole] = {}
+    for turn in trace.turns():
+        if turn.info.finish == "abort":
+            found[turn.id] = "aborted"
+        elif turn.id in superseded:
+            found[turn.id] = "superseded"
+        else:
+            found[turn.id] = lines[path(turn)[0].id]
+    return found
+
+
+def _lines(trace: Trace) -> dict[int, TurnRole]:
+    """The role of each root's whole conversation."""
+    # An agent may ask for a title before it begins: the main line is the first one that has tools, if any has.
+    main = next((root for root in trace.roots if root.info.has_tools), trace.roots[0] if trace.roots else None)
+    found: dict[int, TurnRole] = {}
+    for root in trace.roots:
+        if root is main or root.info.cause in ("compaction", "system", "tools", "template", "edited"):
+            found[root.id] = "main"
+        elif root.info.cause == "subagent":
+            found[root.id] = "subagent"
+        else:
+            found[root.id] = "side"
+    return found
+
+
+def _superseded(trace: Trace) -> set[int]:
+    """Turns that the agent did not go on from, though it did from another answer to the same question."""
+    out: set[int] = set()
+    for context in (node for node in trace.nodes if isinstance(node, Context)):
+        answers = context.children
+        if len(answers) < 2:
+            continue
+        kept = [s for s in answers if s.children]
+        for n, answer in enumerate(answers):
+            if answer.children:
+                continue
+            retried = any(_repeats(later) for later in answers[n + 1 :])
+            if kept or retried or not answer.delivered:
+                out.add(answer.id)
+    return out
+
+
+def _repeats(turn: Sampled) -> bool:
+    return turn.info.cause == "retry"

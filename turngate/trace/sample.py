@@ -1,0 +1,112 @@
+"""Training rows from a trace: one per branch, each sampled token trainable in at most one of them."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from turngate.trace.roles import TurnRole, roles
+from turngate.trace.tree import Sampled, Trace, path
+from turngate.types import Ids, Logprobs, type_of_logprobs
+
+
+class Policy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What of a trace is trained."""
+
+    roles: tuple[TurnRole, ...] = ("main", "subagent")
+    biased: bool = False  # train turns whose sampling was not neutral (top-p, grammars, forced tools …)
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One turn inside a row."""
+
+    node: int
+    start: int
+    end: int
+    role: TurnRole
+    trained: bool
+    reason: str  # why not, if not
+    version_start: int
+    version_end: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One row. `logprobs` is NaN wherever nothing was sampled or the engine gave none; `mask` is never set there."""
+
+    branch: int  # id of the leaf
+    ids: Ids
+    mask: np.ndarray
+    logprobs: Logprobs
+    spans: tuple[Span, ...]
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+def samples(trace: Trace, policy: Policy | None = None, *, keep_empty: bool = False) -> list[Sample]:
+    """The rows. Branches with nothing left to train are left out unless `keep_empty`."""
+    policy = policy or Policy()
+    role_of = roles(trace)
+    claimed: set[int] = set()
+    rows = [_row(leaf, role_of, policy, claimed) for leaf in sorted(_leaves(trace), key=lambda s: _order(s, role_of))]
+    return [row for row in rows if keep_empty or row.trained_tokens]
+
+
+def _leaves(trace: Trace) -> list[Sampled]:
+    return [turn for turn in trace.turns() if not any(context.children for context in turn.children)]
+
+
+def _order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int, int]:
+    """The main line claims shared turns first, then the longest."""
+    return role_of[leaf.id] != "main", -leaf.length, leaf.id
+
+
+def untrainable(turn: Sampled, role: TurnRole, policy: Policy) -> str:
+    """Why a turn may not be trained; empty if it may."""
+    if turn.info.fault:
+        return turn.info.fault
+    if turn.info.capture != "tokens":
+        return f"captured as {turn.info.capture} only"
+    if turn.logprobs is None:
+        return "no log-probabilities"
+    if len(turn.logprobs) != len(turn.ids):
+        return f"{len(turn.logprobs)} log-probabilities for {len(turn.ids)} tokens"
+    if np.isnan(turn.logprobs).any():
+        return "missing log-probabilities"
+    if role not in policy.roles:
+        return f"role {role}"
+    if turn.info.biases and not policy.biased:
+        return "biased sampling: " + ", ".join(turn.info.biases)
+    return ""
+
+
+def _row(leaf: Sampled, role_of: dict[int, TurnRole], policy: Policy, claimed: set[int]) -> Sample:
+    nodes = path(leaf)
+    ids = np.concatenate([node.ids for node in nodes])
+    mask = np.zeros(len(ids), np.bool_)
+    logprobs = np.full(len(ids), np.nan, type_of_logprobs)
+    spans = []
+    start = 0
+    for node in nodes:
+        end = start + len(node.ids)
+        if isinstance(node, Sampled):
+            reason = "trained in another row" if node.id in claimed else untrainable(node, role_of[node.id], policy)
+            if node.logprobs is not None and len(node.logprobs) == len(node.ids):
+                logprobs[start:end] = node.logprobs
+            mask[start:end] = not reason
+            claimed.add(node.id)
+            spans.append(
+                Span(
+                    node.id,
+                    start,
+                    end,
+                    role_of[node.id],
+                    not reason,
+                    reason,
+                    node.info.version_start,
+                    node.info.version_end,
+                )
+            )
+        start = end
+    return Sample(leaf.id, ids, mask, logprobs, tuple(spans))

@@ -1,0 +1,99 @@
+"""One agent run as the gateway sees it: its settings, its counters, its trace. State only; `control.py` owns the life of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from turngate.errors import Conflict
+from turngate.trace.sample import Policy
+from turngate.trace.tree import Sampled, Trace
+from turngate.types import Json, Limits, Mode
+
+Status = Literal["open", "sealed", "cancelled"]
+
+
+class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is chosen when a session is opened."""
+
+    model: str = ""  # the name the agent will send; empty: any
+    mode: Mode = "exact"
+    limits: Limits = Limits()
+    sampling: dict[str, Json] = {}  # Sampling fields that override the agent's
+    bias: Literal["neutral", "record"] = "neutral"  # neutral: the agent's top-p, penalties … are not applied
+    thinking: Literal["keep", "drop"] = (
+        "keep"  # what past turns' thinking becomes; drop: as the template has it, with forks
+    )
+    policy: Policy = Policy()
+    template_kwargs: dict[str, Json] = {}
+    metadata: dict[str, Json] = {}
+    at_limit: Literal["final_message", "conflict"] = "final_message"  # how a call past a limit is answered
+
+
+class Session:
+    """A live session. Counters follow from the trace, so that a reloaded session has the same ones."""
+
+    def __init__(self, session_id: str, key: int, config: SessionConfig, opened: float) -> None:
+        self.id = session_id
+        self.key = key  # the store's number for it
+        self.config = config
+        self.opened = opened
+        self.last_used = opened
+        self.status: Status = "open"
+        self.stop = ""  # why it ended, or which limit was met
+        self.trace = Trace()
+        self.turns = 0
+        self.sampled_tokens = 0
+        self.truncated = False
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.aborts: set[Callable[[str], None]] = set()  # ends each call that is in flight
+        self.tool_digests: dict[bytes, bytes] = {}  # raw tools → their meaning, so that they are parsed once
+
+    def count(self, turn: Sampled) -> None:
+        """Take a stored turn into account."""
+        if turn.info.finish != "abort":
+            self.turns += 1
+        self.sampled_tokens += len(turn.ids)
+        self.truncated = self.truncated or turn.info.finish == "length"
+
+    def begin_call(self, abort: Callable[[str], None]) -> None:
+        self.in_flight += 1
+        self.idle.clear()
+        self.aborts.add(abort)
+
+    def end_call(self, abort: Callable[[str], None], now: float) -> None:
+        self.aborts.discard(abort)
+        self.in_flight -= 1
+        self.last_used = now
+        if not self.in_flight:
+            self.idle.set()
+
+    def require_open(self) -> None:
+        if self.status != "open":
+            raise Conflict(
+                f"session {self.id} is {self.status}{f' ({self.stop})' if self.stop else ''}; open a new one"
+            )
+
+    def limit_met(self, now: float) -> str:
+        """The limit that forbids another turn; empty if none does."""
+        limits = self.config.limits
+        if limits.turns is not None and self.turns + self.in_flight >= limits.turns:
+            return "turns"
+        if limits.sampled_tokens is not None and self.sampled_tokens >= limits.sampled_tokens:
+            return "sampled_tokens"
+        if limits.seconds is not None and now - self.opened >= limits.seconds:
+            return "seconds"
+        return ""
+
+    def deadline(self) -> float | None:
+        seconds = self.config.limits.seconds
+        return None if seconds is None else self.opened + seconds
+
+    def abort_calls(self, reason: str) -> None:
+        for abort in list(self.aborts):
+            abort(reason)

@@ -1,0 +1,599 @@
+"""THE pipeline of one model call. Read this file first.
+
+    admit → locate → render → generate → parse → commit → reply
+
+    admit     is the session open, within its limits, and is there room to record? wait at the fence
+    locate    the deepest point of the session's tree that this request extends          (trace)
+    render    the stored ids down to there, plus the bridge for only the new messages    (render)
+    generate  ids in, ids with log-probabilities out; aborted when the agent hangs up    (engines)
+    parse     reasoning, text and tool calls, as they come                               (render)
+    commit    context and sampled node, durable, before the last event                   (store, trace)
+    reply     events: text as it is sampled, a call when it is whole, `Done` when stored
+
+`Turns.take` is an async generator of those events. It knows no wire format; a reply that is not streamed is one that the server
+collected. Whatever way it ends, what was sampled is recorded: a call that was cut short becomes an aborted turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from hashlib import blake2b
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayRequest
+from turngate.errors import BadRequest, Conflict, ContextOverflow, EngineError, NotFound, TurngateError
+from turngate.fence import Fence
+from turngate.render import LastTurn, Reader, Renderer
+from turngate.store.journal import Journal
+from turngate.store.sqlite import NewTurn
+from turngate.trace import fork
+from turngate.trace.meaning import DIGEST, Reading, meaning, reasoning_digest, tools_meaning
+from turngate.trace.session import Session
+from turngate.trace.tree import Cause, Context, ContextInfo, Located, Sampled, SampledInfo, path_ids, prompt_ids
+from turngate.types import (
+    NO_IDS,
+    Call,
+    CallDelta,
+    Capture,
+    Delta,
+    Done,
+    Finish,
+    Ids,
+    Message,
+    ReplyEvent,
+    Sampling,
+    Tool,
+    Usage,
+    type_of_ids,
+    type_of_logprobs,
+)
+
+T = TypeVar("T")
+_ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What of the configuration a turn needs."""
+
+    models: tuple[str, ...] = ()  # names that agents may ask for; empty: any
+    max_context: int | None = None  # the model's; None: the engine judges
+    echo_prompt: bool = False  # have the engine repeat the prompt it saw and compare
+    slow_render: int = 64_000  # characters of new text above which rendering leaves the event loop
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A rendered call: where it hangs in the tree and what it adds there."""
+
+    located: Located
+    parent: Sampled | None
+    added: Ids
+    ids: Ids  # everything: what the engine gets
+    tools: tuple[Tool, ...]
+    preamble: tuple[bytes, bytes, bytes]
+    cause: Cause | None
+
+
+class Draft:
+    """The turn while it is being sampled."""
+
+    def __init__(self, version: int) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float | None] | None = []
+        self.started = time.time()
+        self.version_start = version
+        self.version_end = version
+        self.capture: Capture = "tokens"
+
+    def take(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: int) -> None:
+        if not self.ids:
+            self.version_start = version
+        self.version_end = version
+        self.ids.extend(ids)
+        if logprobs is None or self.logprobs is None:
+            self.logprobs = None  # one chunk without them: the turn has none, rather than some that look whole
+        else:
+            self.logprobs.extend(logprobs)
+
+
+class Turns:
+    """Runs model calls. One instance per gateway; its only state is what it was given."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        journal: Journal,
+        fence: Fence,
+        renderer: Renderer | None = None,
+        engine: Engine | None = None,
+        relay: Relay | None = None,
+        notify: Callable[[Session, str, dict[str, object]], None] = lambda session, kind, data: None,
+    ) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._fence = fence
+        self._renderer = renderer
+        self._engine = engine
+        self._relay = relay
+        self._notify = notify
+
+    async def take(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
+        """One turn, from request to `Done`."""
+        self._admit(session, call)
+        if limit := session.limit_met(time.time()):
+            for event in self._at_limit(session, limit):
+                yield event
+            return
+        aborted: list[str] = []
+        abort = _aborter(aborted)
+        session.begin_call(abort)
+        try:
+            await self._fence.enter()
+            try:
+                session.require_open()
+                steps = self._relayed(session, call) if session.config.mode == "observe" else self._exact(session, call)
+                async with aclosing(steps):
+                    async for event in steps:
+                        yield event
+            finally:
+                self._fence.leave()
+        except asyncio.CancelledError:
+            if not aborted:
+                raise
+            # Cancelled by the session, not by the agent hanging up: the agent is told.
+            _uncancel()
+            raise Conflict(f"session {session.id} is {aborted[0]}; this call was aborted") from None
+        finally:
+            session.end_call(abort, time.time())
+
+    def _admit(self, session: Session, call: Call) -> None:
+        session.require_open()
+        session.last_used = time.time()
+        names = (session.config.model,) if session.config.model else self._settings.models
+        if names and call.model and call.model not in names:
+            raise NotFound(
+                f"model: {call.model!r} does not exist here; this session serves {', '.join(names)}", param="model"
+            )
+        self._journal.require_writable()
+
+    def _at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
+        """The end of a session reads as a normal last answer: an empty or failed one would be retried."""
+        session.stop = limit
+        if session.config.at_limit == "conflict":
+            raise Conflict(f"session {session.id} is completed (limit {limit}); open a new one")
+        self._notify(session, "limit", {"limit": limit})
+        text = (
+            f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
+        )
+        return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
+
+    # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _exact(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
+        renderer, engine = self._renderer, self._engine
+        if renderer is None or engine is None:
+            raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
+        prompt = await self._locate_and_render(session, call, renderer)
+        limits = session.config.limits
+        if limits.context_tokens is not None and len(prompt.ids) >= limits.context_tokens:
+            session.truncated = True
+            for event in self._context_limit(session, len(prompt.ids), limits.context_tokens):
+                yield event
+            return
+        sampling = resolve_sampling(session, call)
+        request = self._request(session, call, prompt, sampling)
+        reader = renderer.reader(prompt.added, prompt.tools, call.stop, call.constraint, not call.parallel_tool_calls)
+        draft = Draft(self._fence.version)
+        finish: Finish = "abort"
+        fault = ""
+        try:
+            async with aclosing(_until(session.deadline(), engine.generate(request))) as chunks:
+                async for chunk in chunks:
+                    for event in self._sampled(draft, chunk, reader, call, request):
+                        yield event
+                    if chunk.finish is not None or reader.satisfied:
+                        finish = "stop" if reader.satisfied else chunk.finish or "stop"
+                        break
+        except TimeoutError:
+            finish = "length"  # the session's wall clock ran out: what was sampled stands
+        except TurngateError as error:
+            fault = error.message
+            raise
+        finally:
+            if finish == "abort" and (
+                draft.ids or not fault
+            ):  # an engine that failed before its first token sampled nothing
+                await self._commit(
+                    session,
+                    call,
+                    prompt,
+                    draft,
+                    reader.finish()[1].message,
+                    "abort",
+                    sampling,
+                    fault=fault or "aborted",
+                )
+        events, parsed = reader.finish()
+        for event in events:
+            yield event
+        if parsed.message.tool_calls and finish == "stop":
+            finish = "tool_calls"
+        node = await self._commit(
+            session, call, prompt, draft, parsed.message, finish, sampling, reasoning_open=parsed.reasoning_open
+        )
+        yield Done(finish, parsed.message, Usage(len(prompt.ids), len(draft.ids)), node)
+
+    async def _locate_and_render(self, session: Session, call: Call, renderer: Renderer) -> Prompt:
+        tools, preamble = self._preamble(session, call)
+        located = session.trace.locate(Reading(call.history, preamble[0]))
+        size = sum(len(raw) for raw in call.history.raws[located.start :]) if located.context is None else 0
+        if size > self._settings.slow_render:
+            # Tokenising this much takes long enough to be felt by other sessions; the tokenizers release the GIL.
+            return await asyncio.to_thread(self._render, session, call, located, tools, preamble, renderer)
+        return self._render(session, call, located, tools, preamble, renderer)
+
+    def _preamble(self, session: Session, call: Call) -> tuple[tuple[Tool, ...] | None, tuple[bytes, bytes, bytes]]:
+        """Tools and template arguments, as a digest of their meaning: what all prompts of one line of work begin with."""
+        raw = call.tools.raw if call.tools is not None else b""
+        kwargs = orjson.dumps({**call.template_kwargs, **session.config.template_kwargs}, option=orjson.OPT_SORT_KEYS)
+        key = blake2b(raw, digest_size=DIGEST, key=b"tools").digest()
+        tools = None
+        if key not in session.tool_digests:
+            tools = call.tools.decode() if call.tools is not None else ()
+            session.tool_digests[key] = tools_meaning([tool.wire for tool in tools])
+        digest = blake2b(session.tool_digests[key] + kwargs, digest_size=DIGEST).digest()
+        return tools, (digest, raw or b"[]", kwargs)
+
+    def _render(
+        self,
+        session: Session,
+        call: Call,
+        located: Located,
+        tools: tuple[Tool, ...] | None,
+        preamble: tuple[bytes, bytes, bytes],
+        renderer: Renderer,
+    ) -> Prompt:
+        if tools is None:
+            tools = call.tools.decode() if call.tools is not None else ()
+        cause = fork.cause(
+            session.trace, located, has_tools=bool(tools), retried=call.retried, idempotency_key=call.idempotency_key
+        )
+        if located.context is not None:
+            parent, added = located.node, located.context.ids
+        else:
+            kwargs = orjson.loads(preamble[2])
+            bridged = self._bridge(session, located, tools, kwargs, renderer)
+            if bridged is not None:
+                parent, added = located.node, np.array(bridged, type_of_ids)
+            else:
+                parent, added = _whole(renderer, located, tools, kwargs)
+                if parent is None and located.node is not None and cause in (None, "branch"):
+                    cause = "template"
+        return Prompt(located, parent, added, prompt_ids(parent, added), tools, preamble, cause)
+
+    def _bridge(
+        self, session: Session, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object], renderer: Renderer
+    ) -> list[int] | None:
+        """The new messages alone, where they go on from a sampled turn and nothing forbids it."""
+        node = located.node
+        if node is None or not renderer.bridges or session.config.thinking == "drop":
+            return None
+        new = located.reading.all(located.start)
+        if any(message.role == "assistant" for message in new):
+            return None  # words that were put into the model's mouth: only the template can say how they read
+        message = located.reading.assistant(located.start - 1)
+        assert message is not None, "a located turn is an assistant's message"
+        return renderer.bridge(
+            LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open), new, tools, kwargs
+        )
+
+    def _request(self, session: Session, call: Call, prompt: Prompt, sampling: Sampling) -> Generate:
+        assert self._renderer is not None
+        size = len(prompt.ids)
+        room = [n for n in (call.max_tokens,) if n is not None]
+        if self._settings.max_context is not None:
+            if size >= self._settings.max_context:
+                raise ContextOverflow(
+                    f"This model's maximum context length is {self._settings.max_context} tokens. However, your messages resulted in {size} tokens. "
+                    "Please reduce the length of the messages.",
+                    param="messages",
+                )
+            room.append(self._settings.max_context - size)
+        limits = session.config.limits
+        if limits.context_tokens is not None:
+            room.append(limits.context_tokens - size)
+        if limits.sampled_tokens is not None:
+            room.append(limits.sampled_tokens - session.sampled_tokens)
+        return Generate(
+            prompt=prompt.ids,
+            max_tokens=min(room, default=4096),
+            sampling=sampling,
+            stop=call.stop,
+            stop_ids=self._renderer.stop_ids,
+            constraint=call.constraint,
+            stream=call.stream,
+            session=session.id,
+            cache_salt=f"v{self._fence.version}",
+            echo_prompt=self._settings.echo_prompt,
+        )
+
+    def _sampled(
+        self, draft: Draft, chunk: Chunk, reader: Reader, call: Call, request: Generate
+    ) -> list[Delta | CallDelta]:
+        if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, type_of_ids), request.prompt):
+            raise EngineError(
+                "the engine says that it saw another prompt than the one it was sent; the turn is not recorded as exact"
+            )
+        if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
+            raise EngineError(f"the engine gave {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
+        ids, logprobs = chunk.ids, chunk.logprobs
+        events: list[Delta | CallDelta] = []
+        if not call.stop and call.parallel_tool_calls:
+            events = reader.feed(ids)
+        else:
+            # The turn may end inside this chunk; what was sampled past its end was never part of it.
+            for n, token in enumerate(ids):
+                events += reader.feed([token])
+                if reader.satisfied:
+                    ids, logprobs = ids[: n + 1], logprobs and logprobs[: n + 1]
+                    break
+        draft.take(ids, logprobs, self._fence.version)
+        return events
+
+    def _context_limit(self, session: Session, size: int, limit: int) -> list[ReplyEvent]:
+        if session.config.at_limit == "conflict":
+            session.stop = "context_tokens"
+            raise ContextOverflow(
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {size} tokens.",
+                param="messages",
+            )
+        return self._at_limit(session, "context_tokens")
+
+    # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _relayed(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
+        relay = self._relay
+        if relay is None:
+            raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
+        tools, preamble = self._preamble(session, call)
+        located = session.trace.locate(Reading(call.history, preamble[0]))
+        has_tools = call.tools is not None if tools is None else bool(tools)
+        cause = fork.cause(
+            session.trace, located, has_tools=has_tools, retried=call.retried, idempotency_key=call.idempotency_key
+        )
+        sampling = resolve_sampling(session, call, neutral=False)
+        pinned = sampling if session.config.sampling else None
+        request = RelayRequest(
+            body=call.body,
+            model=session.config.model or "",
+            sampling=pinned,
+            max_tokens=call.max_tokens,
+            session=session.id,
+        )
+        draft = Draft(self._fence.version)
+        draft.capture = "text"
+        seen: Ids | None = None
+        collected = Collected()
+        finish: Finish = "abort"
+        usage: Usage | None = None
+        fault = ""
+        try:
+            async with aclosing(_until(session.deadline(), relay.relay(request))) as chunks:
+                async for chunk in chunks:
+                    for event in chunk.events:
+                        collected.add(event)
+                        yield event
+                    if chunk.prompt is not None:
+                        seen = np.asarray(chunk.prompt, type_of_ids)
+                    if chunk.ids:
+                        draft.capture = "tokens"
+                        draft.take(chunk.ids, chunk.logprobs, self._fence.version)
+                    elif chunk.logprobs:
+                        draft.capture = "logprobs"
+                    usage = chunk.usage or usage
+                    finish = chunk.finish or finish
+        except TimeoutError:
+            finish = "length"
+        except TurngateError as error:
+            fault = error.message
+            raise
+        finally:
+            prompt = _observed(located, seen, preamble, cause)
+            if seen is None and draft.capture == "tokens":
+                draft.capture = "logprobs"  # without the prompt's ids the sampled ones hang in the air
+            if finish == "abort" and (not collected.empty or not fault):
+                await self._commit(
+                    session, call, prompt, draft, collected.message(), "abort", sampling, fault=fault or "aborted"
+                )
+        node = await self._commit(session, call, prompt, draft, collected.message(), finish, sampling)
+        yield Done(finish, collected.message(), usage, node)
+
+    # ── commit ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _commit(
+        self,
+        session: Session,
+        call: Call,
+        prompt: Prompt,
+        draft: Draft,
+        message: Message,
+        finish: Finish,
+        sampling: Sampling,
+        *,
+        reasoning_open: bool = False,
+        fault: str = "",
+    ) -> int:
+        """Store the turn, then let it be seen. In this order: a tree that knew more than the store could not be resumed."""
+        trace = session.trace
+        reading = prompt.located.reading
+        context = prompt.located.context or trace.same_context(prompt.parent, prompt.added, reading.prefixes[-1])
+        new_context = context is None
+        if context is None:
+            context = Context(trace.reserve(), prompt.parent, prompt.added, _context_info(prompt))
+        info = SampledInfo(
+            meaning=meaning((message,), {}),
+            reasoning=reasoning_digest(message.reasoning),
+            finish=finish,
+            version_start=draft.version_start,
+            version_end=draft.version_end,
+            started=draft.started,
+            ended=time.time(),
+            biases=sampling.biases() + ((f"constrained: {call.constraint.kind}",) if call.constraint else ()),
+            sampling=msgspec.json.encode(sampling),
+            reasoning_open=reasoning_open,
+            cause=prompt.cause,
+            idempotency_key=call.idempotency_key,
+            capture=draft.capture,
+            fault=fault,
+        )
+        logprobs = (
+            None
+            if draft.logprobs is None
+            else np.array([np.nan if p is None else p for p in draft.logprobs], type_of_logprobs)
+        )
+        sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
+        start = 0 if prompt.parent is None else prompt.located.start
+        await self._journal.commit(
+            NewTurn(
+                session=session.key,
+                context=context if new_context else None,
+                context_messages=b"[" + b",".join(reading.history.raws[start:]) + b"]",
+                sampled=sampled,
+                message=msgspec.json.encode(message),
+                preamble=prompt.preamble if new_context and prompt.parent is None else None,
+            )
+        )
+        if new_context:
+            trace.add_context(context)
+        trace.add_sampled(sampled)
+        session.count(sampled)
+        self._notify(
+            session,
+            "turn",
+            {
+                "node": sampled.id,
+                "finish": finish,
+                "prompt_tokens": context.length,
+                "sampled_tokens": len(sampled.ids),
+                "cause": prompt.cause,
+                "message": message,
+            },
+        )
+        return sampled.id
+
+
+class Collected:
+    """A reply, gathered from its events."""
+
+    def __init__(self) -> None:
+        self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._calls: list[CallDelta] = []
+
+    def add(self, event: Delta | CallDelta) -> None:
+        if isinstance(event, Delta):
+            self._text[event.kind].append(event.text)
+        else:
+            self._calls.append(event)
+
+    @property
+    def empty(self) -> bool:
+        return not (self._calls or self._text["content"] or self._text["reasoning"])
+
+    def message(self) -> Message:
+        calls = tuple(event.call for event in self._calls)
+        return Message("assistant", "".join(self._text["content"]), "".join(self._text["reasoning"]), calls)
+
+
+async def _until(
+    deadline: float | None, stream: AbstractAsyncContextManager[AsyncIterator[T]]
+) -> AsyncGenerator[T, None]:
+    """The stream, until the session's wall clock runs out: then TimeoutError. Leaving early aborts what produces it.
+
+    Only the waiting is timed, never the consumer, which may be busy writing to a slow agent when the time comes.
+    """
+    if deadline is not None:
+        deadline += asyncio.get_running_loop().time() - time.time()
+    async with AsyncExitStack() as stack:
+        async with asyncio.timeout_at(deadline):
+            items = await stack.enter_async_context(stream)
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    item = await anext(items)
+            except StopAsyncIteration:
+                return
+            yield item
+
+
+def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:
+    """The session's pinned values over the agent's over neutral ones. A neutral session takes only temperature and seed of the agent's."""
+    only = session.config.bias == "neutral" if neutral is None else neutral
+    asked = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}
+    try:
+        return msgspec.convert({**asked, **session.config.sampling}, Sampling)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling: {error}", param="sampling") from None
+
+
+def _whole(
+    renderer: Renderer, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object]
+) -> tuple[Sampled | None, Ids]:
+    """Everything rendered anew. It still extends the located turn if that is a prefix of it, token for token."""
+    ids = np.array(renderer.render(located.reading.all(), tools, kwargs), type_of_ids)
+    node = located.node
+    if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):
+        return node, ids[node.length :]
+    return None, ids
+
+
+def _observed(located: Located, seen: Ids | None, preamble: tuple[bytes, bytes, bytes], cause: Cause | None) -> Prompt:
+    """Where a relayed call hangs: by its ids if the endpoint told them, by meaning alone if not."""
+    node = located.node
+    if seen is None:
+        return Prompt(located, node, NO_IDS, NO_IDS, (), preamble, cause)
+    if node is None:
+        return Prompt(located, None, seen, seen, (), preamble, cause)
+    if len(seen) > node.length and np.array_equal(seen[: node.length], path_ids(node)):
+        return Prompt(located, node, seen[node.length :], seen, (), preamble, cause)
+    fresh = Located(None, 0, None, located.reading)
+    return Prompt(fresh, None, seen, seen, (), preamble, "template")
+
+
+def _context_info(prompt: Prompt) -> ContextInfo:
+    reading, parent = prompt.located.reading, prompt.parent
+    start = 0 if parent is None else prompt.located.start
+    return ContextInfo(
+        preamble=prompt.preamble[0],
+        prefix=reading.prefixes[-1],
+        parent_prefix=reading.prefixes[start - 1] if start else b"",
+        meanings=reading.meanings(start, len(reading)),
+        roles="".join(_ROLE_LETTER[reading.messages(i)[-1].role] for i in range(start, len(reading))),
+        has_tools=prompt.preamble[1] != b"[]",
+        cause=prompt.cause,
+    )
+
+
+def _aborter(reasons: list[str]) -> Callable[[str], None]:
+    """A callback that ends the call now running in this task, saying why."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def abort(reason: str) -> None:
+        if not reasons:
+            reasons.append(reason)
+            task.cancel()
+
+    return abort
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()

@@ -1,0 +1,171 @@
+"""The nouns that every layer shares: messages, tools, calls, sampling, and what a reply is made of.
+
+Everything here is plain data. Wire JSON becomes these types in `dialects/`; nothing above that folder sees wire JSON again,
+except where a JSON value is the data itself (tool schemas, tool wire form).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+type_of_ids = np.int32
+type_of_logprobs = np.float32
+Ids = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+Json = Any  # a JSON value that is passed through as data
+
+Role = Literal["system", "user", "assistant", "tool"]
+Mode = Literal["exact", "observe"]
+Finish = Literal["stop", "length", "tool_calls", "abort"]
+Capture = Literal["tokens", "logprobs", "text"]
+
+NO_IDS: Ids = np.empty(0, type_of_ids)
+NO_LOGPROBS: Logprobs = np.empty(0, type_of_logprobs)
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One function call by the model. `arguments` is the JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation, in no particular wire format."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function the agent offers. `wire` is the OpenAI function form, which is what chat templates are written for."""
+
+    name: str
+    wire: Json
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How tokens are drawn. The defaults are neutral: plain sampling from the model's own distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    min_tokens: int = 0
+
+    def biases(self) -> tuple[str, ...]:
+        """What makes the sampled distribution differ from the policy's own at this temperature."""
+        neutral = Sampling()
+        names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+        found = [name for name in names if getattr(self, name) != getattr(neutral, name)]
+        if self.temperature == 0:
+            found.append("greedy")
+        return tuple(found)
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """The output was forced into a shape. `tools`: a JSON list of calls; `tool`: the arguments of one named tool."""
+
+    kind: Literal["json_object", "json_schema", "tools", "tool"]
+    schema: Json = None
+    tool: str = ""
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What one session may use. None: no limit."""
+
+    turns: int | None = None
+    sampled_tokens: int | None = None
+    context_tokens: int | None = None
+    seconds: float | None = None
+
+
+class History(Protocol):
+    """The messages of a call, as raw wire pieces that are only decoded when they have to be.
+
+    One raw piece may hold several messages (a wire format may put tool results and text together).
+    """
+
+    @property
+    def raws(self) -> Sequence[bytes]: ...
+
+    def decode(self, index: int) -> tuple[Message, ...]: ...
+
+
+class Tools(Protocol):
+    """The tools of a call, likewise raw until needed."""
+
+    @property
+    def raw(self) -> bytes: ...
+
+    def decode(self) -> tuple[Tool, ...]: ...
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call, whatever dialect it came in."""
+
+    model: str
+    history: History
+    tools: Tools | None = None
+    sampling: dict[str, Any] = {}  # Sampling fields that the agent asked for, validated by the dialect
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    parallel_tool_calls: bool = True
+    template_kwargs: dict[str, Json] = {}
+    stream: bool = False
+    include_usage: bool = False
+    retried: bool = False  # the client says that this repeats a call that failed
+    idempotency_key: str = ""
+    body: bytes = b""  # the request as it came, for observe mode
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """Some text, as it is sampled."""
+
+    kind: Literal["content", "reasoning"]
+    text: str
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """A tool call, whole."""
+
+    index: int
+    call: ToolCall
+
+
+class Alive(msgspec.Struct, frozen=True):
+    """Nothing yet, but the turn goes on."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The turn is over and stored. Always the last event of a reply."""
+
+    finish: Finish
+    message: Message
+    usage: Usage | None
+    node: int | None = None  # the turn in the trace; None where nothing was sampled
+
+
+ReplyEvent = Delta | CallDelta | Alive | Done
