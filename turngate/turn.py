@@ -301,7 +301,8 @@ class Turns:
         if self._settings.max_context is not None:
             if size >= self._settings.max_context:
                 raise ContextOverflow(
-                    f"This model's maximum context length is {self._settings.max_context} tokens. However, your messages resulted in {size} tokens. "
+                    f"This model's maximum context length is {self._settings.max_context} tokens. "
+                    f"However, your messages resulted in {size} tokens. "
                     "Please reduce the length of the messages.",
                     param="messages",
                 )

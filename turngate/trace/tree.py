@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from turngate.trace.meaning import DIGEST, Reading, reasoning_digest
-from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, Message, type_of_ids
+from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, type_of_ids
 
 Cause = Literal[
     "retry", "resample", "branch", "edited", "compaction", "subagent", "side", "tools", "system", "template"
@@ -57,7 +57,7 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 class Context:
     """New messages and the generation prompt, as ids that were sent."""
 
-    __slots__ = ("children", "count", "id", "ids", "info", "length", "parent")
+    __slots__ = ("added", "children", "count", "id", "ids", "info", "length", "parent")
 
     def __init__(self, node_id: int, parent: Sampled | None, ids: Ids, info: ContextInfo) -> None:
         self.id = node_id
@@ -66,9 +66,8 @@ class Context:
         self.info = info
         self.children: list[Sampled] = []
         self.length: int = (parent.length if parent else 0) + len(ids)  # tokens from the root to here
-        self.count: int = (parent.count if parent else 0) + len(
-            info.meanings
-        ) // DIGEST  # messages from the root to here
+        self.added: int = len(info.meanings) // DIGEST  # messages it stands for
+        self.count: int = (parent.count if parent else 0) + self.added  # messages from the root to here
 
 
 class Sampled:
@@ -108,43 +107,58 @@ class Trace:
         self._known: dict[bytes, Node] = {}
 
     def locate(self, reading: Reading) -> Located:
-        node, at = self._deepest_known(reading)
-        while at < len(reading):
-            if isinstance(node, Context):
-                following = _reply(node, reading, at)
-                if following is None:
-                    break
-                node, at = following, at + 1
-            else:
-                context = self._continuation(node, reading, at)
-                if context is None:
-                    break
-                node, at = context, context.count
-            self._known[reading.prefixes[at - 1]] = node
+        node, at = self._walk(*self._deepest_known(reading), reading)
+        if at < len(reading) and any(reading.assistant(i) is not None for i in range(at, len(reading))):
+            # Answers that are not on this path. The agent may have gone on from another branch that shares its beginning.
+            node, at = max((node, at), self._walk_all(reading), key=lambda found: found[1])
         if isinstance(node, Context):
-            if at == len(reading):
-                return Located(node.parent, node.count - len(node.info.meanings) // DIGEST, node, reading)
-            # What follows this context is no answer of ours: its messages count as new, with whatever follows them.
-            node = node.parent
-        return Located(node, node.count if node else 0, None, reading)
+            return Located(node.parent, node.count - node.added, node, reading)
+        if node is not None:
+            self._known[reading.prefixes[at - 1]] = node
+        return Located(node, at, None, reading)
 
     def _deepest_known(self, reading: Reading) -> tuple[Node | None, int]:
+        """The fast path: raw bytes that were seen before lead straight to where they led then."""
         for index in range(len(reading) - 1, -1, -1):
             node = self._known.get(reading.prefixes[index])
             if node is not None:
                 return node, index + 1
         return None, 0
 
-    def _continuation(self, node: Sampled | None, reading: Reading, at: int) -> Context | None:
-        children = self.roots if node is None else node.children
+    def _walk(self, node: Node | None, at: int, reading: Reading) -> tuple[Node | None, int]:
+        """On from `node` by meaning, along the likeliest branch. Ends at a turn, or at a context that is the whole request."""
+        while at < len(reading):
+            following = next(iter(self._following(node, at, reading)), None)
+            if following is None:
+                break
+            node, at = following, following.count
+        if isinstance(node, Context) and at < len(reading):
+            # What follows this context is no answer of ours: its messages count as new, with whatever follows them.
+            return node.parent, node.count - node.added
+        return node, at
+
+    def _walk_all(self, reading: Reading) -> tuple[Node | None, int]:
+        """The deepest point that can be reached from the root by meaning, along any branch."""
+        best: tuple[Node | None, int] = (None, 0)
+        waiting: list[tuple[Node | None, int]] = [(None, 0)]
+        while waiting:
+            node, at = waiting.pop()
+            if at > best[1] and (isinstance(node, Sampled) or at == len(reading)):
+                best = (node, at)
+            if at < len(reading):
+                waiting += [(n, n.count) for n in reversed(list(self._following(node, at, reading)))]
+        return best
+
+    def _following(self, node: Node | None, at: int, reading: Reading) -> Iterator[Node]:
+        """The children of `node` that say what the request says next, likeliest first."""
+        if isinstance(node, Context):
+            yield from _replies(node, reading, at)
+            return
         # The newest first: after a fork, the agent goes on from there.
-        for context in reversed(children):
-            size = len(context.info.meanings) // DIGEST
-            if context.info.preamble != reading.preamble or not 0 < size <= len(reading) - at:
-                continue
-            if context.info.meanings == reading.meanings(at, at + size):
-                return context
-        return None
+        for context in reversed(self.roots if node is None else node.children):
+            fits = context.info.preamble == reading.preamble and 0 < context.added <= len(reading) - at
+            if fits and context.info.meanings == reading.meanings(at, at + context.added):
+                yield context
 
     def reserve(self) -> int:
         """An id for a node that is about to be stored and then added."""
@@ -198,20 +212,14 @@ def prompt_ids(node: Sampled | None, added: Ids) -> Ids:
     return np.concatenate([*(n.ids for n in path(node)), added], dtype=type_of_ids)
 
 
-def _reply(context: Context, reading: Reading, at: int) -> Sampled | None:
-    """The answer to `context` that the message at `at` repeats."""
+def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
+    """The answers to `context` that the message at `at` repeats, likeliest first.
+
+    Answers of one meaning may differ in their reasoning, which decides if the agent kept it; else the one it last got.
+    """
     message = reading.assistant(at) if context.children else None
     if message is None:
-        return None
+        return []
+    digest = reasoning_digest(message.reasoning)
     same = [s for s in context.children if s.info.meaning == reading.meaning(at)]
-    return _closest(same, message)
-
-
-def _closest(turns: list[Sampled], message: Message) -> Sampled | None:
-    """Answers of one meaning may differ in their reasoning, if the agent kept it; else the one the agent last got."""
-    if message.reasoning:
-        digest = reasoning_digest(message.reasoning)
-        turns = [s for s in turns if s.info.reasoning == digest] or turns
-    delivered = [s for s in turns if s.delivered]
-    best = delivered or turns
-    return best[-1] if best else None
+    return sorted(same, key=lambda s: (digest != b"" and s.info.reasoning == digest, s.delivered, s.id), reverse=True)

@@ -1,0 +1,452 @@
+"""What a turn costs in the gateway: `make bench`, or `python bench/overhead.py [--json FILE] [--profile]`. See README.md.
+
+    calibrate → start engine and gateway → per scenario: run in lockstep rounds, check what was recorded, ask the engine
+    directly → memory, each scenario in a fresh gateway → table
+
+A run whose work turns out wrong (a prompt that does not chain, a session without exactly one row) ends with an error and no
+numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pstats
+import random
+import signal
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+import uvloop
+from agent import Agent, Http, tools
+from processes import Gateway, start_engine
+
+from turngate.render import TemplateRenderer, Tokenizer
+
+QWEN3 = Path.home() / ".cache" / "turngate" / "tokenizers" / "qwen3"
+BUILTIN = Path(__file__).parents[1] / "turngate" / "render" / "builtin"
+SAMPLED = 64  # ids per turn, the stop id included
+WATCHED = (5, 20, 50, 100)  # turns whose cost is shown one by one
+PACE_MS = 4.0  # between tokens, in the scenario that streams them one by one
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    sessions: int
+    turns: int
+    stream: bool = False
+    paced: bool = False  # the engine sends its tokens one by one, instead of all at once
+    repeats: int = 3
+    target_cpu_ms: float | None = None
+
+    @property
+    def name(self) -> str:
+        how = "streamed, token by token" if self.paced else "streamed" if self.stream else "whole"
+        return f"{self.sessions}×{self.turns} {how}"
+
+
+SCENARIOS = (
+    Scenario(16, 20, target_cpu_ms=2.0),
+    Scenario(16, 20, stream=True, target_cpu_ms=2.0),
+    Scenario(4, 100, target_cpu_ms=3.0),
+    Scenario(4, 100, stream=True, target_cpu_ms=3.0),
+    Scenario(16, 20, stream=True, paced=True, repeats=1),
+    Scenario(1, 20),
+)
+MEMORY = ((Scenario(64, 20), 1.0), (Scenario(8, 100), 2.5))  # with the most MB that a live session may take
+READY_S = 3.0
+GROWTH = 2.5  # turn 100 may cost this many times what turn 5 costs
+
+
+class Result(msgspec.Struct):
+    """One scenario. CPU is the best of the repeats, the rest is their median."""
+
+    name: str
+    cpu_ms: float
+    cpu_ms_repeats: list[float]
+    cpu_ms_at: dict[int, float]
+    turns_per_s: float
+    added_ms_p50: float
+    added_ms_p99: float
+    gateway_ms_p50: float
+    engine_ms_p50: float
+    request_kb_at: dict[int, float]
+    prompt_tokens_at: dict[int, int]
+    target_cpu_ms: float | None
+
+
+class Run(msgspec.Struct):
+    """One repeat, as measured."""
+
+    cpu_ms: list[float]  # of the gateway, per turn, for each round
+    wall_s: float
+    cpu_s: float
+    agents: list[Agent]
+
+
+class Bench:
+    """Everything that the scenarios share."""
+
+    def __init__(self, folder: Path, tokenizer: Path, *, omit_prompt_ids: bool) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.renderer = TemplateRenderer(Tokenizer(tokenizer))
+        self.answers = make_answers(self.renderer)
+        path = folder / "answers.json"
+        path.write_bytes(orjson.dumps(self.answers))
+        self.engine = start_engine(folder, path, omit_prompt_ids=omit_prompt_ids)
+
+    @contextmanager
+    def gateway(self, name: str, profile: Path | None = None) -> Iterator[Gateway]:
+        gateway = Gateway(self.folder, self.engine, self.tokenizer, name, profile)
+        try:
+            yield gateway
+        finally:
+            gateway.stop()
+
+    # ── running ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def measure(self, gateway: Gateway, scenario: Scenario) -> Result:
+        runs: list[Run] = []
+        direct: list[list[float]] = []
+        for _ in range(scenario.repeats):
+            run = await self.run(gateway, scenario)
+            rows = await self.check(gateway, scenario, run.agents)
+            if not direct:
+                direct = await self.ask_directly(scenario, rows)
+            await self.leave(gateway, run.agents)
+            runs.append(run)
+        return _result(scenario, runs, direct)
+
+    async def run(self, gateway: Gateway, scenario: Scenario) -> Run:
+        await _get(self.engine.port, f"/bench/pace/{PACE_MS if scenario.paced else 0}")
+        agents = [await self.agent(gateway, scenario, seed) for seed in range(scenario.sessions)]
+        rounds: list[float] = []
+        first = before = gateway.cpu_s()
+        began = time.perf_counter()
+        for _ in range(scenario.turns):
+            await asyncio.gather(*(agent.turn() for agent in agents))
+            after = gateway.cpu_s()
+            rounds.append((after - before) * 1000 / scenario.sessions)
+            before = after
+        wall = time.perf_counter() - began
+        await asyncio.sleep(0.05)  # what is done after the last byte counts too
+        return Run(rounds, wall, gateway.cpu_s() - first, agents)
+
+    async def agent(self, gateway: Gateway, scenario: Scenario, seed: int) -> Agent:
+        http = await Http.connect(gateway.port)
+        opened = await _admin(gateway, "POST", "/admin/sessions", 201, b'{"model":"bench"}')
+        return Agent(http, opened["id"], opened["api_key"], stream=scenario.stream, seed=seed)
+
+    async def leave(self, gateway: Gateway, agents: Sequence[Agent]) -> None:
+        for agent in agents:
+            agent.close()
+            await _admin(gateway, "POST", f"/admin/sessions/{agent.session}/seal", 200, b"{}")
+
+    async def ask_directly(self, scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+        """The same prompts, straight to the engine, as many at a time: seconds for each round and session."""
+        connections = [await Http.connect(self.engine.port) for _ in rows]
+        rounds = []
+        for turn in range(scenario.turns):
+            bodies = [_completion(row, turn, scenario.stream) for row in rows]
+            rounds.append(await asyncio.gather(*map(_timed, connections, bodies)))
+        for connection in connections:
+            connection.close()
+        return [list(seconds) for seconds in rounds]
+
+    # ── checking ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def check(self, gateway: Gateway, scenario: Scenario, agents: Sequence[Agent]) -> list[dict[str, Any]]:
+        """Each session's only row, after making sure that it is the right one."""
+        seen = await _get(self.engine.port, "/bench/report")
+        rows = []
+        for agent in agents:
+            shown = await _admin(gateway, "GET", f"/admin/sessions/{agent.session}", 200)
+            found = (await _admin(gateway, "GET", f"/admin/sessions/{agent.session}/samples", 200))["samples"]
+            session = seen[agent.session]
+            _require(session["turns"] == shown["turns"] == scenario.turns, "a turn is missing or was repeated", session)
+            _require(session["broken"] == 0, "prompts do not chain", session)
+            _require(shown["forks"] == [], "the trace has forks", shown["forks"])
+            _require(len(found) == 1, "not exactly one row", len(found))
+            self._check_row(found[0], agent, scenario.turns)
+            rows.append(found[0])
+        return rows
+
+    def _check_row(self, row: dict[str, Any], agent: Agent, turns: int) -> None:
+        """The row trains what was sampled, with its log-probabilities, in the context that the chat template would have made."""
+        trained = [i for i, wanted in enumerate(row["mask"]) if wanted]
+        answers = [self.answers[turn % len(self.answers)] for turn in range(turns)]
+        _require([row["ids"][i] for i in trained] == [i for a in answers for i in a["ids"]], "not what was sampled")
+        wanted = [p for a in answers for p in a["logprobs"]]
+        _require([_float32(row["logprobs"][i]) for i in trained] == wanted, "other log-probabilities than were sent")
+        whole = self.renderer.render(agent.said[:-1], tools(), {}, generate=False)
+        size = len(row["ids"])
+        _require(
+            whole[:size] == row["ids"] and len(whole) - size <= 1, "not what the template says", (size, len(whole))
+        )
+
+    # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def memory(self, gateway: Gateway, scenario: Scenario) -> float:
+        """MB per live session: what the process grows by. One session goes first and stays, so that buffers exist already."""
+        warm = await self.run(gateway, Scenario(1, scenario.turns))
+        await _get(self.engine.port, "/bench/report")
+        before = gateway.rss_mb()
+        run = await self.run(gateway, scenario)
+        grown = gateway.rss_mb() - before
+        await self.check(gateway, scenario, run.agents)
+        await self.leave(gateway, [*warm.agents, *run.agents])
+        return grown / scenario.sessions
+
+
+def _result(scenario: Scenario, runs: Sequence[Run], direct: Sequence[Sequence[float]]) -> Result:
+    usual = [statistics.median(seconds) for seconds in direct]
+    latencies = [[(turn, s) for a in run.agents for turn, s in enumerate(a.latencies)] for run in runs]
+    added = [sorted((s - usual[turn]) * 1000 for turn, s in run) for run in latencies]
+    watched = [turn for turn in WATCHED if turn <= scenario.turns]
+    agent = runs[0].agents[0]
+    per_turn = [run.cpu_s * 1000 / (scenario.sessions * scenario.turns) for run in runs]
+    return Result(
+        name=scenario.name,
+        cpu_ms=min(per_turn),
+        cpu_ms_repeats=per_turn,
+        cpu_ms_at={turn: min(_around(run.cpu_ms, turn) for run in runs) for turn in watched},
+        turns_per_s=statistics.median(scenario.sessions * scenario.turns / run.wall_s for run in runs),
+        added_ms_p50=statistics.median(_quantile(values, 0.5) for values in added),
+        added_ms_p99=statistics.median(_quantile(values, 0.99) for values in added),
+        gateway_ms_p50=statistics.median(s * 1000 for run in latencies for _, s in run),
+        engine_ms_p50=statistics.median(s * 1000 for seconds in direct for s in seconds),
+        request_kb_at={turn: agent.sizes[turn - 1] / 1000 for turn in watched},
+        prompt_tokens_at={},
+        target_cpu_ms=scenario.target_cpu_ms,
+    )
+
+
+def _around(rounds: Sequence[float], turn: int) -> float:
+    """The mean of five rounds: two before and two after, or the last five."""
+    first = min(turn - 3, len(rounds) - 5)
+    return statistics.mean(rounds[first : first + 5])
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+
+
+def _completion(row: dict[str, Any], turn: int, stream: bool) -> bytes:
+    prompt = row["ids"][: row["spans"][turn]["start"]]
+    return orjson.dumps({"prompt": prompt, "return_token_ids": True, "max_tokens": 4096, "stream": stream})
+
+
+async def _timed(http: Http, body: bytes) -> float:
+    began = time.perf_counter()
+    status, _ = await http.send("POST", "/v1/completions", body)
+    _require(status == 200, "the mock engine failed", status)
+    return time.perf_counter() - began
+
+
+async def _admin(gateway: Gateway, method: str, path: str, wanted: int, body: bytes = b"") -> Any:
+    http = await Http.connect(gateway.port)
+    status, reply = await http.send(method, path, body, gateway.admin_key)
+    http.close()
+    _require(status == wanted, f"{method} {path} answered {status}", reply[:500])
+    return orjson.loads(reply)
+
+
+async def _get(port: int, path: str) -> Any:
+    http = await Http.connect(port)
+    _, reply = await http.send("GET", path)
+    http.close()
+    return orjson.loads(reply)
+
+
+def _require(holds: bool, what: str, evidence: object = "") -> None:
+    if not holds:
+        raise SystemExit(f"bench: wrong work, so no numbers: {what} {evidence}")
+
+
+# ── what the engine will say ────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_answers(renderer: TemplateRenderer, count: int = 100) -> list[dict[str, Any]]:
+    """One for each turn: a thought and a tool call in Hermes form, exactly SAMPLED ids long."""
+    chance = random.Random(0)
+    return [_answer(renderer, turn, chance) for turn in range(count)]
+
+
+def _answer(renderer: TemplateRenderer, turn: int, chance: random.Random) -> dict[str, Any]:
+    tokenizer = renderer.tokenizer
+    call = f'{{"name": "read_file", "arguments": {{"path": "src/module_{turn}.py"}}}}'
+    thought = "Let me look at the next file first, since the test that fails imports it"
+    while True:
+        text = f"<think>\n{thought}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
+        ids = [*tokenizer.encode(text), renderer.stop_ids[0]]
+        if len(ids) == SAMPLED:
+            break
+        if len(ids) > SAMPLED:
+            raise SystemExit(f"bench: no answer of {SAMPLED} ids with this tokenizer; {len(ids)} for {text!r}")
+        thought += " so"
+    logprobs = [_float32(-chance.expovariate(3)) for _ in ids]
+    return {"ids": ids, "logprobs": logprobs, "tokens": [tokenizer.decode(i) for i in ids]}
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+# ── the machine ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def calibrate() -> float:
+    """CPU milliseconds of a fixed piece of Python, the best of five: how fast this machine is just now."""
+
+    def work() -> None:
+        table: dict[int, str] = {}
+        for i in range(150_000):
+            table[i % 997] = str(i * 7)
+        if sum(map(len, table.values())) != 6_978:
+            raise AssertionError(sum(map(len, table.values())))
+
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        work()
+        times.append((time.process_time() - began) * 1000)
+    return min(times)
+
+
+# ── reporting ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _verdict(value: float, target: float | None) -> str:
+    if target is None:
+        return ""
+    return f"≤ {target:g}  {'PASS' if value <= target else 'miss'}"
+
+
+def print_table(report: dict[str, Any]) -> None:
+    print(f"\ntokenizer {report['tokenizer']} · calibration {report['calibration_ms'][0]:.1f} ms before,", end=" ")
+    print(f"{report['calibration_ms'][1]:.1f} ms after · load {report['load'][0]:.1f} · {report['cores']} cores\n")
+    print(f"{'sessions × turns':32}{'CPU ms/turn':>12}{'target':>13}{'turns/s':>10}{'added ms p50':>14}{'p99':>8}")
+    for r in report["scenarios"]:
+        verdict = _verdict(r.cpu_ms, r.target_cpu_ms)
+        print(
+            f"{r.name:32}{r.cpu_ms:12.2f}{verdict:>13}{r.turns_per_s:10.0f}{r.added_ms_p50:14.2f}{r.added_ms_p99:8.2f}"
+        )
+    print(f"\n{'CPU ms at turn':32}" + "".join(f"{turn:>9}" for turn in WATCHED) + "   turn 100 / turn 5")
+    for r in report["scenarios"]:
+        cells = "".join(f"{r.cpu_ms_at[t]:9.2f}" if t in r.cpu_ms_at else f"{'':9}" for t in WATCHED)
+        growth = r.cpu_ms_at[100] / r.cpu_ms_at[5] if 100 in r.cpu_ms_at else None
+        shown = "" if growth is None else f"   {growth:.2f}  {_verdict(growth, GROWTH)}"
+        print(f"{r.name:32}{cells}{shown}")
+    sizes = {t: kb for r in report["scenarios"] if r.target_cpu_ms for t, kb in r.request_kb_at.items()}
+    print(f"{'request, KB':32}" + "".join(f"{sizes[turn]:9.0f}" for turn in WATCHED))
+    print()
+    for m in report["memory"]:
+        print(f"{'MB per live session, ' + m['name']:32}{m['mb']:12.2f}  {_verdict(m['mb'], m['target'])}")
+    print(f"{'seconds until ready':32}{report['ready_s']:12.2f}  {_verdict(report['ready_s'], READY_S)}")
+    print(
+        "\nCPU and ready time are the best of their repeats (other work on the machine only adds); the rest are medians."
+    )
+
+
+def print_profile(path: Path, scenario: Scenario) -> None:
+    print(f"\ncProfile of the gateway, {scenario.name}, {scenario.sessions * scenario.turns} turns, by own time.")
+    print("Python functions look dearer than they are: the profiler pays for every call.\n")
+    pstats.Stats(str(path)).strip_dirs().sort_stats("tottime").print_stats(30)
+
+
+# ── main ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def bench_all(bench: Bench) -> dict[str, Any]:
+    speed = calibrate()
+    load = os.getloadavg()
+    ready = []
+    with bench.gateway("cpu") as gateway:
+        ready.append(gateway.ready_s)
+        warm = await bench.run(gateway, Scenario(4, 20, stream=True))
+        await bench.leave(gateway, warm.agents)
+        scenarios = []
+        for scenario in SCENARIOS:
+            _progress(scenario.name)
+            scenarios.append(await bench.measure(gateway, scenario))
+    memory = []
+    for scenario, target in MEMORY:
+        _progress(f"memory, {scenario.name}")
+        with bench.gateway(f"memory-{scenario.turns}") as gateway:
+            ready.append(gateway.ready_s)
+            mb = await bench.memory(gateway, scenario)
+            memory.append({"name": f"{scenario.sessions}×{scenario.turns}", "mb": mb, "target": target})
+    return {
+        "tokenizer": str(bench.tokenizer),
+        "calibration_ms": [speed, calibrate()],
+        "load": load,
+        "cores": os.cpu_count(),
+        "python": sys.version.split()[0],
+        "scenarios": scenarios,
+        "memory": memory,
+        "ready_s": min(ready),
+        "ready_s_repeats": ready,
+    }
+
+
+async def profile_one(bench: Bench, scenario: Scenario) -> None:
+    path = bench.folder / "profile"
+    with bench.gateway("profiled", path) as gateway:
+        warm = await bench.run(gateway, Scenario(2, 5, stream=scenario.stream))
+        await bench.leave(gateway, warm.agents)
+        gateway.tell(signal.SIGUSR1)
+        run = await bench.run(gateway, scenario)
+        gateway.tell(signal.SIGUSR2)
+        await bench.check(gateway, scenario, run.agents)
+    print_profile(path, scenario)
+
+
+def _progress(what: str) -> None:
+    print(f"· {what}", file=sys.stderr, flush=True)
+
+
+def _tokenizer(given: Path | None) -> Path:
+    if given is not None:
+        return given
+    if QWEN3.exists():
+        return QWEN3
+    print(
+        f"note: no Qwen3 tokenizer at {QWEN3} (python tools/parts.py tokenizers); the built-in toy one is used instead"
+    )
+    return BUILTIN
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a turn costs in the gateway.")
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json and a chat template [Qwen3's]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there as well")
+    parser.add_argument("--omit-prompt-ids", action="store_true", help="the engine does not send prompts' ids back")
+    names = {f"{s.sessions}x{s.turns}{'-stream' if s.stream else ''}": s for s in SCENARIOS if s.target_cpu_ms}
+    parser.add_argument("--profile", nargs="?", const="16x20", choices=names, help="profile one scenario instead")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder:
+        bench = Bench(Path(folder), _tokenizer(args.tokenizer), omit_prompt_ids=args.omit_prompt_ids)
+        try:
+            if args.profile:
+                uvloop.run(profile_one(bench, names[args.profile]))
+                return
+            report = uvloop.run(bench_all(bench))
+        finally:
+            bench.engine.stop()
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    print_table(report)
+
+
+if __name__ == "__main__":
+    main()

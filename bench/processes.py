@@ -1,0 +1,105 @@
+"""The processes of a benchmark run: started, watched through /proc, and stopped by their own ids. Used by `overhead.py`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Process:
+    """One server on 127.0.0.1. `ready_s`: from its start to the first 200 of /health."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path, env: dict[str, str] | None = None) -> None:
+        self.port = port
+        self._log = log
+        began = time.perf_counter()
+        with open(log, "wb") as file:
+            self._popen = subprocess.Popen(
+                command, stdout=file, stderr=file, cwd=HERE.parent, env={**os.environ, **(env or {})}
+            )
+        self.pid = self._popen.pid
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        self.ready_s = time.perf_counter() - began
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if self._popen.poll() is not None:
+                raise SystemExit(f"bench: a process ended with {self._popen.returncode}:\n{self.log()}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.01)
+        raise SystemExit(f"bench: not healthy after 60 s:\n{self.log()}")
+
+    def cpu_s(self) -> float:
+        """User and system time of all its threads. The same as in /proc/PID/stat, which only counts in hundredths of a second."""
+        try:
+            return time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid(3) gives for the process
+        except OSError:
+            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / _TICK
+
+    def rss_mb(self) -> float:
+        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def tell(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")[-4000:]
+
+    def stop(self) -> None:
+        if self._popen.poll() is None:
+            self._popen.terminate()
+            try:
+                self._popen.wait(10)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+
+
+def start_engine(folder: Path, answers: Path, *, omit_prompt_ids: bool) -> Process:
+    port = free_port()
+    command = [sys.executable, str(HERE / "mock_engine.py"), "--port", str(port), "--answers", str(answers)]
+    return Process(command + ["--omit-prompt-ids"] * omit_prompt_ids, port, folder / "engine.log")
+
+
+class Gateway(Process):
+    """`turngate serve`, with a data folder of its own."""
+
+    def __init__(self, folder: Path, engine: Process, tokenizer: Path, name: str, profile: Path | None = None) -> None:
+        self.admin_key = secrets.token_hex(16)
+        port = free_port()
+        env = {"TURNGATE_ADMIN_KEY": self.admin_key}
+        command = [sys.executable, "-m", "turngate"]
+        if profile is not None:
+            command = [sys.executable, str(HERE / "profiled.py")]
+            env["BENCH_PROFILE"] = str(profile)
+        command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
+        command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}", "--model", "bench"]
+        super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

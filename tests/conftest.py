@@ -1,0 +1,42 @@
+"""Fixtures for every folder of tests. The helpers behind them are in `kit.py`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import kit
+from tools import parts
+from turngate.render import Renderer, Tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _no_admin_key_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TURNGATE_ADMIN_KEY", raising=False)
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Renderer:
+    """The renderer of the builtin tokenizer."""
+    return kit.renderer()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The builtin tokenizer."""
+    return kit.tokenizer()
+
+
+@pytest.fixture(params=kit.REAL_TOKENIZERS)
+def real_tokenizer(request: pytest.FixtureRequest) -> Path:
+    """The folder of each real tokenizer in turn."""
+    return real_tokenizer_folder(request.param)
+
+
+def real_tokenizer_folder(family: str) -> Path:
+    """Skips where the tokenizers were not made, with the command that makes them; in CI that is a failure."""
+    if reason := parts.missing("tokenizers"):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    return parts.cache() / "tokenizers" / family

@@ -1,0 +1,188 @@
+"""An agent for property tests: keeps its own history, spells it as it likes, and talks to the real app in process.
+
+`Agent.call` sends one request through the ASGI application (no socket, everything else real) and gives back the assistant's
+message as the agent understood it. The engine is scripted: a test says beforehand what the model shall sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from turngate.config import ServeConfig
+from turngate.engines.scripted import Scripted, Turn
+from turngate.render import Renderer
+from turngate.server import app as app_module
+from turngate.server.app import Gateway
+from turngate.trace.session import SessionConfig
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Tool {name}.",
+            "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "number"}}},
+        },
+    }
+    for name in ("read", "write", "run")
+]
+
+
+@dataclass
+class World:
+    """A gateway whose engine samples what the test queued."""
+
+    gateway: Gateway
+    engine: Scripted
+    queue: deque[Turn] = field(default_factory=deque)
+
+    @classmethod
+    @asynccontextmanager
+    async def of(cls, folder, renderer: Renderer, certificate=None, **config: Any):
+        queue: deque[Turn] = deque()
+        engine = Scripted(lambda request, index: queue.popleft(), keep=10_000, max_context=1_000_000)
+        # The renderer is loaded once per test session: reading a vocabulary takes a second.
+        original = app_module._renderer
+        app_module._renderer = lambda config: (renderer, certificate)
+        try:
+            gateway = Gateway(ServeConfig(data=str(folder), model="m", **config), engine=engine)
+        finally:
+            app_module._renderer = original
+        await gateway.start()
+        try:
+            yield cls(gateway, engine, queue)
+        finally:
+            await gateway.stop()
+
+    def agent(self, **config: Any) -> Agent:
+        session, key = self.gateway.control.open(SessionConfig(**config))
+        return Agent(self, session.id, key)
+
+
+@dataclass
+class Reply:
+    status: int
+    message: dict[str, Any]
+    finish: str | None
+    error: dict[str, Any] | None = None
+
+
+class Agent:
+    def __init__(self, world: World, session_id: str, key: str) -> None:
+        self.world = world
+        self.session_id = session_id
+        self.key = key
+        self.messages: list[dict[str, Any]] = []
+        self.tools: list[dict[str, Any]] | None = TOOLS
+
+    @property
+    def session(self):
+        return self.world.gateway.control.find(self.session_id)
+
+    async def call(
+        self, turn: Turn, *, stream: bool = False, retried: bool = False, messages: list[dict[str, Any]] | None = None, **body: Any
+    ) -> Reply:
+        self.world.queue.append(turn)
+        request = {"model": "m", "messages": self.messages if messages is None else messages, "stream": stream, **body}
+        if self.tools:
+            request["tools"] = self.tools
+        headers = [(b"authorization", f"Bearer {self.key}".encode())]
+        if retried:
+            headers.append((b"x-stainless-retry-count", b"1"))
+        status, raw = await asgi(self.world.gateway, "POST", "/v1/chat/completions", json.dumps(request).encode(), headers)
+        return _streamed(status, raw) if stream and status == 200 else _whole(status, raw)
+
+
+async def asgi(app, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
+    """One HTTP exchange with an ASGI application."""
+    sent: list[dict[str, Any]] = []
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    over = asyncio.Event()
+
+    async def receive():
+        if incoming:
+            return incoming.pop()
+        await over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b"", "client": ("127.0.0.1", 1)}
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
+
+
+def _whole(status: int, raw: bytes) -> Reply:
+    data = json.loads(raw)
+    if status != 200:
+        return Reply(status, {}, None, data["error"])
+    choice = data["choices"][0]
+    message = {k: v for k, v in choice["message"].items() if v is not None and k != "refusal"}
+    message.setdefault("content", None)
+    return Reply(status, message, choice["finish_reason"])
+
+
+def _streamed(status: int, raw: bytes) -> Reply:
+    events = [line[6:] for line in raw.decode().split("\n\n") if line]
+    assert events[-1] == "[DONE]", events[-3:]
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    finish = None
+    for event in map(json.loads, events[:-1]):
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            message["content"] += delta.get("content") or ""
+            if "reasoning_content" in delta:
+                message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+            for call in delta.get("tool_calls") or []:
+                message.setdefault("tool_calls", []).append({k: v for k, v in call.items() if k != "index"})
+            finish = choice["finish_reason"] or finish
+    return Reply(status, message, finish)
+
+
+def respell(messages: list[dict[str, Any]], how: random.Random) -> list[dict[str, Any]]:
+    """The same conversation in other bytes: what agents do to their history without meaning anything by it."""
+    renamed: dict[str, str] = {}
+    out = []
+    for message in messages:
+        message = json.loads(json.dumps(message))
+        if how.random() < 0.5:
+            message = dict(sorted(message.items()))
+        if message["role"] == "assistant":
+            for name in ("reasoning", "reasoning_content"):
+                if how.random() < 0.5:
+                    message.pop(name, None)
+            if not message.get("content"):
+                message["content"] = how.choice([None, ""])
+            elif how.random() < 0.3:
+                message["content"] = message["content"].strip()
+            for call in message.get("tool_calls", []):
+                if how.random() < 0.3:
+                    renamed[call["id"]] = call["id"] = f"toolu_{how.getrandbits(40):x}"
+                call["function"]["arguments"] = _respell_json(call["function"]["arguments"], how)
+        elif message["role"] == "tool":
+            message["tool_call_id"] = renamed.get(message["tool_call_id"], message["tool_call_id"])
+        if isinstance(message.get("content"), str) and message["content"] and how.random() < 0.3:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        out.append(message)
+    originals = {id_: new for id_, new in zip([c["id"] for m in messages for c in m.get("tool_calls", [])], [c["id"] for m in out for c in m.get("tool_calls", [])], strict=True)}
+    for message in out:
+        if message["role"] == "tool":
+            message["tool_call_id"] = originals.get(message["tool_call_id"], message["tool_call_id"])
+    return out
+
+
+def _respell_json(text: str, how: random.Random) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(value, dict) and how.random() < 0.5:
+        value = dict(reversed(value.items()))
+    return json.dumps(value, indent=how.choice([None, 2]), ensure_ascii=how.random() < 0.5)

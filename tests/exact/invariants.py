@@ -1,0 +1,47 @@
+"""What must hold of every trace, checked from the stored data alone against what the engine really received."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from turngate.engines.scripted import derived_logprobs
+from turngate.trace.roles import roles
+from turngate.trace.sample import samples
+from turngate.trace.session import Session
+from turngate.trace.tree import Sampled, path_ids
+
+
+def check(session: Session, received: list[np.ndarray]) -> None:
+    trace = session.trace
+    prompts = Counter(path_ids(turn.parent).tobytes() for turn in trace.turns())
+    # 1. Every recorded prompt is what the engine received, and the other way round.
+    assert prompts == Counter(prompt.tobytes() for prompt in received)
+    # 2. Every sampled token has its own log-probability, under exactly the context that is recorded before it.
+    for turn in trace.turns():
+        assert turn.logprobs is not None
+        assert len(turn.logprobs) == len(turn.ids)
+        assert turn.logprobs.tolist() == derived_logprobs(path_ids(turn.parent), turn.ids.tolist())
+    rows = samples(trace, keep_empty=True)
+    trained: Counter[int] = Counter()
+    for row in rows:
+        # 3. Every row is a true prefix chain: each turn in it was sampled after exactly the ids before it.
+        assert len(row.ids) == len(row.mask) == len(row.logprobs)
+        covered = np.zeros(len(row.ids), bool)
+        for span in row.spans:
+            node = next(n for n in trace.nodes if n.id == span.node)
+            assert isinstance(node, Sampled)
+            assert np.array_equal(row.ids[: span.start], path_ids(node.parent))
+            assert np.array_equal(row.ids[span.start : span.end], node.ids)
+            assert np.array_equal(row.logprobs[span.start : span.end], node.logprobs)
+            assert row.mask[span.start : span.end].all() == span.trained or span.start == span.end
+            covered[span.start : span.end] = True
+            trained[node.id] += span.trained
+        assert not row.mask[~covered].any()
+        assert np.isnan(row.logprobs[~covered]).all()
+    # 4. Every sampled token is trainable at most once; what the policy trains, exactly once.
+    role_of = roles(trace)
+    for turn in trace.turns():
+        wanted = role_of[turn.id] in ("main", "subagent") and not turn.info.biases and not turn.info.fault
+        assert trained[turn.id] == int(wanted), (turn.id, role_of[turn.id], trained[turn.id])

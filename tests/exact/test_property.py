@@ -1,0 +1,137 @@
+"""Random conversations through the real app, on the real tokenizers and templates: nothing drifts, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.exact.agent import TOOLS, Agent, Reply, World, respell
+from tests.exact.invariants import check
+from turngate.engines.scripted import Turn
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=40)
+REPLIES = st.sampled_from(["text", "think", "call", "calls", "think+call", "malformed", "truncated", "random", "random, cut", "empty", "unclosed"])
+STEPS = st.one_of(
+    st.tuples(st.just("go on"), REPLIES, TEXTS),
+    st.tuples(st.just("go on, respelled"), REPLIES, TEXTS),
+    st.tuples(st.just("go on, streamed"), REPLIES, TEXTS),
+    st.tuples(st.just("retry"), REPLIES, TEXTS),
+    st.tuples(st.just("edit"), REPLIES, TEXTS),
+    st.tuples(st.just("compact"), REPLIES, TEXTS),
+    st.tuples(st.just("tools"), REPLIES, TEXTS),
+    st.tuples(st.just("two at once"), REPLIES, TEXTS),
+    st.tuples(st.just("back"), REPLIES, TEXTS),
+)
+
+
+def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> Turn:
+    """What the model shall sample."""
+    encode, stop = renderer.tokenizer.encode, renderer.stop_ids[0]
+    call = '<tool_call>\n{"name": "read", "arguments": {"path": "a/é.py", "n": 1.0}}\n</tool_call>'
+    if renderer.syntax is not None and renderer.syntax.name == "deepseek":
+        call = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>read\n```json\n{"path": "a/é.py", "n": 1.0}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    plain = [i for i in range(100)] + [renderer.tokenizer.vocab_size - 1]
+    vocabulary = renderer.tokenizer.vocab_size
+    if kind.startswith("random"):
+        ids = [i for i in (draw.randrange(vocabulary) for _ in range(draw.randrange(1, 60))) if i not in renderer.stop_ids]
+        return Turn(ids or plain[:3], finish="length") if "cut" in kind else Turn([*ids, stop])
+    texts = {
+        "text": text,
+        "think": f"<think>\n{text}\n</think>\n\nSo: {text}",
+        "call": f"{text}\n{call}",
+        "calls": f"{call}\n{call}",
+        "think+call": f"<think>\n{text}\n</think>\n\n{call}",
+        "malformed": '<tool_call>\n{"name": "read", "arguments": {oops}\n</tool_call>',
+        "truncated": f"<think>\n{text} and then",
+        "empty": "",
+        "unclosed": call.removesuffix("</tool_call>"),
+    }
+    ids = encode(texts[kind])
+    ids = [i for i in ids if i not in renderer.stop_ids]
+    return Turn(ids, finish="length") if kind == "truncated" else Turn([*ids, stop])
+
+
+def follow(agent: Agent, reply: Reply, text: str) -> None:
+    """What an agent does with an answer: run the tools, or ask on."""
+    agent.messages.append(reply.message)
+    calls = reply.message.get("tool_calls") or []
+    for call in calls:
+        agent.messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"result of {call['function']['name']}: {text}"})
+    if not calls:
+        agent.messages.append({"role": "user", "content": text})
+
+
+async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int) -> None:
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        async with World.of(folder, renderer) as world:
+            agent = world.agent()
+            agent.messages = [{"role": "system", "content": "You work."}, {"role": "user", "content": "Begin."}]
+            first = await agent.call(turn_of(renderer, "text", "ok", draw))
+            follow(agent, first, "next")
+            for kind, reply_kind, text in steps:
+                await step(agent, renderer, kind, turn_of(renderer, reply_kind, text, draw), text, draw)
+            check(agent.session, [g.prompt for g in world.engine.received])
+            live = agent.session
+            stored = world.gateway.store.load(world.gateway.store.find(agent.session_id))
+            assert [(n.id, n.ids.tobytes()) for n in stored.trace.nodes] == [(n.id, n.ids.tobytes()) for n in live.trace.nodes]
+            check(stored, [g.prompt for g in world.engine.received])
+
+
+async def step(agent: Agent, renderer: Any, kind: str, turn: Turn, text: str, draw: random.Random) -> None:
+    before = len(agent.session.trace.nodes)
+    if kind == "two at once":
+        other = Turn([*turn.ids])
+        replies = await asyncio.gather(agent.call(turn), agent.call(other, stream=True))
+        assert [r.status for r in replies] == [200, 200]
+        follow(agent, replies[draw.randrange(2)], text)
+        return
+    match kind:
+        case "go on, respelled":
+            reply = await agent.call(turn, messages=respell(agent.messages, draw))
+        case "go on, streamed":
+            reply = await agent.call(turn, stream=True)
+        case "retry":
+            await agent.call(Turn([*turn.ids]), stream=True)
+            reply = await agent.call(turn, retried=True)
+        case "edit":
+            at = draw.randrange(1, len(agent.messages))
+            agent.messages[at] = {**agent.messages[at], "content": f"edited {text}"}
+            reply = await agent.call(turn)
+        case "compact":
+            agent.messages = [agent.messages[0], {"role": "user", "content": f"Summary so far: {text}"}]
+            reply = await agent.call(turn)
+        case "tools":
+            agent.tools = draw.choice([TOOLS, TOOLS[:2], TOOLS[:1], None])
+            reply = await agent.call(turn)
+        case "back":
+            turns = [i for i, m in enumerate(agent.messages) if m["role"] == "assistant"]
+            agent.messages = [*agent.messages[: draw.choice(turns) + 1], {"role": "user", "content": text}]
+            reply = await agent.call(turn)
+        case _:
+            reply = await agent.call(turn)
+    assert reply.status == 200, reply.error
+    if kind.startswith("go on"):
+        # An unchanged history, however it is spelled, never forks.
+        new = agent.session.trace.nodes[before:]
+        assert [n.info.cause for n in new] == [None, None], [n.info.cause for n in new]
+        assert new[0].parent is not None
+    follow(agent, reply, text)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"])
+def test_random_conversations_stay_exact(name: str, renderers: Any) -> None:
+    renderer = renderers(name)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(st.lists(STEPS, min_size=1, max_size=10), st.integers(0, 2**32))
+    def run(steps: list[tuple[str, str, str]], seed: int) -> None:
+        asyncio.run(play(renderer, steps, seed))
+
+    run()

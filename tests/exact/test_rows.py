@@ -1,0 +1,191 @@
+"""What a rollout comes to: rows, roles and causes, told as the stories that produce them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.exact.agent import TOOLS, Agent, World
+from tests.exact.invariants import check
+from tests.exact.test_property import follow, turn_of
+from turngate.engines.scripted import Turn
+from turngate.trace.roles import roles
+from turngate.trace.sample import samples
+
+SYSTEM = {"role": "system", "content": "You are a coding agent."}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture
+async def world(tmp_path: Any, renderers: Any):
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        yield world
+
+
+def say(world: World, text: str) -> Turn:
+    renderer = world.gateway.renderer
+    return Turn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]])
+
+
+async def talk(agent: Agent, *replies: str) -> None:
+    for n, text in enumerate(replies):
+        follow(agent, await agent.call(say(agent.world, text)), f"next {n}")
+
+
+def causes(agent: Agent) -> list[str]:
+    return [n.info.cause for n in agent.session.trace.turns() if n.info.cause]
+
+
+def role_list(agent: Agent) -> list[str]:
+    found = roles(agent.session.trace)
+    return [found[turn.id] for turn in agent.session.trace.turns()]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "family:deepseek-v3", "builtin"])
+async def test_forty_turns_with_thinking_and_tools_are_one_row(name: str, renderers: Any, tmp_path: Any) -> None:
+    import random
+
+    renderer, draw = renderers(name), random.Random(4)
+    async with World.of(tmp_path, renderer) as world:
+        agent = world.agent()
+        agent.messages = [SYSTEM, user("Fix the bug.")]
+        for n in range(40):
+            kind = ("think+call", "calls", "think", "random")[n % 4]
+            follow(agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw), stream=bool(n % 2)), f"output {n}")
+        check(agent.session, [g.prompt for g in world.engine.received])
+        (row,) = samples(agent.session.trace)
+        assert [span.trained for span in row.spans] == [True] * 40
+        assert row.trained_tokens == sum(len(turn.ids) for turn in agent.session.trace.turns())
+
+
+async def test_a_retry_after_a_lost_reply_trains_only_the_answer_that_was_used(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("hi")]
+    await agent.call(say(world, "lost"))
+    follow(agent, await agent.call(say(world, "used"), retried=True), "go on")
+    await talk(agent, "end")
+    assert causes(agent) == ["retry"]
+    assert role_list(agent) == ["superseded", "main", "main"]
+    (row,) = samples(agent.session.trace)
+    assert [span.role for span in row.spans] == ["main", "main"]
+
+
+async def test_the_same_question_asked_twice_on_purpose_is_two_rows(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("hi")]
+    await agent.call(say(world, "one"))
+    await agent.call(say(world, "two"))
+    assert causes(agent) == ["resample"]
+    assert len(samples(agent.session.trace)) == 2
+
+
+async def test_compaction_starts_a_new_row_of_the_main_line(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    await talk(agent, "a", "b", "c")
+    agent.messages = [SYSTEM, user("Summary: a, b, c are done.")]
+    await talk(agent, "d")
+    assert causes(agent) == ["compaction"]
+    assert role_list(agent) == ["main"] * 4
+    assert sorted(row.trained_tokens > 0 for row in samples(agent.session.trace)) == [True, True]
+
+
+async def test_changed_tools_and_system_prompt_fork_with_their_cause(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    await talk(agent, "a")
+    agent.tools = TOOLS[:1]
+    await talk(agent, "b")
+    agent.messages[0] = {"role": "system", "content": "You are another agent."}
+    await talk(agent, "c")
+    assert causes(agent) == ["tools", "system"]
+    assert role_list(agent) == ["main"] * 3
+
+
+async def test_a_title_call_without_tools_is_a_side_call_and_not_trained(world: World) -> None:
+    agent = world.agent()
+    agent.tools = None
+    agent.messages = [{"role": "system", "content": "Write a title."}, user("Fix the bug in main.py")]
+    await talk(agent, "Bug fix")
+    agent.tools = TOOLS
+    agent.messages = [SYSTEM, user("Fix the bug in main.py")]
+    await talk(agent, "a", "b")
+    assert role_list(agent) == ["side", "main", "main"]
+    (row,) = samples(agent.session.trace)
+    assert {span.role for span in row.spans} == {"main"}
+
+
+async def test_a_subagent_has_its_own_row(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    await talk(agent, "a")
+    mine = agent.messages
+    agent.messages = [{"role": "system", "content": "You explore."}, user("Find the file.")]
+    await talk(agent, "x", "y")
+    agent.messages = mine
+    await talk(agent, "b")
+    assert causes(agent) == ["subagent"]
+    assert role_list(agent) == ["main", "subagent", "subagent", "main"]
+    assert len(samples(agent.session.trace)) == 2
+
+
+async def test_edited_words_of_the_model_fork_and_are_not_trained(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    await talk(agent, "a", "b")
+    agent.messages[4] = {"role": "assistant", "content": "something the model never said"}
+    await talk(agent, "c")
+    assert causes(agent) == ["edited"]
+    rows = samples(agent.session.trace)
+    trained = sum(row.trained_tokens for row in rows)
+    assert trained == sum(len(t.ids) for t in agent.session.trace.turns())
+
+
+async def test_going_back_to_an_earlier_turn_branches_and_trains_shared_turns_once(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    await talk(agent, "a", "b", "c")
+    agent.messages = [*agent.messages[:3], user("another way")]
+    await talk(agent, "d")
+    assert causes(agent) == ["branch"]
+    rows = samples(agent.session.trace)
+    assert len(rows) == 2
+    assert sum(row.trained_tokens for row in rows) == sum(len(t.ids) for t in agent.session.trace.turns())
+    assert [s.reason for row in rows for s in row.spans if not s.trained] == ["trained in another row"]
+
+
+async def test_dropped_thinking_is_a_choice_that_forks_visibly(renderers: Any, tmp_path: Any) -> None:
+    renderer = renderers("qwen3")
+    async with World.of(tmp_path, renderer) as world:
+        kept, dropped = world.agent(), world.agent(thinking="drop")
+        for agent in (kept, dropped):
+            agent.tools = None
+            agent.messages = [user("hi")]
+            for n in range(3):
+                reply = await agent.call(say(world, f"<think>\nthought {n}\n</think>\n\nanswer {n}"))
+                follow(agent, reply, f"and {n}?")
+        assert causes(kept) == []
+        assert causes(dropped) == ["template", "template"]
+        texts = [renderer.tokenizer.decode(g.prompt.tolist()) for g in world.engine.received]
+        assert "thought 1" in texts[2]
+        assert "thought 0" not in texts[5]
+        assert "thought 1" not in texts[5]
+
+
+async def test_a_truncated_turn_is_closed_as_context(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    reply = await agent.call(say(world, "this is cut off here"), max_tokens=3)
+    assert reply.finish == "length"
+    follow(agent, reply, "go on")
+    await talk(agent, "done")
+    (row,) = samples(agent.session.trace)
+    first, second = row.spans
+    assert first.end - first.start == 3
+    between = world.gateway.renderer.tokenizer.decode(row.ids[first.end : second.start].tolist())
+    assert between.startswith("<|im_end|>\n<|im_start|>user\ngo on")
+    assert not row.mask[first.end : second.start].any()

@@ -1,0 +1,258 @@
+"""What the tests of the whole app are written with: a real gateway on a real port, and words for its scripted engine.
+
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open()
+        reply = await g.client(session.key).chat.completions.create(model="m", messages=[user("Hi")])
+        [turn] = await g.turns(session.id)
+
+Nothing is mocked: the `Gateway` is the one that `turngate serve` runs, uvicorn serves it in the test's own loop, and the clients
+are OpenAI's own. Only the engine is told what to sample; its scripts count the calls of each session on their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sqlite3
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import uvicorn
+
+import turngate.server.app
+from turngate.config import ServeConfig
+from turngate.engines.scripted import Script, Scripted, Turn
+from turngate.render import Renderer, Tokenizer
+from turngate.server.app import BUILTIN_TOKENIZER, Gateway
+
+Json = Any
+REAL_TOKENIZERS = ("qwen3", "qwen2_5", "llama3_1", "deepseek_v3")  # `python tools/parts.py tokenizers` makes them
+
+# Loading a tokenizer and certifying its template takes half a second and more, always comes to the same, and the result has no state.
+turngate.server.app.load = cache(turngate.server.app.load)
+
+
+# ── what the model says ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def renderer(folder: Path = BUILTIN_TOKENIZER) -> Renderer:
+    return turngate.server.app.load(folder, model="", family="auto")[0]
+
+
+def tokenizer(folder: Path = BUILTIN_TOKENIZER) -> Tokenizer:
+    return renderer(folder).tokenizer
+
+
+def say(text: str, *, folder: Path = BUILTIN_TOKENIZER, close: bool = True, **how: Any) -> Turn:
+    """A turn in which the model says `text`. `close=False`: it is cut short; `how`: the other fields of `Turn`, speed and faults."""
+    speaker = renderer(folder)
+    ids = speaker.tokenizer.encode(text)
+    return Turn([*ids, speaker.stop_ids[0]] if close else ids, **({"finish": "length"} if not close else {}) | how)
+
+
+def spelled(pieces: Sequence[str], **how: Any) -> Turn:
+    """The same, from given pieces that are tokenised apart: for what falls on the seams between tokens."""
+    ids = [i for piece in pieces for i in tokenizer().encode(piece)]
+    return Turn([*ids, renderer().stop_ids[0]], **how)
+
+
+def calls(*wanted: tuple[str, Json]) -> str:
+    """Tool calls as the builtin template's model writes them."""
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        for name, arguments in wanted
+    )
+
+
+# ── what the agent says ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def result(call: Json, text: str) -> Json:
+    """The answer of a tool to `call`, which is one of a reply's `tool_calls`."""
+    return {"role": "tool", "tool_call_id": call.id, "content": text}
+
+
+def tool(name: str = "read_file", **properties: Json) -> Json:
+    """A function tool in OpenAI's form."""
+    parameters = {"type": "object", "properties": properties or {"path": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": parameters}}
+
+
+class Heard(NamedTuple):
+    """A streamed reply, put together the way agents do it."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]  # name, arguments
+    finish: str | None
+    usage: Json
+    chunks: list[Json]
+
+
+def heard(chunks: Sequence[Json]) -> Heard:
+    content, reasoning, finish, usage = "", "", None, None
+    made: dict[int, tuple[str, str]] = {}
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning", None) or ""
+            finish = choice.finish_reason or finish
+            for part in choice.delta.tool_calls or ():
+                name, arguments = made.get(part.index, ("", ""))
+                made[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
+    return Heard(content, reasoning, [made[n] for n in sorted(made)], finish, usage, list(chunks))
+
+
+# ── the gateway ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Opened(NamedTuple):
+    id: str
+    key: str
+
+
+class Running:
+    """A gateway that serves, seen from outside. `app` is the way in, for what cannot be seen from there."""
+
+    def __init__(self, app: Gateway, root: str, stack: AsyncExitStack) -> None:
+        self.app = app
+        self.root = root
+        self.base_url = root + "/v1"
+        self._stack = stack
+        self._http: Any = None
+        self.admin: httpx.AsyncClient = self.http(key=app.admin_key)
+
+    @property
+    def engine(self) -> Scripted:
+        assert isinstance(self.app.engine, Scripted)
+        return self.app.engine
+
+    @property
+    def database(self) -> Path:
+        return self.app.store.path
+
+    def http(self, key: str = "") -> httpx.AsyncClient:
+        """A bare client, for what the openai client would not send or not show."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        client = httpx.AsyncClient(base_url=self.root, headers=headers, timeout=20, verify=False, trust_env=False)
+        self._stack.push_async_callback(client.aclose)
+        return client
+
+    def client(self, key: str, base_url: str = "", **options: Any) -> openai.AsyncOpenAI:
+        if self._http is None:  # one pool for all of them; without TLS, whose certificates take 50 ms to load
+            self._http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+            self._stack.push_async_callback(self._http.aclose)
+        options = {"max_retries": 0, "timeout": 20, **options}
+        return openai.AsyncOpenAI(api_key=key, base_url=base_url or self.base_url, http_client=self._http, **options)
+
+    def sync_client(self, key: str, **options: Any) -> openai.OpenAI:
+        """Blocks: call it through `asyncio.to_thread`, since the gateway runs in the test's own loop."""
+        http = openai.DefaultHttpxClient(verify=False, trust_env=False)
+        self._stack.callback(http.close)
+        options = {"max_retries": 0, "timeout": 20, "base_url": self.base_url, **options}
+        return openai.OpenAI(api_key=key, http_client=http, **options)
+
+    async def open(self, **config: Json) -> Opened:
+        opened = await self._ask("POST", "/admin/sessions", json=config)
+        return Opened(opened["id"], opened["api_key"])
+
+    async def show(self, session_id: str) -> Json:
+        return await self._ask("GET", f"/admin/sessions/{session_id}")
+
+    async def trace(self, session_id: str) -> Json:
+        return await self._ask("GET", f"/admin/sessions/{session_id}/trace")
+
+    async def turns(self, session_id: str) -> list[Json]:
+        """The sampled nodes of the trace, oldest first."""
+        return [node for node in (await self.trace(session_id))["nodes"] if node["kind"] == "sampled"]
+
+    async def samples(self, session_id: str, *, keep_empty: bool = False) -> list[Json]:
+        path = f"/admin/sessions/{session_id}/samples" + ("?all=1" if keep_empty else "")
+        return (await self._ask("GET", path))["samples"]
+
+    async def seal(self, session_id: str) -> Json:
+        return await self._ask("POST", f"/admin/sessions/{session_id}/seal")
+
+    async def cancel(self, session_id: str) -> Json:
+        return await self._ask("POST", f"/admin/sessions/{session_id}/cancel")
+
+    async def pause(self, mode: str = "hold") -> Json:
+        return await self._ask("POST", "/admin/fence/pause", json={"mode": mode})
+
+    async def resume(self, version: int | None = None) -> Json:
+        return await self._ask("POST", "/admin/fence/resume", json={"version": version})
+
+    async def _ask(self, method: str, path: str, **request: Any) -> Json:
+        response = await self.admin.request(method, path, **request)
+        assert response.is_success, f"{method} {path}: {response.status_code} {response.text}"
+        return response.json()
+
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """What the database file holds, read the way another program would."""
+        with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True)) as db:
+            return db.execute(query, values).fetchall()
+
+
+@asynccontextmanager
+async def gateway(
+    script: Script | Sequence[Turn] = (), *, engine: Scripted | None = None, data: Path | None = None, **config: Any
+) -> AsyncIterator[Running]:
+    """A gateway with a scripted engine, on a free port, until the block ends. `config`: any setting of `turngate serve`.
+
+    Give `data` to keep the folder, for a gateway that is started again.
+    """
+    async with AsyncExitStack() as stack:
+        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-")))
+        app = Gateway(ServeConfig(data=str(folder), **config).check(), engine=engine or Scripted(script))
+        await app.start()
+        stack.push_async_callback(app.stop)
+        port = await stack.enter_async_context(_served(app))
+        yield Running(app, f"http://127.0.0.1:{port}", await stack.enter_async_context(AsyncExitStack()))
+
+
+@asynccontextmanager
+async def _served(app: Gateway) -> AsyncIterator[int]:
+    """uvicorn as `turngate serve` sets it up, less its signals and its waits of a tenth of a second."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, http="httptools", lifespan="off", access_log=False, log_config=None, server_header=False, date_header=False
+        )
+    )
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup(sockets=[listener])
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        for part in server.servers:
+            part.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        tasks = list(server.server_state.tasks)
+        _, late = await asyncio.wait(tasks, timeout=2) if tasks else ((), ())
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Waits for something that the gateway does in its own time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"still not so after {seconds} s"
+        await asyncio.sleep(0.002)
