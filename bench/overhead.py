@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import pstats
 import random
@@ -286,6 +287,7 @@ def _answer(renderer: TemplateRenderer, turn: int, chance: random.Random) -> dic
     tokenizer = renderer.tokenizer
     call = f'{{"name": "read_file", "arguments": {{"path": "src/module_{turn}.py"}}}}'
     thought = "Let me look at the next file first, since the test that fails imports it"
+    more = itertools.cycle(("and", "see", "what", "it", "does"))
     while True:
         text = f"<think>\n{thought}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
         ids = [*tokenizer.encode(text), renderer.stop_ids[0]]
@@ -293,7 +295,7 @@ def _answer(renderer: TemplateRenderer, turn: int, chance: random.Random) -> dic
             break
         if len(ids) > SAMPLED:
             raise SystemExit(f"bench: no answer of {SAMPLED} ids with this tokenizer; {len(ids)} for {text!r}")
-        thought += " so"
+        thought += f" {next(more)}"
     logprobs = [_float32(-chance.expovariate(3)) for _ in ids]
     return {"ids": ids, "logprobs": logprobs, "tokens": [tokenizer.decode(i) for i in ids]}
 
@@ -312,8 +314,6 @@ def calibrate() -> float:
         table: dict[int, str] = {}
         for i in range(150_000):
             table[i % 997] = str(i * 7)
-        if sum(map(len, table.values())) != 6_978:
-            raise AssertionError(sum(map(len, table.values())))
 
     times = []
     for _ in range(5):

@@ -87,7 +87,10 @@ class PartError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """How to make one part. `recipe` holds whatever must make the part again when it changes."""
+    """How to make one part.
+
+    `recipe` holds whatever must make the part again when it changes: pins, and a number to raise when `build` changes.
+    """
 
     place: str
     recipe: tuple[object, ...]

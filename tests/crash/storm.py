@@ -1,0 +1,190 @@
+"""Kills a gateway over and over while agents work, and checks that nothing an agent was given is lost.
+
+Sixteen agents talk to a real `turngate serve` process, streaming and not. At random moments it is killed with SIGKILL and started
+again on the same data folder. An agent whose connection broke repeats its call, as SDKs do. In the end every answer that an
+agent received in full must stand on its session's path, in order, and every recorded token must have been sampled after exactly
+the ids that are recorded before it (the scripted engine's log-probabilities prove that).
+
+By hand: `python -m tests.crash.storm --kills 200`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from turngate.engines.scripted import derived_logprobs
+
+ADMIN = "storm-admin-key-0123456789"
+REPLIES = [
+    '<think>\nI should look at it.\n</think>\n\n<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>',
+    "The file looks fine. What next?",
+    '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "read", "arguments": {"path": "é"}}\n</tool_call>',
+    "Done with this part of the work, I think; there may be more to do.",
+]
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"type": "object"}}} for n in ("read", "run")]
+
+
+class Server:
+    """One `turngate serve` on a fixed port and data folder, killed and started at will."""
+
+    def __init__(self, folder: Path, durability: str) -> None:
+        self.folder = folder
+        self.durability = durability
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        (folder / "script.json").write_text(json.dumps(REPLIES))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(self.folder / "data")]
+        argv += ["--script", str(self.folder / "script.json"), "--durability", self.durability]
+        with open(self.folder / "log", "ab") as log:
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, "TURNGATE_ADMIN_KEY": ADMIN})
+
+    async def ready(self, client: httpx.AsyncClient, limit_s: float = 30) -> None:
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise AssertionError(f"the gateway did not start:\n{(self.folder / 'log').read_text()[-2000:]}")
+            try:
+                if (await client.get(f"{self.url}/health")).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                await asyncio.sleep(0.02)
+        raise AssertionError("the gateway was not ready in time")
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+class Agent:
+    def __init__(self, number: int, client: httpx.AsyncClient, url: str, session: str, key: str) -> None:
+        self.draw = random.Random(number)
+        self.client, self.url, self.session, self.key = client, url, session, key
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": "Work."}, {"role": "user", "content": f"Task {number}"}]
+        self.received: list[dict[str, Any]] = []
+
+    async def work(self, over: asyncio.Event) -> None:
+        while not over.is_set():
+            message = await self.ask(over)
+            if message is None:
+                return
+            self.received.append(message)
+            self.messages.append(message)
+            for call in message.get("tool_calls", []):
+                self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"output {len(self.messages)}"})
+            if not message.get("tool_calls"):
+                self.messages.append({"role": "user", "content": f"go on {len(self.messages)}"})
+            await asyncio.sleep(self.draw.random() * 0.02)
+
+    async def ask(self, over: asyncio.Event) -> dict[str, Any] | None:
+        """One answer, in full; the call is repeated for as long as it fails."""
+        tries = 0
+        while True:
+            try:
+                return await self.once(tries)
+            except httpx.HTTPError:
+                tries += 1
+                if over.is_set():
+                    return None
+                await asyncio.sleep(0.05)
+
+    async def once(self, tries: int) -> dict[str, Any]:
+        stream = self.draw.random() < 0.5
+        body = {"model": "x", "messages": self.messages, "tools": TOOLS, "stream": stream}
+        headers = {"authorization": f"Bearer {self.key}", "x-stainless-retry-count": str(tries)}
+        async with self.client.stream("POST", f"{self.url}/v1/chat/completions", json=body, headers=headers) as response:
+            raw = await response.aread()
+            assert response.status_code == 200, raw
+        if not stream:
+            return {k: v for k, v in json.loads(raw)["choices"][0]["message"].items() if v}
+        if not raw.endswith(b"data: [DONE]\n\n"):
+            raise httpx.ReadError("the stream broke off")
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        for event in (json.loads(e[6:]) for e in raw.decode().split("\n\n") if e and e != "data: [DONE]"):
+            delta = event["choices"][0]["delta"]
+            message["content"] += delta.get("content") or ""
+            message.setdefault("tool_calls", []).extend(delta.get("tool_calls") or [])
+        return {k: v for k, v in message.items() if v}
+
+
+def check(agent: Agent, trace: dict[str, Any]) -> int:
+    """Every answer the agent received, in order, on one path of exact ids. Returns how many turns were recorded."""
+    nodes = {node["id"]: node for node in trace["nodes"]}
+    paths: dict[int | None, list[int]] = {None: []}
+    texts: dict[int | None, tuple[tuple[str, int], ...]] = {None: ()}
+    for node in trace["nodes"]:
+        before = paths[node["parent"]]
+        paths[node["id"]] = [*before, *node["ids"]]
+        texts[node["id"]] = texts[node["parent"]]
+        if node["kind"] == "sampled":
+            expected = derived_logprobs(np.array(before, np.int32), node["ids"])
+            assert node["logprobs"] == expected, f"{agent.session}: node {node['id']} was sampled after other ids"
+            message = node["message"]
+            texts[node["id"]] += ((message.get("content", ""), len(message.get("tool_calls", []))),)
+    wanted = tuple((m.get("content", ""), len(m.get("tool_calls", []))) for m in agent.received)
+    assert any(text[: len(wanted)] == wanted for text in texts.values()), f"{agent.session}: an answer was lost"
+    forks = {n["cause"] for n in nodes.values() if n["cause"]}
+    assert forks <= {"retry", "resample"}, f"{agent.session}: forked by {forks}"
+    return sum(node["kind"] == "sampled" for node in nodes.values())
+
+
+async def storm(kills: int, *, agents: int = 16, durability: str = "process", seed: int = 0) -> str:
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        server = Server(Path(name), durability)
+        server.start()
+        try:
+            async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client:
+                await server.ready(client)
+                admin = {"authorization": f"Bearer {ADMIN}"}
+                opened = [(await client.post(f"{server.url}/admin/sessions", json={}, headers=admin)).json() for _ in range(agents)]
+                crew = [Agent(n, client, server.url, s["id"], s["api_key"]) for n, s in enumerate(opened)]
+                over = asyncio.Event()
+                tasks = [asyncio.create_task(agent.work(over)) for agent in crew]
+                for _ in range(kills):
+                    await asyncio.sleep(draw.uniform(0.05, 0.5))
+                    server.kill()
+                    server.start()
+                    await server.ready(client)
+                await asyncio.sleep(0.5)
+                over.set()
+                await asyncio.gather(*tasks)
+                turns = 0
+                for agent in crew:
+                    trace = await client.get(f"{server.url}/admin/sessions/{agent.session}/trace", headers=admin)
+                    turns += check(agent, trace.json())
+                received = sum(len(agent.received) for agent in crew)
+                assert all(agent.received for agent in crew)
+                return f"{kills} kills, {agents} agents, {received} answers received, {turns} turns recorded, none lost"
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--durability", choices=["process", "disk"], default="process")
+    options = parser.parse_args()
+    print(asyncio.run(storm(options.kills, durability=options.durability, seed=options.seed)))
