@@ -18,7 +18,7 @@ from typing import Any
 
 from turngate.types import Message, Tool, ToolCall
 
-SYSTEM_BYTES, TASK_BYTES, RESULT_BYTES, TOOL_BYTES = 6_000, 9_500, 1_900, 600
+SYSTEM_BYTES, TASK_BYTES, RESULT_BYTES, TOOL_BYTES = 6_000, 14_500, 1_800, 600
 _CODE = "\n".join(inspect.getsource(module) for module in (code_1, code_2, code_3))
 _FILE_TOOLS = ("read_file", "write_file", "edit_file", "list_folder", "find_files")
 _OTHER_TOOLS = ("search_text", "run_command", "run_tests", "show_changes", "search_web")
@@ -139,7 +139,7 @@ def task(seed: int) -> str:
 
 
 def tool_result(seed: int, turn: int) -> str:
-    """About 2 KB of code, another one for every session and turn."""
+    """About 2 KB of code once it is JSON, another one for every session and turn."""
     return _code(1 + seed * 101 + turn * 7, RESULT_BYTES)
 
 

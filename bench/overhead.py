@@ -60,21 +60,24 @@ SCENARIOS = (
     Scenario(16, 20, stream=True, target_cpu_ms=2.0),
     Scenario(4, 100, target_cpu_ms=3.0),
     Scenario(4, 100, stream=True, target_cpu_ms=3.0),
-    Scenario(16, 20, stream=True, paced=True, repeats=1),
+    Scenario(8, 10, stream=True, paced=True, repeats=1),
     Scenario(1, 20),
 )
 MEMORY = ((Scenario(64, 20), 1.0), (Scenario(8, 100), 2.5))  # with the most MB that a live session may take
 READY_S = 3.0
+REFERENCE_MS = 24.0  # what `calibrate` takes on the machine of the published numbers, when it is quiet
 GROWTH = 2.5  # turn 100 may cost this many times what turn 5 costs
 
 
 class Result(msgspec.Struct):
-    """One scenario. CPU is the best of the repeats, the rest is their median."""
+    """One scenario. `cpu_ms` and `cpu_ms_at` are the best of the repeats, the rest are their medians."""
 
     name: str
     cpu_ms: float
     cpu_ms_repeats: list[float]
     cpu_ms_at: dict[int, float]
+    cpu_ms_scaled: float  # to a machine that calibrates in REFERENCE_MS
+    calibration_ms: list[float]
     turns_per_s: float
     added_ms_p50: float
     added_ms_p99: float
@@ -91,6 +94,7 @@ class Run(msgspec.Struct):
     cpu_ms: list[float]  # of the gateway, per turn, for each round
     wall_s: float
     cpu_s: float
+    calibration_ms: float
     agents: list[Agent]
 
 
@@ -122,16 +126,17 @@ class Bench:
         for _ in range(scenario.repeats):
             run = await self.run(gateway, scenario)
             rows = await self.check(gateway, scenario, run.agents)
-            if not direct:
+            if not direct:  # once is enough: the engine does nothing that could vary
                 direct = await self.ask_directly(scenario, rows)
             await self.leave(gateway, run.agents)
             runs.append(run)
-        return _result(scenario, runs, direct)
+        return _result(scenario, runs, direct, [span["start"] for span in rows[0]["spans"]])
 
     async def run(self, gateway: Gateway, scenario: Scenario) -> Run:
         await _get(self.engine.port, f"/bench/pace/{PACE_MS if scenario.paced else 0}")
         agents = [await self.agent(gateway, scenario, seed) for seed in range(scenario.sessions)]
         rounds: list[float] = []
+        speed = calibrate()
         first = before = gateway.cpu_s()
         began = time.perf_counter()
         for _ in range(scenario.turns):
@@ -141,7 +146,7 @@ class Bench:
             before = after
         wall = time.perf_counter() - began
         await asyncio.sleep(0.05)  # what is done after the last byte counts too
-        return Run(rounds, wall, gateway.cpu_s() - first, agents)
+        return Run(rounds, wall, gateway.cpu_s() - first, (speed + calibrate()) / 2, agents)
 
     async def agent(self, gateway: Gateway, scenario: Scenario, seed: int) -> Agent:
         http = await Http.connect(gateway.port)
@@ -170,7 +175,7 @@ class Bench:
         """Each session's only row, after making sure that it is the right one."""
         seen = await _get(self.engine.port, "/bench/report")
         rows = []
-        for agent in agents:
+        for n, agent in enumerate(agents):
             shown = await _admin(gateway, "GET", f"/admin/sessions/{agent.session}", 200)
             found = (await _admin(gateway, "GET", f"/admin/sessions/{agent.session}/samples", 200))["samples"]
             session = seen[agent.session]
@@ -178,17 +183,22 @@ class Bench:
             _require(session["broken"] == 0, "prompts do not chain", session)
             _require(shown["forks"] == [], "the trace has forks", shown["forks"])
             _require(len(found) == 1, "not exactly one row", len(found))
-            self._check_row(found[0], agent, scenario.turns)
+            self._check_sampled(found[0], scenario.turns)
+            if n < 2:  # rendering is slow; that the others' prompts chain is known
+                self._check_context(found[0], agent)
             rows.append(found[0])
         return rows
 
-    def _check_row(self, row: dict[str, Any], agent: Agent, turns: int) -> None:
-        """The row trains what was sampled, with its log-probabilities, in the context that the chat template would have made."""
+    def _check_sampled(self, row: dict[str, Any], turns: int) -> None:
+        """The row trains exactly what the engine sampled, with the log-probabilities that it sent."""
         trained = [i for i, wanted in enumerate(row["mask"]) if wanted]
         answers = [self.answers[turn % len(self.answers)] for turn in range(turns)]
         _require([row["ids"][i] for i in trained] == [i for a in answers for i in a["ids"]], "not what was sampled")
         wanted = [p for a in answers for p in a["logprobs"]]
         _require([_float32(row["logprobs"][i]) for i in trained] == wanted, "other log-probabilities than were sent")
+
+    def _check_context(self, row: dict[str, Any], agent: Agent) -> None:
+        """The row is what the chat template makes of the whole conversation."""
         whole = self.renderer.render(agent.said[:-1], tools(), {}, generate=False)
         size = len(row["ids"])
         _require(
@@ -209,7 +219,9 @@ class Bench:
         return grown / scenario.sessions
 
 
-def _result(scenario: Scenario, runs: Sequence[Run], direct: Sequence[Sequence[float]]) -> Result:
+def _result(
+    scenario: Scenario, runs: Sequence[Run], direct: Sequence[Sequence[float]], prompt_tokens: Sequence[int]
+) -> Result:
     usual = [statistics.median(seconds) for seconds in direct]
     latencies = [[(turn, s) for a in run.agents for turn, s in enumerate(a.latencies)] for run in runs]
     added = [sorted((s - usual[turn]) * 1000 for turn, s in run) for run in latencies]
@@ -221,13 +233,17 @@ def _result(scenario: Scenario, runs: Sequence[Run], direct: Sequence[Sequence[f
         cpu_ms=min(per_turn),
         cpu_ms_repeats=per_turn,
         cpu_ms_at={turn: min(_around(run.cpu_ms, turn) for run in runs) for turn in watched},
+        cpu_ms_scaled=statistics.median(
+            cpu * REFERENCE_MS / run.calibration_ms for cpu, run in zip(per_turn, runs, strict=True)
+        ),
+        calibration_ms=[run.calibration_ms for run in runs],
         turns_per_s=statistics.median(scenario.sessions * scenario.turns / run.wall_s for run in runs),
         added_ms_p50=statistics.median(_quantile(values, 0.5) for values in added),
         added_ms_p99=statistics.median(_quantile(values, 0.99) for values in added),
         gateway_ms_p50=statistics.median(s * 1000 for run in latencies for _, s in run),
         engine_ms_p50=statistics.median(s * 1000 for seconds in direct for s in seconds),
         request_kb_at={turn: agent.sizes[turn - 1] / 1000 for turn in watched},
-        prompt_tokens_at={},
+        prompt_tokens_at={turn: prompt_tokens[turn - 1] for turn in watched},
         target_cpu_ms=scenario.target_cpu_ms,
     )
 
@@ -308,19 +324,16 @@ def _float32(value: float) -> float:
 
 
 def calibrate() -> float:
-    """CPU milliseconds of a fixed piece of Python, the best of five: how fast this machine is just now."""
+    """CPU milliseconds of a fixed piece of Python, the best of three: how fast this machine is just now."""
 
-    def work() -> None:
+    def work() -> float:
+        began = time.process_time()
         table: dict[int, str] = {}
         for i in range(150_000):
             table[i % 997] = str(i * 7)
+        return (time.process_time() - began) * 1000
 
-    times = []
-    for _ in range(5):
-        began = time.process_time()
-        work()
-        times.append((time.process_time() - began) * 1000)
-    return min(times)
+    return min(work() for _ in range(3))
 
 
 # ── reporting ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -333,29 +346,36 @@ def _verdict(value: float, target: float | None) -> str:
 
 
 def print_table(report: dict[str, Any]) -> None:
-    print(f"\ntokenizer {report['tokenizer']} · calibration {report['calibration_ms'][0]:.1f} ms before,", end=" ")
-    print(f"{report['calibration_ms'][1]:.1f} ms after · load {report['load'][0]:.1f} · {report['cores']} cores\n")
-    print(f"{'sessions × turns':32}{'CPU ms/turn':>12}{'target':>13}{'turns/s':>10}{'added ms p50':>14}{'p99':>8}")
-    for r in report["scenarios"]:
-        verdict = _verdict(r.cpu_ms, r.target_cpu_ms)
-        print(
-            f"{r.name:32}{r.cpu_ms:12.2f}{verdict:>13}{r.turns_per_s:10.0f}{r.added_ms_p50:14.2f}{r.added_ms_p99:8.2f}"
-        )
-    print(f"\n{'CPU ms at turn':32}" + "".join(f"{turn:>9}" for turn in WATCHED) + "   turn 100 / turn 5")
-    for r in report["scenarios"]:
-        cells = "".join(f"{r.cpu_ms_at[t]:9.2f}" if t in r.cpu_ms_at else f"{'':9}" for t in WATCHED)
+    scenarios: list[Result] = report["scenarios"]
+    speeds = [ms for r in scenarios for ms in r.calibration_ms]
+    print(f"\ntokenizer {report['tokenizer']} · {report['cores']} cores · load {report['load'][0]:.1f} at the start")
+    print(f"calibration {min(speeds):.0f} to {max(speeds):.0f} ms, {REFERENCE_MS:.0f} on the reference machine\n")
+    _line("sessions × turns", "CPU ms/turn", "scaled", "turns/s", "added ms p50", "p99")
+    for r in scenarios:
+        cells = (f"{r.cpu_ms:.2f}", f"{r.cpu_ms_scaled:.2f}", f"{r.turns_per_s:.0f}")
+        added = (f"{r.added_ms_p50:.1f}", f"{r.added_ms_p99:.1f}")
+        _line(r.name, *cells, *added, note=_verdict(r.cpu_ms, r.target_cpu_ms))
+    print()
+    _line("CPU ms at turn", *map(str, WATCHED))
+    for r in scenarios:
+        cells = tuple(f"{r.cpu_ms_at[t]:.2f}" if t in r.cpu_ms_at else "" for t in WATCHED)
         growth = r.cpu_ms_at[100] / r.cpu_ms_at[5] if 100 in r.cpu_ms_at else None
-        shown = "" if growth is None else f"   {growth:.2f}  {_verdict(growth, GROWTH)}"
-        print(f"{r.name:32}{cells}{shown}")
-    sizes = {t: kb for r in report["scenarios"] if r.target_cpu_ms for t, kb in r.request_kb_at.items()}
-    print(f"{'request, KB':32}" + "".join(f"{sizes[turn]:9.0f}" for turn in WATCHED))
+        note = "" if growth is None else f"turn 100 / turn 5: {growth:.2f}  {_verdict(growth, GROWTH)}"
+        _line(r.name, *cells, note=note)
+    longest = max(scenarios, key=lambda r: len(r.request_kb_at))
+    _line("request, KB", *(f"{kb:.0f}" for kb in longest.request_kb_at.values()))
+    _line("prompt, tokens", *map(str, longest.prompt_tokens_at.values()))
     print()
     for m in report["memory"]:
-        print(f"{'MB per live session, ' + m['name']:32}{m['mb']:12.2f}  {_verdict(m['mb'], m['target'])}")
-    print(f"{'seconds until ready':32}{report['ready_s']:12.2f}  {_verdict(report['ready_s'], READY_S)}")
+        _line(f"MB per live session, {m['name']}", f"{m['mb']:.2f}", note=_verdict(m["mb"], m["target"]))
+    _line("seconds until ready", f"{report['ready_s']:.2f}", note=_verdict(report["ready_s"], READY_S))
     print(
         "\nCPU and ready time are the best of their repeats (other work on the machine only adds); the rest are medians."
     )
+
+
+def _line(name: str, *cells: str, note: str = "") -> None:
+    print(f"{name:32}" + "".join(f"{cell:>13}" for cell in cells) + (f"   {note}" if note else ""))
 
 
 def print_profile(path: Path, scenario: Scenario) -> None:
@@ -368,7 +388,6 @@ def print_profile(path: Path, scenario: Scenario) -> None:
 
 
 async def bench_all(bench: Bench) -> dict[str, Any]:
-    speed = calibrate()
     load = os.getloadavg()
     ready = []
     with bench.gateway("cpu") as gateway:
@@ -388,7 +407,6 @@ async def bench_all(bench: Bench) -> dict[str, Any]:
             memory.append({"name": f"{scenario.sessions}×{scenario.turns}", "mb": mb, "target": target})
     return {
         "tokenizer": str(bench.tokenizer),
-        "calibration_ms": [speed, calibrate()],
         "load": load,
         "cores": os.cpu_count(),
         "python": sys.version.split()[0],

@@ -17,11 +17,11 @@ import socket
 import sqlite3
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import openai
@@ -29,12 +29,15 @@ import uvicorn
 
 import turngate.server.app
 from turngate.config import ServeConfig
+from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.render import Renderer, Tokenizer
 from turngate.server.app import BUILTIN_TOKENIZER, Gateway
 
 Json = Any
+T = TypeVar("T")
 REAL_TOKENIZERS = ("qwen3", "qwen2_5", "llama3_1", "deepseek_v3")  # `python tools/parts.py tokenizers` makes them
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a new database syncs often, and a disk may be slow
 
 # Loading a tokenizer and certifying its template takes half a second and more, always comes to the same, and the result has no state.
 turngate.server.app.load = cache(turngate.server.app.load)
@@ -72,6 +75,33 @@ def calls(*wanted: tuple[str, Json]) -> str:
     )
 
 
+class Gated(Scripted):
+    """An engine that stops after some tokens of each turn until `gate` is opened: for what happens in the middle of one."""
+
+    def __init__(self, script: Script | Sequence[Turn], tokens: int = 0, **options: Any) -> None:
+        super().__init__(script, **options)
+        self.tokens = tokens
+        self.gate = asyncio.Event()
+        self.waiting = 0  # generations that stand before the gate
+
+    @asynccontextmanager
+    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async with super().generate(request) as chunks:
+            yield self._held(chunks)
+
+    async def _held(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        count = 0
+        async for chunk in chunks:
+            if count >= self.tokens:
+                self.waiting += 1
+                try:
+                    await self.gate.wait()
+                finally:
+                    self.waiting -= 1
+            count += len(chunk.ids)
+            yield chunk
+
+
 # ── what the agent says ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -79,8 +109,8 @@ def user(text: str) -> Json:
     return {"role": "user", "content": text}
 
 
-def result(call: Json, text: str) -> Json:
-    """The answer of a tool to `call`, which is one of a reply's `tool_calls`."""
+def result(call: Said, text: str) -> Json:
+    """The answer of a tool to a call."""
     return {"role": "tool", "tool_call_id": call.id, "content": text}
 
 
@@ -90,20 +120,52 @@ def tool(name: str = "read_file", **properties: Json) -> Json:
     return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": parameters}}
 
 
+WAYS = ("async", "async stream", "sync", "sync stream")  # in which the openai client can be asked
+
+
+class Said(NamedTuple):
+    """A tool call as the agent got it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class Heard(NamedTuple):
-    """A streamed reply, put together the way agents do it."""
+    """A reply as an agent reads it, streamed or not."""
 
     content: str
     reasoning: str
-    calls: list[tuple[str, str]]  # name, arguments
+    calls: list[Said]
     finish: str | None
     usage: Json
-    chunks: list[Json]
+
+    def message(self) -> Json:
+        """The assistant's message as an agent puts it into its history."""
+        wire: Json = {"role": "assistant", "content": self.content or None}
+        if self.reasoning:
+            wire["reasoning_content"] = self.reasoning
+        if self.calls:
+            wire["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.calls
+            ]
+        return wire
 
 
-def heard(chunks: Sequence[Json]) -> Heard:
+def whole(reply: Json) -> Heard:
+    """What a reply that was not streamed says."""
+    [choice] = reply.choices
+    message = choice.message
+    made = [Said(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+    reasoning = getattr(message, "reasoning", None) or ""
+    return Heard(message.content or "", reasoning, made, choice.finish_reason, reply.usage)
+
+
+def joined(chunks: Sequence[Json]) -> Heard:
+    """What a streamed reply says, put together the way agents do it."""
     content, reasoning, finish, usage = "", "", None, None
-    made: dict[int, tuple[str, str]] = {}
+    made: dict[int, Said] = {}
     for chunk in chunks:
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -111,9 +173,13 @@ def heard(chunks: Sequence[Json]) -> Heard:
             reasoning += getattr(choice.delta, "reasoning", None) or ""
             finish = choice.finish_reason or finish
             for part in choice.delta.tool_calls or ():
-                name, arguments = made.get(part.index, ("", ""))
-                made[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
-    return Heard(content, reasoning, [made[n] for n in sorted(made)], finish, usage, list(chunks))
+                known = made.get(part.index, Said("", "", ""))
+                made[part.index] = Said(
+                    known.id or part.id,
+                    known.name + (part.function.name or ""),
+                    known.arguments + (part.function.arguments or ""),
+                )
+    return Heard(content, reasoning, [made[n] for n in sorted(made)], finish, usage)
 
 
 # ── the gateway ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,6 +207,11 @@ class Running:
         return self.app.engine
 
     @property
+    def gated(self) -> Gated:
+        assert isinstance(self.app.engine, Gated)
+        return self.app.engine
+
+    @property
     def database(self) -> Path:
         return self.app.store.path
 
@@ -164,6 +235,31 @@ class Running:
         self._stack.callback(http.close)
         options = {"max_retries": 0, "timeout": 20, "base_url": self.base_url, **options}
         return openai.OpenAI(api_key=key, http_client=http, **options)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Something that goes on beside the test, and is over when the gateway is."""
+        task = asyncio.create_task(work)
+        self._stack.push_async_callback(_end, task)
+        return task
+
+    async def ask(self, key: str, messages: Json, way: str = "async", **request: Any) -> Heard:
+        """One chat completion by the openai client, in one of `WAYS`. `messages`: a list, or the text of a question."""
+        request |= {"messages": [user(messages)] if isinstance(messages, str) else messages}
+        request.setdefault("model", "m")
+        if way.endswith("stream"):
+            request |= {"stream": True}
+            request.setdefault("stream_options", {"include_usage": True})
+        match way:
+            case "async":
+                return whole(await self.client(key).chat.completions.create(**request))
+            case "async stream":
+                return joined([c async for c in await self.client(key).chat.completions.create(**request)])
+            case "sync":
+                create = self.sync_client(key).chat.completions.create
+                return whole(await asyncio.to_thread(create, **request))
+            case _:
+                create = self.sync_client(key).chat.completions.create
+                return joined(await asyncio.to_thread(lambda: list(create(**request))))
 
     async def open(self, **config: Json) -> Opened:
         opened = await self._ask("POST", "/admin/sessions", json=config)
@@ -200,6 +296,16 @@ class Running:
         assert response.is_success, f"{method} {path}: {response.status_code} {response.text}"
         return response.json()
 
+    @contextmanager
+    def locked_database(self) -> Iterator[None]:
+        """Nobody else can write meanwhile: a commit under way waits. Only for `durability="disk"`, which commits in a thread."""
+        with closing(sqlite3.connect(self.database, isolation_level=None)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            finally:
+                db.execute("ROLLBACK")
+
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         """What the database file holds, read the way another program would."""
         with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True)) as db:
@@ -215,7 +321,7 @@ async def gateway(
     Give `data` to keep the folder, for a gateway that is started again.
     """
     async with AsyncExitStack() as stack:
-        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-")))
+        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY)))
         app = Gateway(ServeConfig(data=str(folder), **config).check(), engine=engine or Scripted(script))
         await app.start()
         stack.push_async_callback(app.stop)
@@ -248,6 +354,11 @@ async def _served(app: Gateway) -> AsyncIterator[int]:
             task.cancel()
         if late:
             await asyncio.wait(late)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:

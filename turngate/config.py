@@ -16,11 +16,11 @@ from turngate.errors import ConfigError
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `turngate serve`."""
 
-    host: str = "127.0.0.1"
-    port: int = 8700
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 8700  # port to listen on; 0 takes a free one
     data: str = "turngate-data"  # the folder that holds everything recorded
-    engine: Literal["vllm", "sglang", "scripted", "openai"] = "scripted"  # openai: observe mode only
-    engine_url: list[str] = []
+    engine: Literal["vllm", "sglang", "scripted", "openai"] = "scripted"  # who generates; openai: observe mode only
+    engine_url: list[str] = []  # where the engine listens; several are replicas
     engine_api: Literal["completions", "generate"] = "completions"  # vLLM: which of its endpoints takes the ids
     engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
     engine_ranks: int = 1  # data-parallel ranks behind each engine URL
@@ -34,9 +34,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     durability: Literal["process", "disk"] = "process"  # survives a kill of the process, or also of the machine
     idle_s: float = 24 * 3600  # sessions unused for this long are sealed
     alive_s: float = 10.0  # a sign of life when nothing was sent for this long
-    max_body_mb: float = 64.0
+    max_body_mb: float = 64.0  # largest request, in megabytes
     open_loopback: bool = False  # prime-rl API: loopback clients need no key
-    log_turns: bool = False
+    log_turns: bool = False  # one log line per turn
     echo_prompt: bool = False  # have the engine repeat each prompt and compare
 
     def check(self) -> ServeConfig:

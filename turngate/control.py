@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from turngate.trace.roles import roles
 from turngate.trace.sample import Policy, Sample, samples
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, Sampled
-from turngate.types import Json, Message, Sampling
+from turngate.types import Json, Message, Mode, Sampling
 
 log = logging.getLogger("turngate")
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
@@ -38,24 +39,32 @@ class Control:
         fence: Fence,
         events: Events,
         *,
+        modes: tuple[Mode, ...] = ("exact",),
         idle_s: float = 24 * 3600,
         log_turns: bool = False,
-        release: Any = None,
+        release: Callable[[str], None] = lambda session_id: None,
     ) -> None:
+        self._modes = modes  # what this gateway can serve; the first is the default
         self._store = store
         self._fence = fence
         self.events = events
         self._idle_s = idle_s
         self._log_turns = log_turns
-        self._release = release or (lambda session: None)
+        self._release = release
         self._live: dict[str, Session] = {}
         self._by_secret: dict[bytes, str] = {secret: session_id for session_id, secret, _ in store.open_sessions()}
         self._secret_of: dict[str, bytes] = {session_id: secret for secret, session_id in self._by_secret.items()}
 
     # ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def default_mode(self) -> Mode:
+        return self._modes[0]
+
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
         """A new session and its secret, which is shown here and never again."""
+        if config.mode not in self._modes:
+            raise BadRequest(f"mode: this gateway serves {' and '.join(self._modes)} sessions only", param="mode")
         if session_id is None:
             session_id = uuid.uuid4().hex
         elif not _SESSION_ID.fullmatch(session_id):

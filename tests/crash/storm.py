@@ -53,10 +53,21 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        argv = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(self.folder / "data")]
+        argv = [
+            sys.executable,
+            "-m",
+            "turngate",
+            "serve",
+            "--port",
+            str(self.port),
+            "--data",
+            str(self.folder / "data"),
+        ]
         argv += ["--script", str(self.folder / "script.json"), "--durability", self.durability]
         with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, "TURNGATE_ADMIN_KEY": ADMIN})
+            self.process = subprocess.Popen(
+                argv, stdout=log, stderr=log, env={**os.environ, "TURNGATE_ADMIN_KEY": ADMIN}
+            )
 
     async def ready(self, client: httpx.AsyncClient, limit_s: float = 30) -> None:
         end = time.monotonic() + limit_s
@@ -81,7 +92,10 @@ class Agent:
     def __init__(self, number: int, client: httpx.AsyncClient, url: str, session: str, key: str) -> None:
         self.draw = random.Random(number)
         self.client, self.url, self.session, self.key = client, url, session, key
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": "Work."}, {"role": "user", "content": f"Task {number}"}]
+        self.messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "Work."},
+            {"role": "user", "content": f"Task {number}"},
+        ]
         self.received: list[dict[str, Any]] = []
 
     async def work(self, over: asyncio.Event) -> None:
@@ -92,7 +106,9 @@ class Agent:
             self.received.append(message)
             self.messages.append(message)
             for call in message.get("tool_calls", []):
-                self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"output {len(self.messages)}"})
+                self.messages.append(
+                    {"role": "tool", "tool_call_id": call["id"], "content": f"output {len(self.messages)}"}
+                )
             if not message.get("tool_calls"):
                 self.messages.append({"role": "user", "content": f"go on {len(self.messages)}"})
             await asyncio.sleep(self.draw.random() * 0.02)
@@ -113,7 +129,9 @@ class Agent:
         stream = self.draw.random() < 0.5
         body = {"model": "x", "messages": self.messages, "tools": TOOLS, "stream": stream}
         headers = {"authorization": f"Bearer {self.key}", "x-stainless-retry-count": str(tries)}
-        async with self.client.stream("POST", f"{self.url}/v1/chat/completions", json=body, headers=headers) as response:
+        async with self.client.stream(
+            "POST", f"{self.url}/v1/chat/completions", json=body, headers=headers
+        ) as response:
             raw = await response.aread()
             assert response.status_code == 200, raw
         if not stream:
@@ -158,7 +176,10 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
             async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client:
                 await server.ready(client)
                 admin = {"authorization": f"Bearer {ADMIN}"}
-                opened = [(await client.post(f"{server.url}/admin/sessions", json={}, headers=admin)).json() for _ in range(agents)]
+                opened = [
+                    (await client.post(f"{server.url}/admin/sessions", json={}, headers=admin)).json()
+                    for _ in range(agents)
+                ]
                 crew = [Agent(n, client, server.url, s["id"], s["api_key"]) for n, s in enumerate(opened)]
                 over = asyncio.Event()
                 tasks = [asyncio.create_task(agent.work(over)) for agent in crew]

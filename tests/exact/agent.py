@@ -86,7 +86,13 @@ class Agent:
         return self.world.gateway.control.find(self.session_id)
 
     async def call(
-        self, turn: Turn, *, stream: bool = False, retried: bool = False, messages: list[dict[str, Any]] | None = None, **body: Any
+        self,
+        turn: Turn,
+        *,
+        stream: bool = False,
+        retried: bool = False,
+        messages: list[dict[str, Any]] | None = None,
+        **body: Any,
     ) -> Reply:
         self.world.queue.append(turn)
         request = {"model": "m", "messages": self.messages if messages is None else messages, "stream": stream, **body}
@@ -95,7 +101,9 @@ class Agent:
         headers = [(b"authorization", f"Bearer {self.key}".encode())]
         if retried:
             headers.append((b"x-stainless-retry-count", b"1"))
-        status, raw = await asgi(self.world.gateway, "POST", "/v1/chat/completions", json.dumps(request).encode(), headers)
+        status, raw = await asgi(
+            self.world.gateway, "POST", "/v1/chat/completions", json.dumps(request).encode(), headers
+        )
         return _streamed(status, raw) if stream and status == 200 else _whole(status, raw)
 
 
@@ -114,7 +122,14 @@ async def asgi(app, method: str, path: str, body: bytes, headers: list[tuple[byt
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b"", "client": ("127.0.0.1", 1)}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+        "client": ("127.0.0.1", 1),
+    }
     await app(scope, receive, send)
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
 
@@ -148,7 +163,6 @@ def _streamed(status: int, raw: bytes) -> Reply:
 
 def respell(messages: list[dict[str, Any]], how: random.Random) -> list[dict[str, Any]]:
     """The same conversation in other bytes: what agents do to their history without meaning anything by it."""
-    renamed: dict[str, str] = {}
     out = []
     for message in messages:
         message = json.loads(json.dumps(message))
@@ -164,14 +178,14 @@ def respell(messages: list[dict[str, Any]], how: random.Random) -> list[dict[str
                 message["content"] = message["content"].strip()
             for call in message.get("tool_calls", []):
                 if how.random() < 0.3:
-                    renamed[call["id"]] = call["id"] = f"toolu_{how.getrandbits(40):x}"
+                    call["id"] = f"toolu_{how.getrandbits(40):x}"
                 call["function"]["arguments"] = _respell_json(call["function"]["arguments"], how)
-        elif message["role"] == "tool":
-            message["tool_call_id"] = renamed.get(message["tool_call_id"], message["tool_call_id"])
         if isinstance(message.get("content"), str) and message["content"] and how.random() < 0.3:
             message["content"] = [{"type": "text", "text": message["content"]}]
         out.append(message)
-    originals = {id_: new for id_, new in zip([c["id"] for m in messages for c in m.get("tool_calls", [])], [c["id"] for m in out for c in m.get("tool_calls", [])], strict=True)}
+    before = [c["id"] for m in messages for c in m.get("tool_calls", [])]
+    after = [c["id"] for m in out for c in m.get("tool_calls", [])]
+    originals = dict(zip(before, after, strict=True))
     for message in out:
         if message["role"] == "tool":
             message["tool_call_id"] = originals.get(message["tool_call_id"], message["tool_call_id"])

@@ -16,7 +16,21 @@ from tests.exact.invariants import check
 from turngate.engines.scripted import Turn
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=40)
-REPLIES = st.sampled_from(["text", "think", "call", "calls", "think+call", "malformed", "truncated", "random", "random, cut", "empty", "unclosed"])
+REPLIES = st.sampled_from(
+    [
+        "text",
+        "think",
+        "call",
+        "calls",
+        "think+call",
+        "malformed",
+        "truncated",
+        "random",
+        "random, cut",
+        "empty",
+        "unclosed",
+    ]
+)
 STEPS = st.one_of(
     st.tuples(st.just("go on"), REPLIES, TEXTS),
     st.tuples(st.just("go on, respelled"), REPLIES, TEXTS),
@@ -35,12 +49,15 @@ def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> Turn:
     encode, stop = renderer.tokenizer.encode, renderer.stop_ids[0]
     call = '<tool_call>\n{"name": "read", "arguments": {"path": "a/é.py", "n": 1.0}}\n</tool_call>'
     if renderer.syntax is not None and renderer.syntax.name == "deepseek":
-        call = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>read\n```json\n{"path": "a/é.py", "n": 1.0}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    plain = [i for i in range(100)] + [renderer.tokenizer.vocab_size - 1]
+        begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+        one = begin + "function" + sep + 'read\n```json\n{"path": "a/é.py", "n": 1.0}\n```' + end
+        call = "<｜tool▁calls▁begin｜>" + one + "<｜tool▁calls▁end｜>"
     vocabulary = renderer.tokenizer.vocab_size
     if kind.startswith("random"):
-        ids = [i for i in (draw.randrange(vocabulary) for _ in range(draw.randrange(1, 60))) if i not in renderer.stop_ids]
-        return Turn(ids or plain[:3], finish="length") if "cut" in kind else Turn([*ids, stop])
+        ids = [
+            i for i in (draw.randrange(vocabulary) for _ in range(draw.randrange(1, 60))) if i not in renderer.stop_ids
+        ]
+        return Turn(ids or [0, 1, 2], finish="length") if "cut" in kind else Turn([*ids, stop])
     texts = {
         "text": text,
         "think": f"<think>\n{text}\n</think>\n\nSo: {text}",
@@ -62,7 +79,9 @@ def follow(agent: Agent, reply: Reply, text: str) -> None:
     agent.messages.append(reply.message)
     calls = reply.message.get("tool_calls") or []
     for call in calls:
-        agent.messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"result of {call['function']['name']}: {text}"})
+        agent.messages.append(
+            {"role": "tool", "tool_call_id": call["id"], "content": f"result of {call['function']['name']}: {text}"}
+        )
     if not calls:
         agent.messages.append({"role": "user", "content": text})
 
@@ -80,7 +99,9 @@ async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int) -> N
             check(agent.session, [g.prompt for g in world.engine.received])
             live = agent.session
             stored = world.gateway.store.load(world.gateway.store.find(agent.session_id))
-            assert [(n.id, n.ids.tobytes()) for n in stored.trace.nodes] == [(n.id, n.ids.tobytes()) for n in live.trace.nodes]
+            assert [(n.id, n.ids.tobytes()) for n in stored.trace.nodes] == [
+                (n.id, n.ids.tobytes()) for n in live.trace.nodes
+            ]
             check(stored, [g.prompt for g in world.engine.received])
 
 
@@ -125,7 +146,9 @@ async def step(agent: Agent, renderer: Any, kind: str, turn: Turn, text: str, dr
     follow(agent, reply, text)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"]
+)
 def test_random_conversations_stay_exact(name: str, renderers: Any) -> None:
     renderer = renderers(name)
 

@@ -55,7 +55,9 @@ async def test_forty_turns_with_thinking_and_tools_are_one_row(name: str, render
         agent.messages = [SYSTEM, user("Fix the bug.")]
         for n in range(40):
             kind = ("think+call", "calls", "think", "random")[n % 4]
-            follow(agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw), stream=bool(n % 2)), f"output {n}")
+            follow(
+                agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw), stream=bool(n % 2)), f"output {n}"
+            )
         check(agent.session, [g.prompt for g in world.engine.received])
         (row,) = samples(agent.session.trace)
         assert [span.trained for span in row.spans] == [True] * 40

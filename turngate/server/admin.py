@@ -16,17 +16,18 @@ from turngate.fence import Pause
 from turngate.server.auth import Auth
 from turngate.server.http import body, reply, route, whole_number
 from turngate.trace.session import SessionConfig
+from turngate.types import Mode
 
 
 class Open(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /admin/sessions`: a session's settings, and optionally its id."""
 
     id: str | None = None
+    mode: Mode | None = None  # type: ignore[assignment]  # None: what this gateway serves
 
-    def config(self) -> SessionConfig:
-        return SessionConfig(
-            **{field.name: getattr(self, field.name) for field in msgspec.structs.fields(SessionConfig)}
-        )
+    def config(self, default_mode: Mode) -> SessionConfig:
+        values = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(SessionConfig)}
+        return SessionConfig(**{**values, "mode": self.mode or default_mode})
 
 
 class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +68,7 @@ class Admin:
 
     async def open(self, request: Request) -> Response:
         wanted = await body(request, Open)
-        session, secret = self._control.open(wanted.config(), wanted.id)
+        session, secret = self._control.open(wanted.config(self._control.default_mode), wanted.id)
         return reply({**self._control.show(session.id), "api_key": secret}, 201)
 
     async def listing(self, request: Request) -> Response:

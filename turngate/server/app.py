@@ -40,6 +40,7 @@ from turngate.server.prime import Prime
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
 from turngate.turn import Settings, Turns
+from turngate.types import Mode
 
 log = logging.getLogger("turngate")
 BUILTIN_TOKENIZER = Path(__file__).parents[1] / "render" / "builtin"
@@ -63,9 +64,14 @@ class Gateway:
             undo.keep()
         self.fence = Fence(int(self.store.setting("policy_version") or 0))
         self.events = Events()
-        release = self.engine.release if self.engine is not None else None
         self.control = Control(
-            self.store, self.fence, self.events, idle_s=config.idle_s, log_turns=config.log_turns, release=release
+            self.store,
+            self.fence,
+            self.events,
+            modes=self._modes(),
+            idle_s=config.idle_s,
+            log_turns=config.log_turns,
+            release=self.engine.release if self.engine is not None else lambda session_id: None,
         )
         self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
         self.journal = Journal(self.store)
@@ -75,6 +81,10 @@ class Gateway:
         self._paths: dict[str, Dialect] = {path: dialect for dialect in DIALECTS for path in dialect.paths}
         self._other = self._starlette()
         self._expiry: asyncio.Task[None] | None = None
+
+    def _modes(self) -> tuple[Mode, ...]:
+        exact: tuple[Mode, ...] = ("exact",) if self.engine is not None else ()
+        return (*exact, "observe") if self.relay is not None else exact
 
     def _turns(self, max_context: int | None) -> Turns:
         return Turns(

@@ -67,6 +67,7 @@ class Prime:
         wanted = await body(request, Register, wrong=Unprocessable)
         config = SessionConfig(
             model=wanted.model,
+            mode=self._control.default_mode,
             limits=Limits(turns=None if wanted.max_turns < 0 else wanted.max_turns, context_tokens=wanted.max_seq_len),
             sampling=_sampling(wanted.sampling_params),
             metadata={"prime": msgspec.to_builtins(wanted)},

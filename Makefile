@@ -1,0 +1,59 @@
+# make demo   shows the gateway at work, on embedded defaults
+# make test   sets everything up and runs every test
+# make check  format, lint, types, layering, generated docs
+# make fast   the tests that need no heavy part
+# make bench  what the gateway costs
+# make soak   two hundred kills under load
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup demo test check format fast bench soak parts clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing turngate and its development tools into .venv …"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]' 2>&1 | grep -v -e '^WARNING: Location' -e '^$$' || true
+	@$(BIN)/python -c 'import turngate, openai, renderers, pytest'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py
+
+# The heavy parts live in $$TURNGATE_CACHE and are made once. Where one cannot be made, CI fails; elsewhere its tests are skipped.
+parts: $(READY)
+	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 || test "$$CI" != true
+
+test: check parts
+	@$(BIN)/python -m pytest -q
+
+check: $(READY)
+	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-cache > .venv/layers.log 2>&1 || { cat .venv/layers.log; exit 1; }
+	@$(BIN)/python tools/make_docs.py --check
+	@echo "check: format, lint, types, layering and generated docs are in order"
+
+format: $(READY)
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/python tools/make_docs.py
+
+fast: $(READY)
+	@$(BIN)/python -m pytest -q -m "not real" --ignore tests/crash
+
+bench: $(READY)
+	@$(BIN)/python tools/parts.py tokenizers
+	@$(BIN)/python bench/overhead.py
+
+soak: $(READY)
+	@$(BIN)/python -m tests.crash.storm --kills 200
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,298 @@
+"""Agents crash, give up and are stopped. Whatever way a call ends, what was sampled is recorded and the session goes on exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.kit import Gated, Opened, Running, gateway, say, tokenizer, until, user
+
+HI = [user("Hi")]
+STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+async def begin(g: Running, session: Opened, *, stream: bool, messages: Any = HI) -> asyncio.Task[Any]:
+    """A call that stands before the engine's gate."""
+    waiting = g.gated.waiting
+
+    async def call() -> Any:
+        reply: Any = await g.client(session.key).chat.completions.create(model="m", messages=messages, stream=stream)
+        return [chunk async for chunk in reply] if stream else reply
+
+    task = g.start(call())
+    await until(lambda: g.gated.waiting == waiting + 1 or task.done())
+    return task
+
+
+async def hang_up(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_an_agent_that_hangs_up_in_the_middle_of_a_stream() -> None:
+    engine = Gated([say("One two three four."), say("Five.")], tokens=3)
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        await until(lambda: engine.waiting)
+        await stream.close()
+        await until(lambda: engine.aborted == 1)
+        await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
+        [turn] = await g.turns(session.id)
+        assert (turn["role"], turn["finish"], len(turn["ids"])) == ("aborted", "abort", 3)
+        assert len(turn["logprobs"]) == 3 and turn["fault"]
+        assert await g.samples(session.id) == []
+        assert (await g.show(session.id))["in_flight"] == 0
+        # The next call is no fork: it answers the same question again, on the very same prompt.
+        engine.gate.set()
+        assert (await g.ask(session.key, HI)).content == "Five."
+        nodes = (await g.trace(session.id))["nodes"]
+        assert [n["kind"] for n in nodes] == ["context", "sampled", "sampled"]
+        assert [n["cause"] for n in nodes if n["kind"] == "sampled"] == [None, "retry"]
+        [row] = await g.samples(session.id)
+        assert sum(row["mask"]) == len(say("Five.").ids)
+
+
+async def test_an_agent_that_hangs_up_while_it_waits_for_a_whole_reply() -> None:
+    engine = Gated([say("One two three four."), say("Five.")])
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        await hang_up(await begin(g, session, stream=False))
+        await until(lambda: engine.aborted == 1)
+        engine.gate.set()
+        heard = await g.ask(session.key, HI)
+        assert heard.content == "Five."
+        assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main"]
+        # And on it goes, from the answer that the agent got.
+        await g.app.control.seal(session.id)
+        assert len(await g.samples(session.id)) == 1
+
+
+async def test_going_on_after_a_hang_up_extends_the_answer_that_arrived() -> None:
+    engine = Gated([say("Lost."), say("One."), say("Two.")])
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        await hang_up(await begin(g, session, stream=True))
+        await until(lambda: engine.aborted == 1)
+        engine.gate.set()
+        heard = await g.ask(session.key, HI)
+        await g.ask(session.key, [*HI, heard.message(), user("More")])
+        assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main", "main"]
+        [row] = await g.samples(session.id)
+        assert [s["trained"] for s in row["spans"]] == [True, True]
+
+
+async def test_half_an_answer_that_the_agent_kept_and_went_on_from() -> None:
+    """It put what it had read into its history: the model goes on from those very tokens."""
+    engine = Gated([say("One two three four."), say("Five.")], tokens=2)
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
+        got = ""
+        async for chunk in stream:
+            got += chunk.choices[0].delta.content or ""
+            if engine.waiting and got == tokenizer().decode(say("One two three four.").ids[:2]):
+                break
+        await stream.close()
+        await until(lambda: engine.aborted == 1)
+        engine.gate.set()
+        await g.ask(session.key, [*HI, {"role": "assistant", "content": got}, user("Go on")])
+        first, second = g.engine.received
+        assert second.prompt.tolist()[: len(first.prompt) + 2] == [
+            *first.prompt.tolist(),
+            *say("One two three four.").ids[:2],
+        ]
+
+
+async def test_one_of_several_calls_hangs_up_and_the_others_do_not_notice() -> None:
+    engine = Gated([say("Answer.")] * 3)
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        tasks = [await begin(g, session, stream=n == 1, messages=[user(f"Question {n}")]) for n in range(3)]
+        await hang_up(tasks[1])
+        await until(lambda: engine.aborted == 1)
+        engine.gate.set()
+        assert [t.choices[0].message.content for t in (await tasks[0], await tasks[2])] == ["Answer."] * 2
+        assert sorted(t["role"] == "aborted" for t in await g.turns(session.id)) == [False, False, True]
+        assert engine.in_flight == 0 and (await g.show(session.id))["in_flight"] == 0
+
+
+@STREAMED
+async def test_hanging_up_at_the_fence_leaves_nothing_behind(stream: bool) -> None:
+    async with gateway([say("Hello.")], alive_s=0.02) as g:
+        session = await g.open()
+        await g.pause()
+        task = g.start(g.ask(session.key, HI, "async stream" if stream else "async"))
+        await until(lambda: g.app.control.find(session.id).in_flight == 1)
+        await hang_up(task)
+        await until(lambda: g.app.control.find(session.id).in_flight == 0)
+        assert (await g.resume())["in_flight"] == 0
+        assert await g.turns(session.id) == [] and not g.engine.received
+        assert (await g.ask(session.key, HI)).content == "Hello."
+
+
+# ── ended from above ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("verb", ["cancel", "seal"])
+async def test_ending_a_session_aborts_what_it_generates_and_the_agent_is_told(verb: str) -> None:
+    engine = Gated([say("One two three four.")] * 2, tokens=2)
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        whole = await begin(g, session, stream=False)
+        streamed = await begin(g, session, stream=True)
+        shown = await (g.cancel if verb == "cancel" else g.seal)(session.id)
+        assert shown["status"] == {"cancel": "cancelled", "seal": "sealed"}[verb]
+        assert shown["in_flight"] == 0 and engine.aborted == 2 and engine.in_flight == 0
+        with pytest.raises(openai.APIError) as told:  # its status was out; the error comes as an event
+            await streamed
+        assert told.value.code == "conflict" and shown["status"] in told.value.message
+        with pytest.raises(openai.APIStatusError) as conflict:
+            await whole
+        assert conflict.value.status_code == 409 and conflict.value.response.headers["x-should-retry"] == "false"
+        turns = await g.turns(session.id)
+        assert {t["role"] for t in turns} == {"aborted"} and await g.samples(session.id) == []
+
+
+async def test_ending_a_session_reaches_a_stream_that_has_not_begun() -> None:
+    async with gateway(engine=Gated([say("Never.")])) as g:
+        session = await g.open()
+        task = await begin(g, session, stream=True)
+        await g.cancel(session.id)
+        with pytest.raises(openai.ConflictError):
+            await task
+
+
+async def test_ending_a_session_reaches_a_call_at_the_fence() -> None:
+    async with gateway([say("Never.")]) as g:
+        session = await g.open()
+        await g.pause()
+        task = g.start(g.ask(session.key, HI))
+        await until(lambda: g.app.control.find(session.id).in_flight == 1)
+        await asyncio.wait_for(g.cancel(session.id), 5)
+        with pytest.raises(openai.ConflictError):
+            await task
+        await g.resume()
+        assert not g.engine.received
+
+
+async def test_ending_a_session_whose_agent_reads_slowly() -> None:
+    """The gateway may be stuck in writing to it. The stream still ends with the error event, not in the middle of nowhere."""
+    async with gateway([say("word " * 40_000, chunk=50)]) as g:
+        session = await g.open()
+        body = {"model": "m", "messages": HI, "stream": True}
+        async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body) as response:
+            # Nothing is read until the buffers between us are full and the gateway has to wait.
+            await until(lambda: g.engine.in_flight)
+            before = -1
+            while before != (before := g.app.control.find(session.id).in_flight + len(asyncio.all_tasks())):
+                await asyncio.sleep(0.1)
+            await asyncio.wait_for(g.cancel(session.id), 5)
+            lines = [line async for line in response.aiter_lines() if line]
+        assert '"error"' in lines[-1] and "cancelled" in lines[-1]
+        assert [t["role"] for t in await g.turns(session.id)] == ["aborted"]
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in the middle of a call"])
+async def test_deleting_a_session_leaves_no_trace_of_it(busy: bool) -> None:
+    engine = Gated([say("One two.")] * 3, tokens=1)
+    async with gateway(engine=engine) as g:
+        session, other = await g.open(metadata={"task": "very-secret-task"}), await g.open()
+        engine.gate.set()
+        await g.ask(session.key, "A question to forget")
+        await g.ask(other.key, "Hi")
+        engine.gate.clear()
+        task = await begin(g, session, stream=True) if busy else None
+        response = await g.admin.delete(f"/admin/sessions/{session.id}")
+        assert response.json() == {"id": session.id, "deleted": True}
+        if task is not None:
+            with pytest.raises(openai.APIError):
+                await task
+        [(kept,)] = g.rows("SELECT id FROM sessions")
+        assert kept == other.id
+        for table in ("nodes", "preambles"):
+            assert len(g.rows(f"SELECT DISTINCT session FROM {table}")) == 1
+        for path in ("", "/trace", "/samples", "/events"):
+            assert (await g.admin.get(f"/admin/sessions/{session.id}{path}")).status_code == 404
+        assert (await g.admin.delete(f"/admin/sessions/{session.id}")).status_code == 404
+        # The name is free again.
+        again = await g.open(id=session.id)
+        assert again.key != session.key and await g.turns(session.id) == []
+
+
+# ── what is recorded is what a restart finds ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("durability", ["process", "disk"])
+async def test_a_gateway_that_is_started_again_knows_what_it_knew(durability: str, tmp_path: Path) -> None:
+    engine = Gated([say("One."), say("Two three."), say("Four.")], tokens=1)
+    engine.gate.set()
+    async with gateway(engine=engine, data=tmp_path, durability=durability) as g:
+        session = await g.open()
+        heard = await g.ask(session.key, HI)
+        engine.gate.clear()
+        more = [*HI, heard.message(), user("More")]
+        await hang_up(await begin(g, session, stream=True, messages=more))
+        await until(lambda: engine.aborted == 1)
+        engine.gate.set()
+        await until(lambda: g.app.control.find(session.id).in_flight == 0)
+        before = await g.trace(session.id)
+    async with gateway([say("Five.")], data=tmp_path, durability=durability) as g:
+        assert await g.trace(session.id) == before
+        assert (await g.ask(session.key, more)).content == "Five."
+        assert [t["role"] for t in await g.turns(session.id)] == ["main", "aborted", "main"]
+        assert len(await g.samples(session.id)) == 1
+
+
+async def test_hanging_up_while_the_turn_is_being_written(tmp_path: Path) -> None:
+    """The write cannot be taken back. So the turn is there, in the file and in the running gateway alike, and marked as not received."""
+    async with gateway([say("Hello there."), say("Again.")], data=tmp_path, durability="disk") as g:
+        session = await g.open()
+        with g.locked_database():
+            task = g.start(g.ask(session.key, HI))
+            await until(lambda: g.engine.received and not g.engine.in_flight)
+            await hang_up(task)
+            await asyncio.sleep(0.05)
+        await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
+        await until(lambda: g.app.control.find(session.id).in_flight == 0)
+        running = await g.trace(session.id)
+    async with gateway([say("Again.")], data=tmp_path, durability="disk") as g:
+        restarted = await g.trace(session.id)
+        assert running["nodes"] == restarted["nodes"]
+        [turn] = await g.turns(session.id)
+        assert not turn["delivered"] or turn["role"] == "aborted"
+
+
+async def test_sealing_while_a_turn_is_being_written_does_not_pass_it_off_as_received(tmp_path: Path) -> None:
+    async with gateway([say("Hello there.")], data=tmp_path, durability="disk") as g:
+        session = await g.open()
+        locked, slow = asyncio.Event(), asyncio.get_running_loop()
+
+        def hold() -> None:
+            with g.locked_database():
+                slow.call_soon_threadsafe(locked.set)
+                time.sleep(0.3)
+
+        holding = g.start(asyncio.to_thread(hold))
+        await locked.wait()
+        task = g.start(g.ask(session.key, HI))
+        await until(lambda: g.engine.received and not g.engine.in_flight)
+        await g.seal(session.id)
+        await holding
+        try:
+            heard = await task
+        except openai.ConflictError:
+            # The agent was told that the call came to nothing.
+            turns = await g.turns(session.id)
+            assert all(t["role"] == "aborted" or not t["delivered"] for t in turns)
+        else:
+            assert heard.content == "Hello there."
+            assert [t["role"] for t in await g.turns(session.id)] == ["main"]

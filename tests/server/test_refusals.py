@@ -1,0 +1,442 @@
+"""What goes wrong, as the openai client's own exceptions: the right class, a message that helps, the field's name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from tests.kit import Json, Running, gateway, say, tokenizer, tool, user
+from turngate.engines.base import Generate
+from turngate.engines.scripted import Scripted
+
+HI = [user("Hi")]
+STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+async def refused(g: Running, key: str, kind: type[openai.APIStatusError], **request: Any) -> Any:
+    """Makes a call that must fail as `kind`, and gives the exception."""
+    client = g.client(key, max_retries=2)  # as agents have it: an error that asks for a retry would show in the engine
+    with pytest.raises(kind) as caught:
+        await client.chat.completions.create(**{"model": "m", "messages": HI, **request})
+    assert caught.type is kind
+    assert isinstance(caught.value.body, dict) and set(caught.value.body) == {"message", "type", "param", "code"}
+    return caught.value
+
+
+async def post(g: Running, key: str, body: bytes | Json, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await g.http(key).post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json", **headers}
+    )
+
+
+# ── requests that are wrong ─────────────────────────────────────────────────────────────────────────────────────────
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
+WRONG: dict[str, tuple[Json, str]] = {
+    "several choices": ({"n": 2}, "n"),
+    "log-probabilities": ({"logprobs": True}, "logprobs"),
+    "best log-probabilities": ({"top_logprobs": 3}, "logprobs"),
+    "a logit bias": ({"logit_bias": {"5": 10}}, "logit_bias"),
+    "old functions": ({"functions": [{"name": "f"}]}, "functions"),
+    "an old forced function": ({"function_call": "auto"}, "function_call"),
+    "sound": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+    "modalities": ({"modalities": ["text", "audio"]}, "modalities"),
+    "web search": ({"web_search_options": {}}, "web_search_options"),
+    "no messages": ({"messages": []}, "messages"),
+    "messages that are no list": ({"messages": "Hi"}, "messages"),
+    "a message that is no object": ({"messages": ["Hi"]}, "messages[0]"),
+    "a message without a role": ({"messages": [{"content": "Hi"}]}, "messages[0]"),
+    "an unknown role": ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role"),
+    "a result without its call": ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+    "an image": ({"messages": [*HI, IMAGE]}, "messages[1].content[0]"),
+    "content of the wrong type": ({"messages": [{"role": "user", "content": 5}]}, "messages[0]"),
+    "an old function call": (
+        {"messages": [*HI, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+        "messages[1].function_call",
+    ),
+    "a hot temperature": ({"temperature": "hot"}, "temperature"),
+    "too hot a temperature": ({"temperature": 3}, "temperature"),
+    "a top_p above 1": ({"top_p": 1.5}, "top_p"),
+    "tokens in words": ({"max_tokens": "many"}, "max_tokens"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens"),
+    "no tokens, by the newer name": ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
+    "an empty stop string": ({"stop": ["x", ""]}, "stop"),
+    "too many stop strings": ({"stop": [str(n) for n in range(17)]}, "stop"),
+    "a stop that is no text": ({"stop": 5}, "stop"),
+    "a stream that is no yes or no": ({"stream": "yes"}, "stream"),
+    "tools that are no list": ({"tools": "none"}, "tools"),
+    "a tool that is no function": ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
+    "a tool without a name": ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools[1].function.name"),
+    "a forced tool that is not there": (
+        {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice",
+    ),
+    "a forced tool without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "an unknown tool choice": ({"tools": [tool()], "tool_choice": "maybe"}, "tool_choice"),
+    "two shapes at once": (
+        {"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice",
+    ),
+    "an unknown format": ({"response_format": {"type": "xml"}}, "response_format"),
+    "a format without its schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
+    "template arguments that are no object": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    "template arguments that are taken": ({"chat_template_kwargs": {"messages": []}}, "messages"),
+}
+
+
+async def test_a_wrong_request_is_a_bad_request_that_names_its_field() -> None:
+    async with gateway([say("Never said.")]) as g:
+        session = await g.open()
+        for case, (request, param) in WRONG.items():
+            error = await refused(g, session.key, openai.BadRequestError, extra_body=request)
+            assert error.param == param, case
+            assert error.message and param.split("[")[0].split(".")[0] in error.message, case
+            assert error.type == "invalid_request_error", case
+        # Nothing of it reached the engine or the trace.
+        assert not g.engine.received and await g.turns(session.id) == []
+
+
+async def test_a_wrong_request_is_refused_with_a_status_even_if_it_asked_for_a_stream() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        error = await refused(g, session.key, openai.BadRequestError, n=3, stream=True)
+        assert error.response.headers["content-type"] == "application/json"
+
+
+NOT_JSON = {
+    "nothing": b"",
+    "half an object": b'{"messages": [',
+    "words": b"hello",
+    "a list": b"[]",
+    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "not UTF-8 in the tool choice": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "\xff"}',
+    "a lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "a number that JSON does not have": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    "a pit without a bottom": b'{"messages": [{"role": "user", "content": "x", "y": '
+    + b"[" * 100_000
+    + b"]" * 100_000
+    + b"}]}",
+}
+
+
+@pytest.mark.parametrize("case", NOT_JSON)
+async def test_a_body_that_is_not_json_is_a_bad_request(case: str) -> None:
+    async with gateway([say("Never said.")]) as g:
+        session = await g.open()
+        response = await post(g, session.key, NOT_JSON[case])
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_numbers_too_large_for_the_gateway_are_a_bad_request_and_no_crash() -> None:
+    async with gateway([say("Never said.")] * 2) as g:
+        session = await g.open()
+        huge = {"type": "integer", "maximum": 2**70}
+        for request in ({"tools": [tool("f", n=huge)]}, {"chat_template_kwargs": {"n": 2**70}}):
+            response = await post(g, session.key, {"messages": HI, **request})
+            assert response.status_code in (200, 400), response.text
+
+
+async def test_the_route_tells_the_wrong_method_and_the_wrong_place() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        http = g.http(session.key)
+        for method, path in (("GET", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/")):
+            response = await http.request(method, path)
+            assert response.status_code == 404 and path in response.json()["error"]["message"]
+
+
+async def test_a_model_that_is_not_served_here() -> None:
+    async with gateway([say("Hello.")], model="policy-1") as g:
+        session = await g.open()
+        error = await refused(g, session.key, openai.NotFoundError, model="gpt-4o")
+        assert error.param == "model" and "policy-1" in error.message
+        own = await g.open(model="mine")
+        error = await refused(g, own.key, openai.NotFoundError, model="policy-1")
+        assert "mine" in error.message
+        assert (await g.ask(session.key, "Hi", model="policy-1")).content == "Hello."
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_request_that_is_too_large(stream: bool) -> None:
+    async with gateway([say("Hello.")], max_body_mb=0.05) as g:
+        session = await g.open()
+        error = await refused(g, session.key, openai.APIStatusError, messages=[user("x" * 3_000_000)], stream=stream)
+        assert error.status_code == 413
+        # Sent in pieces, without saying how long it is, it is no more welcome.
+        async def pieces() -> Any:
+            for _ in range(60):
+                yield b" " * 1000
+
+        response = await g.http(session.key).post("/v1/chat/completions", content=pieces())
+        assert response.status_code == 413
+        assert (await g.ask(session.key, "Hi")).content == "Hello."  # the gateway goes on
+
+
+# ── keys and sessions ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_wrong_key_and_no_key() -> None:
+    async with gateway() as g:
+        await g.open()
+        for key in ("sk-wrong", "tg-" + "x" * 43, g.app.admin_key):
+            error = await refused(g, key, openai.AuthenticationError)
+            assert error.code == "invalid_api_key" and key not in error.message
+        response = await g.http().post("/v1/chat/completions", json={"model": "m", "messages": HI})
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+
+
+@STREAMED
+@pytest.mark.parametrize("end", ["seal", "cancel"])
+async def test_a_session_that_has_ended_says_so_and_is_not_asked_again(end: str, stream: bool) -> None:
+    async with gateway([say("Never said.")]) as g:
+        session = await g.open()
+        await (g.seal if end == "seal" else g.cancel)(session.id)
+        error = await refused(g, session.key, openai.ConflictError, stream=stream)
+        # The openai client repeats calls that end in 409 unless it is told not to.
+        assert error.response.headers["x-should-retry"] == "false"
+        assert error.response.request.headers["x-stainless-retry-count"] == "0"
+        assert "sealed" in error.message or "cancelled" in error.message
+
+
+async def test_a_deleted_sessions_key_opens_nothing() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        await g.admin.delete(f"/admin/sessions/{session.id}")
+        await refused(g, session.key, openai.AuthenticationError)
+
+
+# ── engines that fail ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@STREAMED
+async def test_a_busy_engine_is_a_rate_limit(stream: bool) -> None:
+    async with gateway([say("", busy=True)] * 3) as g:
+        session = await g.open()
+        client = g.client(session.key)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="m", messages=HI, stream=stream)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert "x-should-retry" not in caught.value.response.headers
+        assert await g.turns(session.id) == []  # nothing was sampled, so there is no turn
+
+
+async def test_a_client_that_repeats_its_call_gets_through_when_the_engine_is_back() -> None:
+    async with gateway([say("", fail_before=True), say("Back.")]) as g:
+        session = await g.open()
+        reply = await g.client(session.key, max_retries=2).chat.completions.create(model="m", messages=HI)
+        assert reply.choices[0].message.content == "Back."
+        assert [t["role"] for t in await g.turns(session.id)] == ["main"]
+
+
+@STREAMED
+async def test_an_engine_that_is_not_there_is_a_server_error(stream: bool) -> None:
+    async with gateway([say("", fail_before=True)]) as g:
+        session = await g.open()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=stream)
+        assert caught.value.status_code == 503
+        assert await g.turns(session.id) == []
+
+
+@STREAMED
+async def test_an_engine_that_falls_silent_is_a_timeout(stream: bool) -> None:
+    async with gateway(engine=Scripted([say("Never said.", hang=True)], silence_s=0.05)) as g:
+        session = await g.open()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=stream)
+        assert caught.value.status_code == 504
+
+
+@STREAMED
+async def test_a_prompt_that_does_not_fit_reads_as_one_so_that_agents_compact(stream: bool) -> None:
+    async with gateway([say("", overflow=True)]) as g:
+        session = await g.open()
+        error = await refused(g, session.key, openai.BadRequestError, stream=stream)
+        assert error.code == "context_length_exceeded"
+    async with gateway([say("Hello.")], max_context=40) as g:
+        session = await g.open()
+        error = await refused(
+            g, session.key, openai.BadRequestError, messages=[user("word " * 100)], stream=stream
+        )
+        assert error.code == "context_length_exceeded" and error.param == "messages"
+        assert "maximum context length is 40 tokens" in error.message  # the words that agents look for
+        assert not g.engine.received
+        assert (await g.ask(session.key, "Hi")).content == "Hello."
+
+
+async def test_the_engines_own_context_length_is_known_from_the_start() -> None:
+    async with gateway(engine=Scripted([say("x " * 100)], max_context=30)) as g:
+        session = await g.open()
+        heard = await g.ask(session.key, "Hi")
+        assert heard.finish == "length" and heard.usage.total_tokens == 30
+        await refused(g, session.key, openai.BadRequestError, messages=[user("word " * 100)])
+
+
+async def test_an_engine_that_dies_while_it_streams() -> None:
+    """The agent is told; what was sampled is kept as an aborted turn and never trained."""
+    async with gateway([say("One two three four five.", cut_after=4), say("Six.")]) as g:
+        session = await g.open()
+        stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
+        got = ""
+        with pytest.raises(openai.APIError) as caught:
+            async for chunk in stream:
+                got += chunk.choices[0].delta.content or ""
+        assert got and "without finishing" in caught.value.message
+        [turn] = await g.turns(session.id)
+        assert (turn["role"], turn["finish"], len(turn["ids"])) == ("aborted", "abort", 4)
+        assert tokenizer().decode(turn["ids"]).startswith(got) and turn["fault"]
+        assert await g.samples(session.id) == []
+        # The agent asks again, and that answer is the one.
+        assert (await g.ask(session.key, HI)).content == "Six."
+        assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main"]
+        [row] = await g.samples(session.id)
+        assert sum(row["mask"]) == len((await g.turns(session.id))[1]["ids"])
+
+
+async def test_an_engine_that_dies_in_the_middle_of_a_reply_that_is_not_streamed() -> None:
+    async with gateway([say("One two three four five.", cut_after=4)]) as g:
+        session = await g.open()
+        # A reply that is not streamed is one chunk, of which nothing may have come, or some.
+        with pytest.raises(openai.InternalServerError) as caught:
+            await g.client(session.key).chat.completions.create(model="m", messages=HI)
+        assert caught.value.status_code == 503
+        [turn] = await g.turns(session.id)
+        assert turn["role"] == "aborted" and await g.samples(session.id) == []
+
+
+async def taken(g: Running, key: str, stream: bool) -> None:
+    """One call to its end, whatever comes of it."""
+    reply: Any = await g.client(key).chat.completions.create(model="m", messages=HI, stream=stream)
+    if stream:
+        async for _ in reply:
+            pass
+
+
+@STREAMED
+async def test_half_an_answer_does_not_pass_for_a_whole_one(stream: bool) -> None:
+    """An engine may end a generation as aborted: a weight update, an operator. To the agent that is a failure, not a full stop."""
+    async with gateway([say("One two three", close=False, finish="abort")]) as g:
+        session = await g.open()
+        with pytest.raises(openai.APIError):
+            await taken(g, session.key, stream)
+
+
+@STREAMED
+async def test_a_turn_that_the_engine_gave_up_is_recorded_once(stream: bool) -> None:
+    async with gateway([say("One two three", close=False, finish="abort")]) as g:
+        session = await g.open()
+        with suppress(openai.APIError):
+            await taken(g, session.key, stream)
+        [turn] = await g.turns(session.id)
+        assert turn["role"] == "aborted" and turn["fault"]
+        assert await g.samples(session.id) == []
+
+
+@STREAMED
+async def test_missing_log_probabilities_are_never_filled_in(stream: bool) -> None:
+    async with gateway([say("Hello.", null_logprobs=True)]) as g:
+        session = await g.open()
+        way = "async stream" if stream else "async"
+        assert (await g.ask(session.key, "Hi", way)).content == "Hello."  # the agent need not care
+        [turn] = await g.turns(session.id)
+        assert turn["logprobs"] == [None] * len(turn["ids"]) and turn["role"] == "main"
+        assert await g.samples(session.id) == []
+        [row] = await g.samples(session.id, keep_empty=True)
+        assert not any(row["mask"]) and "log-probabilities" in row["spans"][0]["reason"]
+
+
+async def test_one_missing_log_probability_is_enough() -> None:
+    ids = say("Hello.").ids
+    async with gateway([say("Hello.", logprobs=[None, *[-0.5] * (len(ids) - 1)])]) as g:
+        session = await g.open()
+        await g.ask(session.key, "Hi")
+        [turn] = await g.turns(session.id)
+        assert turn["logprobs"] == [None, *[-0.5] * (len(ids) - 1)]
+        assert await g.samples(session.id) == []
+
+
+@STREAMED
+async def test_too_few_log_probabilities_are_refused_loudly(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gateway([say("Hello.", short_logprobs=True)]) as g:
+        session = await g.open()
+        with caplog.at_level(logging.WARNING, "turngate"):
+            error = await refused(g, session.key, openai.InternalServerError, stream=stream)
+        assert error.status_code == 502 and "log-probabilities" in error.message
+        assert error.response.headers["x-should-retry"] == "false"
+        assert "log-probabilities" in caplog.text
+        assert await g.turns(session.id) == []
+
+
+class Forgetful(Scripted):
+    """An engine that loses the first token of what it was sent."""
+
+    def generate(self, request: Generate) -> Any:
+        return super().generate(msgspec.structs.replace(request, prompt=request.prompt[1:]))
+
+
+@STREAMED
+async def test_an_engine_that_saw_another_prompt_is_caught(stream: bool) -> None:
+    """With `echo_prompt` the engine repeats what it saw. What was conditioned on something else is not an exact turn."""
+    async with gateway([say("Hello.")], echo_prompt=True) as g:
+        session = await g.open()
+        assert (await g.ask(session.key, "Hi")).content == "Hello."
+    async with gateway(engine=Forgetful([say("Hello.")]), echo_prompt=True) as g:
+        session = await g.open()
+        error = await refused(g, session.key, openai.InternalServerError, stream=stream)
+        assert error.status_code == 502 and "another prompt" in error.message
+        assert await g.samples(session.id) == []
+
+
+async def test_a_store_that_cannot_be_written_refuses_calls_until_it_can() -> None:
+    """Recorded before delivered: what cannot be recorded is not answered."""
+    async with gateway([say("Lost."), say("Kept.")]) as g:
+        session = await g.open()
+        db = g.app.store._db
+        db.execute("PRAGMA query_only=ON")  # as a disk that has become read-only
+        error = await refused(g, session.key, openai.InternalServerError)
+        assert error.status_code == 503 and error.code == "store_error"
+        asked = len(g.engine.received)
+        await refused(g, session.key, openai.InternalServerError)
+        assert len(g.engine.received) == asked  # refused at the door, before the engine works for nothing
+        db.execute("PRAGMA query_only=OFF")
+        assert (await g.ask(session.key, "Hi")).content
+        assert len(await g.turns(session.id)) == 1
+
+
+async def test_a_stream_whose_turn_cannot_be_stored_never_ends_well() -> None:
+    async with gateway([say("Lost words.")]) as g:
+        session = await g.open()
+        g.app.store._db.execute("PRAGMA query_only=ON")
+        stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
+        finishes = []
+        with pytest.raises(openai.APIError):
+            async for chunk in stream:
+                finishes.append(chunk.choices[0].finish_reason)
+        assert set(finishes) == {None}
+        g.app.store._db.execute("PRAGMA query_only=OFF")
+
+
+async def test_calls_of_one_session_do_not_fail_each_other() -> None:
+    def script(request: Any, index: int) -> Any:
+        return say("", busy=True) if index % 2 else say(f"Answer {index}.")
+
+    async with gateway(script) as g:
+        session = await g.open()
+        replies = await asyncio.gather(
+            *(g.ask(session.key, f"Question {n}") for n in range(8)), return_exceptions=True
+        )
+        assert sum(isinstance(r, openai.RateLimitError) for r in replies) == 4
+        assert len(await g.turns(session.id)) == 4
