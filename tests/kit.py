@@ -91,13 +91,17 @@ class Gated(Scripted):
 
     async def _held(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         count = 0
-        async for chunk in chunks:
+        while True:
             if count >= self.tokens:
                 self.waiting += 1
                 try:
                     await self.gate.wait()
                 finally:
                     self.waiting -= 1
+            try:
+                chunk = await anext(chunks)
+            except StopAsyncIteration:
+                return
             count += len(chunk.ids)
             yield chunk
 

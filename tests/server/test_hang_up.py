@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import openai
 import pytest
 
 from tests.kit import Gated, Opened, Running, gateway, say, tokenizer, until, user
+from turngate.engines.base import Chunk, Generate
+from turngate.engines.scripted import Scripted, Turn
 
 HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -71,8 +75,6 @@ async def test_an_agent_that_hangs_up_while_it_waits_for_a_whole_reply() -> None
         heard = await g.ask(session.key, HI)
         assert heard.content == "Five."
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main"]
-        # And on it goes, from the answer that the agent got.
-        await g.app.control.seal(session.id)
         assert len(await g.samples(session.id)) == 1
 
 
@@ -184,17 +186,36 @@ async def test_ending_a_session_reaches_a_call_at_the_fence() -> None:
         assert not g.engine.received
 
 
+class Counted(Scripted):
+    """Says how many chunks were taken from it."""
+
+    taken = 0
+
+    @asynccontextmanager
+    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async with super().generate(request) as chunks:
+            yield self._count(chunks)
+
+    async def _count(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        async for chunk in chunks:
+            self.taken += 1
+            yield chunk
+
+
 async def test_ending_a_session_whose_agent_reads_slowly() -> None:
-    """The gateway may be stuck in writing to it. The stream still ends with the error event, not in the middle of nowhere."""
-    async with gateway([say("word " * 40_000, chunk=50)]) as g:
+    """The gateway may be stuck in writing to it. The stream still ends with an error event, not in the middle of nowhere."""
+    long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
+    engine = Counted([Turn([long] * 200_000, chunk=200)])
+    async with gateway(engine=engine) as g:
         session = await g.open()
-        body = {"model": "m", "messages": HI, "stream": True}
+        body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
         async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body) as response:
-            # Nothing is read until the buffers between us are full and the gateway has to wait.
-            await until(lambda: g.engine.in_flight)
-            before = -1
-            while before != (before := g.app.control.find(session.id).in_flight + len(asyncio.all_tasks())):
+            # Nothing is read until the buffers on the way are full and the gateway has to wait.
+            seen = -1
+            while engine.taken != seen:
+                seen = engine.taken
                 await asyncio.sleep(0.1)
+            assert engine.in_flight == 1
             await asyncio.wait_for(g.cancel(session.id), 5)
             lines = [line async for line in response.aiter_lines() if line]
         assert '"error"' in lines[-1] and "cancelled" in lines[-1]

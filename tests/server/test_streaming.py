@@ -160,10 +160,12 @@ async def test_the_clients_stream_helper_takes_signs_of_life() -> None:
 async def test_signs_of_life_between_words_with_usage_asked_for() -> None:
     async with gateway(engine=Gated([say("One two.")], tokens=1), alive_s=0.02) as g:
         session = await g.open()
-        asyncio.get_running_loop().call_later(0.1, g.gated.gate.set)
-        stream = await begin(g, session.key, stream_options={"include_usage": True})
-        chunks = [c async for c in stream]
-        assert sum(not c.choices[0].delta.content and not c.choices[0].finish_reason for c in chunks[:-1]) >= 3
+        chunks: list[Any] = []
+        reading = g.start(_collect(await begin(g, session.key, stream_options={"include_usage": True}), chunks))
+        await until(lambda: len(chunks) >= 6)
+        assert joined(chunks).content == tokenizer().decode(say("One two.").ids[:1])
+        g.gated.gate.set()
+        await reading
         assert joined(chunks).content == "One two." and joined(chunks).usage is not None
 
 

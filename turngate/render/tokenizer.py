@@ -11,7 +11,7 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from turngate.types import Json
 # Past this size tiktoken's regex engine may give up on pathological input; the slow encoder has no such limit.
 FAST_LIMIT = 200_000
 _NFC = NFC()
+_NO_TOKEN = -1
 
 
 class Tokenizer:
@@ -57,7 +58,7 @@ class Tokenizer:
         self.model_max_length = _length(config.get("model_max_length"))
         self._bytes = _byte_table(spec, self.added)
         self._fast = _FastEncoder.build(spec, self._bytes, self.added)
-        if self._fast is not None and not self._fast.agrees(self._slow):
+        if self._fast is not None and self._bytes is not None and not self._fast.agrees(self._slow, self._bytes):
             self._fast = None
 
     @property
@@ -67,9 +68,8 @@ class Tokenizer:
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Ids of `text`; added tokens in it count as such; nothing is added around it."""
-        if self._fast is not None and len(text) <= FAST_LIMIT:
-            return self._fast.encode(text)
-        return self._slow(text)
+        fast = self._fast.encode(text) if self._fast is not None and len(text) <= FAST_LIMIT else None
+        return self._slow(text) if fast is None else fast
 
     def _slow(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -132,14 +132,19 @@ class _FastEncoder:
         self._encoding = encoding
         self._id = rank_to_id
         self._identity = rank_to_id == list(range(len(rank_to_id)))
+        self._gaps = _NO_TOKEN in rank_to_id
         self._nfc = nfc
         self._added = frozenset(added)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int] | None:
+        """None: this text has bytes that the vocabulary lacks."""
         if self._nfc and not text.isascii():
             text = self._normalise(text)
-        ids = self._encoding.encode(text, allowed_special=self._added, disallowed_special=())
-        return ids if self._identity else [self._id[i] for i in ids]
+        ranks = self._encoding.encode(text, allowed_special=self._added, disallowed_special=())
+        if self._identity:
+            return ranks
+        ids = [self._id[rank] for rank in ranks]
+        return None if self._gaps and _NO_TOKEN in ids else ids
 
     def _normalise(self, text: str) -> str:
         # tokenizers' own NFC, not Python's: their Unicode versions differ. Added tokens are cut out first, as it does.
@@ -157,8 +162,14 @@ class _FastEncoder:
     def _added_pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(re.escape(t) for t in sorted(self._added, key=len, reverse=True)) or r"(?!)")
 
-    def agrees(self, slow: Any) -> bool:
-        return all(self.encode(text) == slow(text) for text in probe_corpus(self._added))
+    def agrees(self, slow: Callable[[str], list[int]], table: list[bytes]) -> bool:
+        """Whether it gives the true encoder's ids on the probe corpus, and on words of the vocabulary itself."""
+        words = [token.decode("utf-8", "ignore") for token in table[:: max(1, len(table) // 1500)]]
+        return all(
+            fast is None or fast == slow(text)
+            for text in [*probe_corpus(self._added), *words]
+            for fast in [self.encode(text)]
+        )
 
     @classmethod
     def build(cls, spec: Json, table: list[bytes] | None, added: dict[str, int]) -> _FastEncoder | None:
@@ -173,9 +184,15 @@ class _FastEncoder:
         if order is None:
             return None
         ranks = {table[token_id]: rank for rank, token_id in enumerate(order)}
-        if len(ranks) != len(order) or not all(bytes([b]) in ranks for b in range(256)):
+        if len(ranks) != len(order):
             return None
         rank_to_id = list(order)
+        for byte in range(256):
+            if (
+                bytes([byte]) not in ranks
+            ):  # some vocabularies lack a few bytes: text with those is left to the slow encoder
+                ranks[bytes([byte])] = len(rank_to_id)
+                rank_to_id.append(_NO_TOKEN)
         special = {}
         for text, token_id in added.items():
             special[text] = len(rank_to_id)

@@ -1,0 +1,137 @@
+"""The incremental parser: whatever way the text is cut, the same message comes out, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from turngate.render.parse import DEEPSEEK, HERMES, LLAMA, MISTRAL, Parsed, Parser, StopStrings, Syntax
+from turngate.types import CallDelta, Constraint, Delta, Tool
+
+TOOLS = (
+    Tool(
+        "read",
+        {
+            "function": {
+                "name": "read",
+                "parameters": {"properties": {"path": {"type": "string"}, "n": {"type": "integer"}}},
+            }
+        },
+    ),
+)
+DEEPSEEK_CALL = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>read\n```json\n{"path": "a"}\n```<｜tool▁call▁end｜>'
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+
+
+def parse(
+    text: str, cuts: random.Random | None = None, syntax: Syntax = HERMES, **options: object
+) -> tuple[list[Delta | CallDelta], Parsed]:
+    parser = Parser(syntax, **{"tools": TOOLS, **options})  # type: ignore[arg-type]
+    events: list[Delta | CallDelta] = []
+    while text:
+        size = len(text) if cuts is None else cuts.randint(1, 4)
+        events += parser.feed(text[:size])
+        text = text[size:]
+    rest, parsed = parser.finish()
+    return events + rest, parsed
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        ("Hello.", "", "Hello.", []),
+        ("<think>\nWhy?\n</think>\n\nBecause.", "Why?", "Because.", []),
+        ("\n\n<think>x</think>y", "x", "y", []),
+        (f"Look:\n{CALL}", "", "Look:", [("read", '{"path": "a"}')]),
+        (f"{CALL}\n{CALL}\n", "", "", [("read", '{"path": "a"}')] * 2),
+        (f"<think>\nhm\n</think>\n\n{CALL}", "hm", "", [("read", '{"path": "a"}')]),
+        ("a <think> b </think> c", "", "a <think> b </think> c", []),
+        ("1 < 2 and <tool_cal is text", "", "1 < 2 and <tool_cal is text", []),
+        ('<tool_call>{"name": "read"}</tool_call>', "", "", [("read", "{}")]),
+        ('<tool_call>{"name": "read", "arguments": "{\\"a\\": 1}"}</tool_call>', "", "", [("read", '{"a": 1}')]),
+        ("<tool_call>\n{oops}\n</tool_call>", "", "<tool_call>\n{oops}\n</tool_call>", []),
+        (f"x <tool_call>{{}}</tool_call>{CALL}", "", "x<tool_call>{}</tool_call>", [("read", '{"path": "a"}')]),
+        (CALL.removesuffix("</tool_call>"), "", "", [("read", '{"path": "a"}')]),
+        ('<tool_call>\n{"name": "read", "argu', "", '<tool_call>\n{"name": "read", "argu', []),
+        (
+            "<tool_call>\n<function=read>\n<parameter=path>\n01\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
+            *("", "", [("read", '{"path":"01","n":3}')]),
+        ),
+        ("trailing space  \n", "", "trailing space  \n", []),
+        ("", "", "", []),
+    ],
+)
+def test_hermes(text: str, reasoning: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for seed in [None, *range(30)]:
+        events, parsed = parse(text, None if seed is None else random.Random(seed))
+        message = parsed.message
+        assert (message.reasoning, message.content) == (reasoning, content)
+        assert [(c.name, c.arguments) for c in message.tool_calls] == calls
+        assert "".join(e.text for e in events if isinstance(e, Delta) and e.kind == "content") == content
+        assert [e.call for e in events if isinstance(e, CallDelta)] == list(message.tool_calls)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "content"),
+    [
+        (DEEPSEEK, "ok<｜tool▁calls▁begin｜>" + DEEPSEEK_CALL + "<｜tool▁calls▁end｜>", "ok"),
+        (MISTRAL, '[TOOL_CALLS][{"name": "read", "arguments": {"path": "a"}}]', ""),
+        (MISTRAL, '[TOOL_CALLS]read[ARGS]{"path": "a"}', ""),
+        (LLAMA, '{"name": "read", "parameters": {"path": "a"}}', ""),
+        (LLAMA, '<|python_tag|>{"name": "read", "parameters": {"path": "a"}}', ""),
+    ],
+)
+def test_other_syntaxes(syntax: Syntax, text: str, content: str) -> None:
+    for seed in range(20):
+        _, parsed = parse(text, random.Random(seed), syntax)
+        assert parsed.message.content == content
+        assert [(c.name, c.arguments) for c in parsed.message.tool_calls] == [("read", '{"path": "a"}')]
+
+
+def test_text_that_only_begins_like_a_bare_call_is_content() -> None:
+    _, parsed = parse('{"just": "json"}', syntax=LLAMA)
+    assert parsed.message.content == '{"just": "json"}'
+
+
+def test_reasoning_that_never_closes_is_reasoning_and_says_so() -> None:
+    _, parsed = parse("half a thought", in_reasoning=True)
+    assert (parsed.message.reasoning, parsed.message.content, parsed.reasoning_open) == ("half a thought", "", True)
+
+
+def test_a_call_inside_unclosed_reasoning_counts() -> None:
+    _, parsed = parse(f"<think>\nI call now. {CALL}")
+    assert [c.name for c in parsed.message.tool_calls] == ["read"]
+
+
+def test_without_tools_call_markup_is_text() -> None:
+    _, parsed = parse(CALL, tools=())
+    assert parsed.message.content == CALL
+
+
+def test_one_call_is_enough_when_asked_for() -> None:
+    parser = Parser(HERMES, tools=TOOLS, one_call=True)
+    parser.feed(CALL)
+    assert parser.satisfied
+    assert len(parser.finish()[1].message.tool_calls) == 1
+
+
+def test_forced_calls() -> None:
+    _, parsed = parse(' {"path": "a"}', constraint=Constraint("tool", {}, "read"))
+    assert [(c.name, c.arguments) for c in parsed.message.tool_calls] == [("read", '{"path": "a"}')]
+    _, parsed = parse(
+        '[{"name": "read", "arguments": {}}, {"name": "read", "arguments": {"n": 2}}]', constraint=Constraint("tools")
+    )
+    assert [c.arguments for c in parsed.message.tool_calls] == ["{}", '{"n": 2}']
+    _, parsed = parse('{"path": ', constraint=Constraint("tool", {}, "read"))
+    assert parsed.message.content == '{"path": '
+
+
+def test_stop_strings_cut_wherever_the_chunks_fall() -> None:
+    for seed in range(50):
+        stops, draw, text, shown = StopStrings(["END", "\n\n"]), random.Random(seed), "one EN two\nEND three", ""
+        while text:
+            size = draw.randint(1, 3)
+            shown, text = shown + stops.feed(text[:size]), text[size:]
+        assert shown + stops.flush() == "one EN two\n"
+        assert stops.hit

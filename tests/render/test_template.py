@@ -1,0 +1,133 @@
+"""Our rendering against `transformers`' own, on real tokenizers and templates; and templates that are not what they seem."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turngate.errors import ConfigError
+from turngate.render import load
+from turngate.render.certify import CASES
+from turngate.render.renderer import TemplateRenderer
+from turngate.render.tokenizer import Tokenizer, probe_corpus
+from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.types import Message
+
+REAL = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("name", [*REAL, "builtin"])
+def test_rendering_is_what_transformers_renders(name: str, renderers: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    renderer: TemplateRenderer = renderers(name)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(renderer.tokenizer.folder / "tokenizer.json"), **renderer.tokenizer.special_tokens
+    )
+    theirs.chat_template = renderer.tokenizer.chat_template
+    native = renderer.template.traits.native_tools
+    for case in CASES:
+        if case.tools and not native:
+            continue  # tools in the system prompt are our own doing
+        messages = [renderer.template._wire(m) for m in case.messages]
+        tools = [t.wire for t in case.tools] or None
+        expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        assert renderer.text(case.messages, case.tools, {}) == expected, case.name
+        ids = theirs.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert renderer.render(case.messages, case.tools, {}) == ids, case.name
+
+
+@pytest.mark.parametrize("name", [*REAL, "smollm2", "builtin"])
+def test_decoding_in_pieces_is_decoding_at_once(name: str, renderers: Any) -> None:
+    tokenizer = renderers(name).tokenizer
+    for text in probe_corpus(tokenizer.added)[:60]:
+        ids = tokenizer.encode(text)
+        decoder = tokenizer.decoder()
+        assert "".join(decoder.feed([i]) for i in ids) + decoder.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "smollm2", "builtin"])
+def test_the_fast_encoder_is_in_use(name: str, renderers: Any) -> None:
+    assert renderers(name).tokenizer.fast
+
+
+@pytest.mark.parametrize("name", [*REAL, "smollm2", "builtin", "family:qwen3", "family:deepseek-v3"])
+def test_real_templates_are_certified(name: str, renderers: Any) -> None:
+    from turngate.render.certify import certify
+
+    certificate = certify(renderers(name))
+    assert certificate.passed, [f for f in certificate.findings if f.verdict == "differs"]
+    assert {f.verdict for f in certificate.findings} <= {"same", "thinking", "refused"}
+
+
+def folder_with(tmp_path: Path, template: str) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((BUILTIN_TOKENIZER / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return tmp_path
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_counts_its_messages_is_found_out(tmp_path: Path) -> None:
+    """Every message is numbered from the end, so that a new one rewrites all before it."""
+    counting = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.revindex }}")
+    renderer, certificate = load(folder_with(tmp_path, counting))
+    assert not certificate.passed
+    assert not renderer.bridges
+
+
+def test_a_template_that_drops_old_messages_is_found_out(tmp_path: Path) -> None:
+    _, certificate = load(folder_with(tmp_path, CHATML.replace("in messages %}", "in messages[-2:] %}")))
+    assert not certificate.passed
+
+
+def test_a_template_without_tools_gets_them_in_hermes_form(tmp_path: Path) -> None:
+    renderer, certificate = load(folder_with(tmp_path, CHATML))
+    assert certificate.passed
+    case = next(c for c in CASES if c.name == "parallel calls")
+    text = renderer.tokenizer.decode(renderer.render(case.messages, case.tools, {}))
+    assert "<tools>" in text
+    assert text.count('<tool_call>\n{"name": "read_file"') == 2
+    assert (
+        "<|im_start|>user\n<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response><|im_end|>" in text
+    )
+
+
+def test_a_template_that_refuses_system_messages_gets_them_in_the_question(tmp_path: Path) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    renderer, _ = load(folder_with(tmp_path, refusing))
+    text = renderer.tokenizer.decode(renderer.render([Message("system", "Be kind."), Message("user", "hi")], (), {}))
+    assert text.startswith("<|im_start|>user\nBe kind.\n\nhi<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), "does not exist"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
+        (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
+        (lambda f: (f / "chat_template.jinja").write_text("{% if %}"), "chat template: line 1"),
+    ],
+)
+def test_a_broken_folder_is_named(tmp_path: Path, spoil: Any, message: str) -> None:
+    folder = folder_with(tmp_path, CHATML)
+    spoil(folder)
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+def test_the_fast_encoder_is_given_up_when_it_disagrees(tmp_path: Path) -> None:
+    spec = json.loads((BUILTIN_TOKENIZER / "tokenizer.json").read_text())
+    spec["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Punctuation", "behavior": "Isolated"})
+    folder = folder_with(tmp_path, CHATML)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert not Tokenizer(folder).fast
