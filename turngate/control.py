@@ -40,17 +40,20 @@ class Control:
         events: Events,
         *,
         modes: tuple[Mode, ...] = ("exact",),
+        models: tuple[str, ...] = (),
         idle_s: float = 24 * 3600,
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
     ) -> None:
         self._modes = modes  # what this gateway can serve; the first is the default
+        self._models = models  # empty: any name
         self._store = store
         self._fence = fence
         self.events = events
         self._idle_s = idle_s
         self._log_turns = log_turns
         self._release = release
+        self._started = time.time()
         self._live: dict[str, Session] = {}
         self._by_secret: dict[bytes, str] = {secret: session_id for session_id, secret, _ in store.open_sessions()}
         self._secret_of: dict[str, bytes] = {session_id: secret for secret, session_id in self._by_secret.items()}
@@ -71,6 +74,10 @@ class Control:
             raise BadRequest(
                 "id: must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
                 param="id",
+            )
+        if config.model and self._models and config.model not in self._models:
+            raise BadRequest(
+                f"model: this gateway serves {', '.join(self._models)}, not {config.model!r}", param="model"
             )
         _check_sampling(config)
         secret = "tg-" + secrets.token_urlsafe(32)
@@ -93,10 +100,8 @@ class Control:
         session_id = self._by_secret.get(digest)
         if session_id is not None:
             return self.find(session_id)
-        row = self._store.find_secret(
-            digest
-        )  # sealed ones: the agent is told that it is over, not that its key is wrong
-        return None if row is None else self._store.load(row)
+        row = self._store.find_secret(digest)
+        return None if row is None else _ended(row)
 
     def is_secret_of(self, secret: str, session_id: str) -> bool:
         digest = self._secret_of.get(session_id)
@@ -232,9 +237,10 @@ class Control:
                     log.warning("session %s could not be expired: %s", session_id, error.message)
 
     def idle(self, now: float) -> list[str]:
-        for session_id in [s for s in self._secret_of if s not in self._live]:
-            self.find(session_id)  # not called since the gateway started: load it, so that its clock runs
-        return [s.id for s in self._live.values() if not s.in_flight and now - s.last_used > self._idle_s]
+        """Sessions that nobody used for too long. The clock of one that was not called since the start runs from there."""
+        live = [s.id for s in self._live.values() if not s.in_flight and now - s.last_used > self._idle_s]
+        unseen = [s for s in self._secret_of if s not in self._live] if now - self._started > self._idle_s else []
+        return live + unseen
 
     # ── fence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -273,6 +279,13 @@ class Control:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _ended(row: SessionRow) -> Session:
+    """An ended session without its trace: enough to tell an agent that it is over, rather than that its key is wrong."""
+    session = Session(row.id, row.key, row.config, row.opened)
+    session.status, session.stop = row.status, row.stop
+    return session
 
 
 def _check_sampling(config: SessionConfig) -> None:

@@ -25,7 +25,7 @@ class Events:
 
     def __init__(self, keep: int = 10_000) -> None:
         self._kept: deque[Event] = deque(maxlen=keep)
-        self._seq = 0
+        self._seq = int(time.time() * 1000)  # cursors of an earlier run stay behind
         self._more: asyncio.Future[None] | None = None
 
     def add(self, session: str, kind: str, data: dict[str, Json]) -> None:

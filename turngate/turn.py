@@ -461,20 +461,25 @@ class Turns:
         )
         sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
         start = 0 if prompt.parent is None else prompt.located.start
-        await self._journal.commit(
-            NewTurn(
-                session=session.key,
-                context=context if new_context else None,
-                context_messages=b"[" + b",".join(reading.history.raws[start:]) + b"]",
-                sampled=sampled,
-                message=msgspec.json.encode(message),
-                preamble=prompt.preamble if new_context and prompt.parent is None else None,
-            )
+        turn = NewTurn(
+            session=session.key,
+            context=context if new_context else None,
+            context_messages=b"[" + b",".join(reading.history.raws[start:]) + b"]",
+            sampled=sampled,
+            message=msgspec.json.encode(message),
+            preamble=prompt.preamble if new_context and prompt.parent is None else None,
         )
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await self._journal.commit(turn)
+        except asyncio.CancelledError as error:
+            cancelled = error  # durable all the same, so the tree has to know it
         if new_context:
             trace.add_context(context)
         trace.add_sampled(sampled)
         session.count(sampled)
+        if cancelled is not None:
+            raise cancelled
         self._notify(
             session,
             "turn",

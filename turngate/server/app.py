@@ -69,6 +69,7 @@ class Gateway:
             self.fence,
             self.events,
             modes=self._modes(),
+            models=(config.model,) if config.model and self.engine is not None else (),
             idle_s=config.idle_s,
             log_turns=config.log_turns,
             release=self.engine.release if self.engine is not None else lambda session_id: None,

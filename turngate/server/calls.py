@@ -59,6 +59,10 @@ class ModelCalls:
             await respond_error(send, dialect, error)
         except HungUp:
             return
+        except Exception:
+            # The last line of defence: a fault of ours must still read as an error in the caller's own format.
+            log.exception("a model call failed unexpectedly")
+            await respond_error(send, dialect, TurngateError("internal error; the gateway's log has the details"))
 
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         done = None

@@ -28,8 +28,14 @@ class Journal:
         self._waiting.append((turn, done))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_waiting())
-        # A caller that is cancelled must not take back what may be written already.
-        await asyncio.shield(done)
+        try:
+            await asyncio.shield(done)
+        except asyncio.CancelledError:
+            # It is being written and cannot be taken back. The caller learns of its cancellation when it is durable.
+            await _settled(done)
+            if (error := done.exception()) is not None:
+                raise error from None
+            raise
 
     def require_writable(self) -> None:
         """Refuse a call early when the last write failed and the store still cannot be written."""
@@ -57,3 +63,12 @@ class Journal:
                 for _, done in batch:
                     if not done.cancelled():
                         done.set_result(None)
+
+
+async def _settled(future: asyncio.Future[None]) -> None:
+    """Wait for the future, however often this task is cancelled meanwhile."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue

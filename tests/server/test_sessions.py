@@ -1,0 +1,526 @@
+"""The admin API: sessions from open to delete, what a trainer reads from them, and what it pins for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.kit import Gated, Json, Running, calls, gateway, result, say, tokenizer, tool, until, user
+from turngate.events import Events
+
+HI = [user("Hi")]
+
+
+# ── open, list, show ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_session_is_opened_with_a_secret_of_its_own() -> None:
+    async with gateway() as g:
+        response = await g.admin.post("/admin/sessions", json={"metadata": {"task": 7}})
+        opened = response.json()
+        assert response.status_code == 201 and opened["status"] == "open"
+        assert len(opened["id"]) == 32 and opened["id"] not in opened["api_key"]
+        assert opened["config"]["metadata"] == {"task": 7}
+        shown = await g.show(opened["id"])
+        assert "api_key" not in shown  # it is shown once
+        other = await g.open()
+        assert other.id != opened["id"] and other.key != opened["api_key"]
+
+
+async def test_an_id_may_be_chosen_but_not_twice() -> None:
+    async with gateway() as g:
+        assert (await g.open(id="task-7.a:1")).id == "task-7.a:1"
+        response = await g.admin.post("/admin/sessions", json={"id": "task-7.a:1"})
+        assert response.status_code == 409 and "task-7.a:1" in response.json()["error"]["message"]
+        await g.seal("task-7.a:1")
+        assert (await g.admin.post("/admin/sessions", json={"id": "task-7.a:1"})).status_code == 409
+
+
+@pytest.mark.parametrize("wrong", ["", "a/b", "../x", "-a", "a b", "é", "x" * 129])
+async def test_an_id_that_would_not_fit_into_a_path_is_refused(wrong: str) -> None:
+    async with gateway() as g:
+        response = await g.admin.post("/admin/sessions", json={"id": wrong})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "id"
+
+
+WRONG: list[tuple[Json, str]] = [
+    ({"modle": "m"}, "modle"),
+    ({"limits": {"turn": 5}}, "turn"),
+    ({"limits": {"turns": "five"}}, "limits.turns"),
+    ({"policy": {"role": []}}, "role"),
+    ({"policy": {"roles": ["boss"]}}, "policy.roles"),
+    ({"sampling": {"temprature": 1}}, "temprature"),
+    ({"sampling": {"temperature": "hot"}}, "temperature"),
+    ({"mode": "guess"}, "mode"),
+    ({"bias": "some"}, "bias"),
+    ({"thinking": "maybe"}, "thinking"),
+    ({"metadata": 5}, "metadata"),
+]
+
+
+async def test_a_setting_that_does_not_exist_or_does_not_fit_is_refused_by_its_name() -> None:
+    async with gateway() as g:
+        for body, name in WRONG:
+            response = await g.admin.post("/admin/sessions", json=body)
+            assert response.status_code == 400 and name in response.json()["error"]["message"], body
+        for raw in (b"{", b"[]", b"\xff", b"5"):
+            assert (await g.admin.post("/admin/sessions", content=raw)).status_code == 400
+        assert (await g.admin.post("/admin/sessions", content=b" " * 1_100_000)).status_code == 413
+        assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
+
+
+async def test_limits_that_can_never_be_kept_are_refused_when_they_are_set() -> None:
+    async with gateway() as g:
+        for name in ("turns", "sampled_tokens", "context_tokens", "seconds"):
+            response = await g.admin.post("/admin/sessions", json={"limits": {name: -1}})
+            assert response.status_code == 400 and name in response.text, response.text
+
+
+async def test_sessions_are_listed_newest_first_page_by_page_and_by_status() -> None:
+    async with gateway() as g:
+        opened = [(await g.open(id=f"s{n}")).id for n in range(7)]
+        await g.seal("s2")
+        await g.cancel("s4")
+
+        async def listed(**query: Any) -> list[Json]:
+            return (await g.admin.get("/admin/sessions", params=query)).json()["sessions"]
+
+        assert [s["id"] for s in await listed()] == opened[::-1]
+        first = await listed(limit=3)
+        second = await listed(limit=3, before=first[-1]["key"])
+        third = await listed(limit=3, before=second[-1]["key"])
+        assert [s["id"] for s in [*first, *second, *third]] == opened[::-1] and len(third) == 1
+        assert await listed(before=third[-1]["key"]) == []
+        assert [s["id"] for s in await listed(status="sealed")] == ["s2"]
+        assert [s["id"] for s in await listed(status="cancelled")] == ["s4"]
+        assert [s["id"] for s in await listed(status="open", limit=2)] == ["s6", "s5"]
+
+
+@pytest.mark.parametrize("query", ["status=asleep", "limit=ten", "limit=-1", "before=x", "limit=²", f"before={2**70}"])
+async def test_a_listing_that_makes_no_sense_is_refused(query: str) -> None:
+    async with gateway() as g:
+        response = await g.admin.get(f"/admin/sessions?{query}")
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_a_session_shows_what_became_of_it() -> None:
+    async with gateway([say("One."), say("Two.")], model="policy-1") as g:
+        session = await g.open()
+        heard = await g.ask(session.key, HI, model="policy-1")
+        await g.ask(session.key, [user("Another thing entirely")], model="policy-1")
+        shown = await g.show(session.id)
+        assert shown["turns"] == 2 and shown["sampled_tokens"] == len(say("One.").ids) + len(say("Two.").ids)
+        assert shown["tokens"] == sum(len(n["ids"]) for n in (await g.trace(session.id))["nodes"])
+        assert sum(shown["roles"].values()) == 2 and len(shown["forks"]) == 2
+        assert shown["in_flight"] == 0 and shown["last_used"] <= time.time() and heard.content
+
+
+async def test_what_is_not_there_is_not_found() -> None:
+    async with gateway() as g:
+        for method, path in [
+            ("GET", ""),
+            ("GET", "/trace"),
+            ("GET", "/samples"),
+            ("GET", "/events"),
+            ("POST", "/seal"),
+            ("POST", "/cancel"),
+            ("DELETE", ""),
+        ]:
+            response = await g.admin.request(method, f"/admin/sessions/nobody{path}")
+            assert response.status_code == 404 and "nobody" in response.json()["error"]["message"]
+
+
+# ── trace and samples ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_trace_tells_everything_about_a_turn() -> None:
+    async with gateway([say("<think>\nHm.\n</think>\n\nOk." + calls(("read_file", {"path": "a"})))], model="m") as g:
+        session = await g.open(metadata={"n": 1})
+        heard = await g.ask(session.key, HI, tools=[tool()], temperature=0.7, seed=3)
+        trace = await g.trace(session.id)
+        assert (trace["session"], trace["status"], trace["config"]["metadata"]) == (session.id, "open", {"n": 1})
+        context, turn = trace["nodes"]
+        assert (context["kind"], context["parent"], context["cause"]) == ("context", None, None)
+        assert context["messages"] == HI and context["ids"] == g.engine.received[0].prompt.tolist()
+        assert trace["preambles"][context["preamble"]]["tools"] == [tool()]
+        assert (turn["kind"], turn["parent"], turn["role"], turn["finish"]) == ("sampled", context["id"], "main", "tool_calls")
+        assert turn["message"]["content"] == heard.content and turn["message"]["reasoning"] == "Hm."
+        assert turn["message"]["tool_calls"][0]["id"] == heard.calls[0].id
+        assert turn["sampling"] == {"temperature": 0.7, "seed": 3} and turn["biases"] == []
+        assert turn["version_start"] == turn["version_end"] == 0 and turn["capture"] == "tokens"
+        assert turn["delivered"] and not turn["fault"] and turn["started"] <= turn["ended"]
+        assert all(-5 < p < 0 for p in turn["logprobs"])
+
+
+async def test_samples_are_the_same_before_and_after_sealing() -> None:
+    async with gateway([say("One."), say("Two."), say("Side.")]) as g:
+        session = await g.open()
+        heard = await g.ask(session.key, HI)
+        await g.ask(session.key, [*HI, heard.message(), user("More")])
+        before = await g.samples(session.id)
+        await g.seal(session.id)
+        assert await g.samples(session.id) == before and len(before) == 1
+
+
+async def test_each_sampled_token_is_trained_once_however_many_branches_share_it() -> None:
+    async with gateway([say("One."), say("Left."), say("Right.")]) as g:
+        session = await g.open()
+        heard = await g.ask(session.key, HI)
+        await g.ask(session.key, [*HI, heard.message(), user("Go left")])
+        await g.ask(session.key, [*HI, heard.message(), user("Go right")])
+        rows = await g.samples(session.id)
+        assert len(rows) == 2 and rows[0]["ids"] != rows[1]["ids"]
+        assert sum(sum(r["mask"]) for r in rows) == sum(len(t["ids"]) for t in await g.turns(session.id))
+        assert {s["reason"] for r in rows for s in r["spans"] if not s["trained"]} == {"trained in another row"}
+
+
+# ── pinned sampling, and sampling that biases ───────────────────────────────────────────────────────────────────────
+
+AGENT = {"temperature": 0.3, "top_p": 0.9, "presence_penalty": 1.0, "seed": 7, "extra_body": {"top_k": 20, "min_p": 0.1}}
+
+
+async def test_by_default_what_would_bias_the_samples_is_not_applied() -> None:
+    async with gateway([say("Ok.")]) as g:
+        session = await g.open()
+        await g.ask(session.key, HI, **AGENT)
+        sampling = g.engine.received[0].sampling
+        assert (sampling.temperature, sampling.seed) == (0.3, 7)
+        assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.presence_penalty) == (1.0, 0, 0.0, 0.0)
+        assert (await g.turns(session.id))[0]["biases"] == []
+        assert len(await g.samples(session.id)) == 1
+
+
+async def test_a_session_may_let_the_agent_have_it_and_then_those_turns_are_not_trained() -> None:
+    async with gateway([say("Ok.")] * 2) as g:
+        session = await g.open(bias="record")
+        await g.ask(session.key, HI, **AGENT)
+        sampling = g.engine.received[0].sampling
+        assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.presence_penalty) == (0.9, 20, 0.1, 1.0)
+        [turn] = await g.turns(session.id)
+        assert set(turn["biases"]) == {"top_p", "top_k", "min_p", "presence_penalty"}
+        assert turn["sampling"]["top_p"] == 0.9
+        assert await g.samples(session.id) == []
+        # A turn that was sampled plainly is trained.
+        await g.ask(session.key, [user("Another")])
+        assert len(await g.samples(session.id)) == 1
+
+
+async def test_what_the_session_pins_the_agent_cannot_change() -> None:
+    async with gateway([say("Ok.")]) as g:
+        session = await g.open(sampling={"temperature": 1.0, "top_p": 0.95, "seed": 1})
+        await g.ask(session.key, HI, **AGENT)
+        sampling = g.engine.received[0].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.seed) == (1.0, 0.95, 1)
+        assert (await g.turns(session.id))[0]["biases"] == ["top_p"]  # pinned is not the same as neutral
+        assert await g.samples(session.id) == []
+
+
+async def test_greedy_sampling_is_marked() -> None:
+    async with gateway([say("Ok.")]) as g:
+        session = await g.open()
+        await g.ask(session.key, HI, temperature=0)
+        assert (await g.turns(session.id))[0]["biases"] == ["greedy"] and await g.samples(session.id) == []
+
+
+async def test_template_arguments_of_the_session_win_over_the_agents() -> None:
+    async with gateway([say("Ok.")]) as g:
+        session = await g.open(template_kwargs={"enable_thinking": False})
+        await g.ask(session.key, HI, extra_body={"chat_template_kwargs": {"enable_thinking": True, "x": 1}})
+        [preamble] = (await g.trace(session.id))["preambles"].values()
+        assert preamble["template_kwargs"] == {"enable_thinking": False, "x": 1}
+
+
+# ── the end of a session ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_sealing_twice_is_fine_and_says_the_same() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open()
+        await g.ask(session.key, HI)
+        first = (await g.admin.post(f"/admin/sessions/{session.id}/seal", json={"stop": "done"})).json()
+        again = (await g.admin.post(f"/admin/sessions/{session.id}/seal", json={"stop": "other"})).json()
+        assert first["status"] == again["status"] == "sealed" and first["stop"] == again["stop"] == "done"
+        assert first["closed"] == again["closed"] and again["turns"] == 1
+        assert (await g.cancel(session.id))["status"] == "sealed"  # what is over stays as it ended
+
+
+async def test_a_sealed_session_is_still_there_after_a_restart(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        session = await g.open()
+        await g.ask(session.key, HI)
+        await g.seal(session.id)
+        before = await g.trace(session.id), await g.samples(session.id), await g.show(session.id)
+    async with gateway(data=tmp_path) as g:
+        after = await g.trace(session.id), await g.samples(session.id), await g.show(session.id)
+        assert after[:2] == before[:2] and after[2]["closed"] == before[2]["closed"]
+        with pytest.raises(openai.ConflictError):
+            await g.ask(session.key, HI)
+
+
+async def test_a_live_session_goes_on_after_a_restart_with_exact_ids(tmp_path: Path) -> None:
+    script = [say(calls(("read_file", {"path": "a"}))), say("Done.")]
+    async with gateway(script, data=tmp_path) as g:
+        session = await g.open(limits={"turns": 2}, sampling={"temperature": 0.5})
+        first = await g.ask(session.key, HI, tools=[tool()])
+        prompt = g.engine.received[0].prompt.tolist()
+    async with gateway(script[1:], data=tmp_path) as g:
+        history = [*HI, first.message(), result(first.calls[0], "A")]
+        assert (await g.ask(session.key, history, tools=[tool()])).content == "Done."
+        request = g.engine.received[0]
+        assert request.prompt.tolist()[: len(prompt) + len(script[0].ids)] == [*prompt, *script[0].ids]
+        assert request.sampling.temperature == 0.5
+        assert len(await g.samples(session.id)) == 1
+        assert "limit" in (await g.ask(session.key, [user("More")])).content  # its turns are counted on
+
+
+async def test_sessions_that_nobody_uses_are_sealed() -> None:
+    async with gateway(engine=Gated([say("Hello.")]), idle_s=0.2) as g:
+        idle, busy = await g.open(), await g.open()
+        task = g.start(g.ask(busy.key, HI))
+        await until(lambda: g.gated.waiting)
+        await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", idle.id) == [("sealed",)])
+        shown = await g.show(idle.id)
+        assert (shown["status"], shown["stop"]) == ("sealed", "idle")
+        await asyncio.sleep(0.3)
+        assert (await g.show(busy.id))["status"] == "open"  # a call under way is use
+        g.gated.gate.set()
+        assert (await task).content == "Hello."
+        await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", busy.id) == [("sealed",)])
+
+
+async def test_sessions_from_before_a_restart_expire_too_but_not_at_once(tmp_path: Path) -> None:
+    async with gateway(data=tmp_path) as g:
+        session = await g.open()
+    async with gateway(data=tmp_path, idle_s=0.3) as g:
+        assert (await g.show(session.id))["status"] == "open"
+        await until(lambda: g.rows("SELECT status FROM sessions") == [("sealed",)])
+
+
+async def test_one_damaged_session_does_not_keep_the_others_from_expiring(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        damaged, sound = await g.open(), await g.open()
+        await g.ask(damaged.key, HI)
+        await g.ask(sound.key, HI)
+        with g.app.store._writing() as db:
+            db.execute("UPDATE nodes SET ids=zeroblob(8) WHERE session=(SELECT key FROM sessions WHERE id=?)", (damaged.id,))
+    async with gateway(data=tmp_path, idle_s=0.1) as g:
+        await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", sound.id) == [("sealed",)])
+
+
+async def test_a_damaged_trace_is_refused_and_never_handed_out(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        session = await g.open()
+        await g.ask(session.key, HI)
+        with g.app.store._writing() as db:
+            db.execute("UPDATE nodes SET logprobs=zeroblob(length(logprobs)) WHERE kind='sampled'")
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        for path in ("trace", "samples"):
+            response = await g.admin.get(f"/admin/sessions/{session.id}/{path}")
+            assert response.status_code == 503 and "damaged" in response.json()["error"]["message"]
+        with pytest.raises(openai.InternalServerError):
+            await g.ask(session.key, HI)
+        assert not g.engine.received
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def followed(g: Running, path: str, **headers: str) -> AsyncIterator[Json]:
+    """The events that a follower gets, one by one."""
+    async with g.admin.stream("GET", path, headers=headers) as response:
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        seen: dict[str, str] = {}
+        async for line in response.aiter_lines():
+            field, _, value = line.partition(": ")
+            if line and field:
+                seen[field] = value
+            elif seen:
+                event = json.loads(seen["data"])
+                assert (seen["id"], seen["event"]) == (str(event["seq"]), event["kind"])
+                yield event
+                seen = {}
+
+
+async def test_events_tell_the_story_of_a_session_from_the_start_and_live() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open(limits={"turns": 1})
+        await g.open()  # somebody else, of whom this follower hears nothing
+        events = followed(g, f"/admin/sessions/{session.id}/events")
+        assert (await anext(events))["kind"] == "opened"
+        waiting = g.start(anext(events))
+        await g.ask(session.key, HI)
+        turn = await asyncio.wait_for(waiting, 5)
+        assert (turn["kind"], turn["session"], turn["data"]["finish"]) == ("turn", session.id, "stop")
+        assert turn["data"]["sampled_tokens"] == len(say("Hello.").ids)
+        await g.ask(session.key, HI)
+        assert (await anext(events))["data"] == {"limit": "turns"}
+        await g.seal(session.id)
+        sealed = await anext(events)
+        assert (sealed["kind"], sealed["data"]["turns"]) == ("sealed", 1)
+        await events.aclose()
+
+
+async def test_a_follower_that_comes_back_goes_on_where_it_was() -> None:
+    async with gateway() as g:
+        sessions = [await g.open() for _ in range(5)]
+        events = followed(g, "/admin/events")
+        first = [await anext(events) for _ in range(3)]
+        await events.aclose()
+        for again in (
+            followed(g, "/admin/events", **{"last-event-id": str(first[-1]["seq"])}),
+            followed(g, f"/admin/events?after={first[-1]['seq']}"),
+        ):
+            rest = [await anext(again) for _ in range(2)]
+            assert [e["session"] for e in rest] == [s.id for s in sessions[3:]]
+            await again.aclose()
+
+
+async def test_the_fence_is_in_the_events_too() -> None:
+    async with gateway() as g:
+        events = followed(g, "/admin/events")
+        waiting = g.start(anext(events))
+        await g.pause()
+        assert (await asyncio.wait_for(waiting, 5))["data"] == {"paused": True, "mode": "hold"}
+        await g.resume(3)
+        assert (await anext(events))["data"] == {"paused": False, "version": 3}
+        await events.aclose()
+
+
+@pytest.mark.parametrize("after", ["x", "-1", "²"])
+async def test_a_cursor_that_makes_no_sense_is_refused(after: str) -> None:
+    async with gateway() as g:
+        assert (await g.admin.get("/admin/events", params={"after": after})).status_code == 400
+
+
+async def test_a_slow_follower_misses_nothing() -> None:
+    """What happens while it is busy with one event comes after that one."""
+    events = Events()
+    events.add("s", "turn", {"n": 1})
+    events.add("s", "turn", {"n": 2})
+    following = events.follow("s")
+    got = [await anext(following)]
+    events.add("s", "turn", {"n": 3})
+    got += [await anext(following)]
+    third = await asyncio.wait_for(anext(following), 0.5)
+    assert third is not None and third.data == {"n": 3} and len(got) == 2
+
+
+async def test_a_follower_from_before_a_restart_is_not_deaf_after_it(tmp_path: Path) -> None:
+    """Its cursor is past everything that the new gateway has counted so far."""
+    async with gateway(data=tmp_path) as g:
+        for _ in range(5):
+            await g.open()
+        events = followed(g, "/admin/events")
+        last = [await anext(events) for _ in range(5)][-1]["seq"]
+        await events.aclose()
+    async with gateway(data=tmp_path) as g:
+        events = followed(g, f"/admin/events?after={last}")
+        waiting = g.start(anext(events))
+        await asyncio.sleep(0.05)
+        session = await g.open()
+        assert (await asyncio.wait_for(waiting, 1))["session"] == session.id
+
+
+# ── the fence ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_calls_wait_at_the_fence_with_signs_of_life_and_then_carry_the_new_version() -> None:
+    async with gateway([say("Old."), say("New."), say("New.")], alive_s=0.02) as g:
+        session = await g.open()
+        await g.ask(session.key, HI)
+        assert await g.pause() == {"version": 0, "paused": True, "in_flight": 0}
+        chunks: list[Any] = []
+
+        async def read() -> None:
+            stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
+            async for chunk in stream:
+                chunks.append(chunk)
+
+        streamed, whole = g.start(read()), g.start(g.ask(session.key, [user("Two")]))
+        await until(lambda: len(chunks) >= 3)
+        assert len(g.engine.received) == 1 and not whole.done()
+        assert (await g.admin.get("/admin/fence")).json() == {"version": 0, "paused": True, "in_flight": 0}
+        assert await g.resume(7) == {"version": 7, "paused": False, "in_flight": 0}
+        await streamed
+        assert (await whole).content == "New."
+        assert [(t["version_start"], t["version_end"]) for t in await g.turns(session.id)] == [(0, 0), (7, 7), (7, 7)]
+        assert [r.cache_salt for r in g.engine.received] == ["v0", "v7", "v7"]
+        spans = [s for row in await g.samples(session.id, keep_empty=True) for s in row["spans"]]
+        assert {s["version_end"] for s in spans} == {0, 7}
+
+
+async def test_a_call_that_was_under_way_when_the_weights_changed_says_so() -> None:
+    async with gateway(engine=Gated([say("One two three.")], tokens=2)) as g:
+        session = await g.open()
+        task = g.start(g.ask(session.key, HI, "async stream"))
+        await until(lambda: g.gated.waiting)
+        await g.pause("hold")
+        await g.resume(1)
+        g.gated.gate.set()
+        await task
+        [turn] = await g.turns(session.id)
+        assert (turn["version_start"], turn["version_end"]) == (0, 1)
+
+
+async def test_draining_waits_for_calls_under_way_and_lets_no_new_one_in() -> None:
+    async with gateway(engine=Gated([say("One two three.")] * 2, tokens=1)) as g:
+        session = await g.open()
+        under_way = g.start(g.ask(session.key, HI, "async stream"))
+        await until(lambda: g.gated.waiting == 1)
+        draining = g.start(g.pause("drain"))
+        await until(lambda: g.app.fence.paused)
+        late = g.start(g.ask(session.key, [user("Two")]))
+        await asyncio.sleep(0.05)
+        assert not draining.done() and len(g.engine.received) == 1
+        g.gated.gate.set()
+        assert (await asyncio.wait_for(draining, 5))["in_flight"] == 0
+        assert (await under_way).content and not late.done()
+        await g.resume(1)
+        await late
+        assert [t["version_start"] for t in await g.turns(session.id)] == [0, 1]
+
+
+async def test_versions_only_go_forward() -> None:
+    async with gateway() as g:
+        await g.resume(5)
+        response = await g.admin.post("/admin/fence/resume", json={"version": 4})
+        assert response.status_code == 409 and response.json()["error"]["param"] == "version"
+        assert (await g.resume())["version"] == 5 and (await g.resume(5))["version"] == 5
+        assert (await g.admin.post("/admin/fence/pause", json={"mode": "stop"})).status_code == 400
+        assert (await g.admin.post("/admin/fence/resume", json={"version": "6"})).status_code == 400
+
+
+async def test_a_refused_resume_leaves_the_fence_up() -> None:
+    async with gateway() as g:
+        await g.resume(5)
+        await g.pause()
+        await g.admin.post("/admin/fence/resume", json={"version": 4})
+        assert (await g.admin.get("/admin/fence")).json()["paused"]
+
+
+async def test_the_policy_version_survives_a_restart(tmp_path: Path) -> None:
+    async with gateway(data=tmp_path) as g:
+        await g.pause()
+        await g.resume(9)
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        session = await g.open()
+        await g.ask(session.key, HI)
+        assert (await g.turns(session.id))[0]["version_start"] == 9
+        assert (await g.admin.post("/admin/fence/resume", json={"version": 8})).status_code == 409
+
+
+async def test_decoding_the_recorded_ids_gives_what_was_said() -> None:
+    async with gateway([say("Größe 👩‍👩‍👧.")]) as g:
+        session = await g.open()
+        await g.ask(session.key, "é 汉字")
+        [row] = await g.samples(session.id)
+        text = tokenizer().decode(row["ids"])
+        assert text == "<|im_start|>user\né 汉字<|im_end|>\n<|im_start|>assistant\nGröße 👩‍👩‍👧.<|im_end|>"
