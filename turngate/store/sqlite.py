@@ -262,7 +262,8 @@ class Store:
             )
 
     def probe(self) -> None:
-        """Is it possible to write? Raises StoreError if not."""
+        """Is it possible to write again, as much as a large turn needs? Raises StoreError if not."""
+        self.set_setting("probe", "x" * 256_000)
         self.set_setting("probe", "ok")
 
     @contextmanager

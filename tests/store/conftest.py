@@ -1,0 +1,3 @@
+"""Shares the loaded renderers."""
+
+from tests.renderer_fixtures import renderers  # noqa: F401

@@ -1,0 +1,172 @@
+"""What the store does when the disk does not do its part: calls are refused, never unrecorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.exact.agent import World, asgi
+from tests.exact.test_rows import SYSTEM, say, talk, user
+from turngate.errors import ConfigError, StoreError
+from turngate.store.journal import Journal
+from turngate.store.sqlite import NewTurn, Store
+from turngate.trace.sample import samples
+from turngate.trace.session import SessionConfig
+from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
+from turngate.types import Limits
+
+
+@pytest.fixture
+async def world(tmp_path: Path, renderers: Any):
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        yield world
+
+
+async def test_a_full_disk_refuses_calls_and_loses_nothing(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    await talk(agent, "a", "b")
+    db = world.gateway.store._db
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count={pages}")
+    agent.messages.append(user("x" * 100_000))
+    whole = await agent.call(say(world, "c"))
+    assert (whole.status, whole.error and whole.error["code"]) == (503, "store_error")
+    world.queue.clear()
+    again = await agent.call(say(world, "c"))
+    assert again.status == 503, "the next call is refused before it is generated"
+    assert len(world.queue) == 1, "and the engine was not asked"
+    world.queue.clear()
+    db.execute("PRAGMA max_page_count=1000000")
+    await talk(agent, "c")
+    (row,) = samples(agent.session.trace)
+    assert len(row.spans) == 3
+    stored = world.gateway.store.load(world.gateway.store.find(agent.session_id))
+    assert [n.id for n in stored.trace.nodes] == [n.id for n in agent.session.trace.nodes]
+
+
+async def test_a_stream_that_cannot_be_recorded_ends_with_an_error_and_no_terminal_event(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("x" * 200_000)]
+    db = world.gateway.store._db
+    db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
+    world.queue.append(say(world, "text that flows"))
+    body = json.dumps({"model": "m", "messages": agent.messages, "stream": True}).encode()
+    _, raw = await asgi(
+        world.gateway, "POST", "/v1/chat/completions", body, [(b"authorization", f"Bearer {agent.key}".encode())]
+    )
+    assert b"[DONE]" not in raw
+    assert b'"finish_reason":"stop"' not in raw
+    assert json.loads(raw.decode().strip().split("\n\n")[-1][6:])["error"]["code"] == "store_error"
+
+
+async def test_a_damaged_trace_is_refused_and_others_go_on(tmp_path: Path, renderers: Any) -> None:
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        hurt, fine = world.agent(), world.agent()
+        for agent in (hurt, fine):
+            agent.messages = [SYSTEM, user("work")]
+            await talk(agent, "a")
+        world.gateway.store._db.execute(
+            "UPDATE nodes SET ids=zeroblob(length(ids)) WHERE session=? AND kind='sampled'", (hurt.session.key,)
+        )
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        hurt.world = fine.world = world
+        reply = await hurt.call(say(world, "b"))
+        assert (reply.status, reply.error and reply.error["code"]) == (503, "store_error")
+        assert "damaged" in (reply.error or {})["message"]
+        world.queue.clear()
+        assert (await fine.call(say(world, "b"))).status == 200
+
+
+async def test_a_restarted_gateway_carries_a_live_session_on(tmp_path: Path, renderers: Any) -> None:
+    for n in range(4):
+        async with World.of(tmp_path, renderers("builtin")) as world:
+            if n == 0:
+                agent = world.agent(limits=Limits(turns=100))
+                agent.messages = [SYSTEM, user("work")]
+            agent.world = world
+            await talk(agent, "<think>\nhm\n</think>\n\na", "b")
+            assert agent.session.turns == 2 * (n + 1)
+            (row,) = samples(agent.session.trace)
+            assert len(row.spans) == 2 * (n + 1)
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "turngate.db").write_bytes(b"this is not a database, not at all" * 100)
+    with pytest.raises(ConfigError, match=r"turngate\.db cannot be used"):
+        Store(tmp_path)
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "turngate.db") as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(ConfigError, match="schema 99"):
+        Store(tmp_path)
+
+
+def test_one_gateway_per_data_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another turngate"):
+        Store(tmp_path)
+    store.close()
+    Store(tmp_path).close()
+
+
+def new_turn(key: int, number: int) -> NewTurn:
+    context = Context(
+        2 * number + 1,
+        None,
+        np.arange(3, dtype=np.int32),
+        ContextInfo(b"p", b"x%d" % number, b"", b"m" * 16, "u", False),
+    )
+    info = SampledInfo(b"m", b"", "stop", 0, 0, 0.0, 0.0)
+    sampled = Sampled(2 * number + 2, context, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), info)
+    return NewTurn(key, context, b"[]", sampled, b"{}")
+
+
+async def test_turns_that_end_together_share_one_synced_transaction(tmp_path: Path) -> None:
+    store = Store(tmp_path, "disk")
+    commits = 0
+    original = store.commit
+
+    def counted(turns: Any) -> None:
+        nonlocal commits
+        commits += 1
+        original(turns)
+
+    store.commit = counted  # type: ignore[method-assign]
+    journal = Journal(store)
+    key = store.add_session("s", b"secret", SessionConfig(), 0.0)
+    await asyncio.gather(*(journal.commit(new_turn(key, n)) for n in range(50)))
+    assert commits < 10
+    assert len(store.messages(key)) == 100
+    store.close()
+
+
+async def test_a_cancelled_caller_learns_of_it_when_the_turn_is_durable(tmp_path: Path) -> None:
+    store = Store(tmp_path, "disk")
+    key = store.add_session("s", b"secret", SessionConfig(), 0.0)
+    task = asyncio.create_task(Journal(store).commit(new_turn(key, 0)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(store.messages(key)) == 2
+    store.close()
+
+
+def test_a_batch_is_all_or_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    key = store.add_session("s", b"secret", SessionConfig(), 0.0)
+    with pytest.raises(StoreError):
+        store.commit([new_turn(key, 0), new_turn(key, 0)])
+    assert store.messages(key) == {}
+    store.close()
