@@ -242,6 +242,15 @@ async def test_an_abort_by_the_engine_is_an_end() -> None:
     assert (whole.ids, whole.finish) == ([5], "abort")
 
 
+async def test_an_abort_before_the_first_token_can_be_asked_again() -> None:
+    finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    server = StandIn(streams(event(output([], [], 0, finish)), DONE))
+    async with serving(server), engine_of(server) as engine:
+        with pytest.raises(EngineBusy, match="before its first token"):
+            async with engine.generate(ask()) as chunks:
+                await collected(chunks)
+
+
 async def test_an_error_inside_the_stream() -> None:
     text = "The input (9 tokens) is longer than the model's context length (5 tokens)."
     server = StandIn(streams(event({"error": {"message": text}}), DONE))

@@ -224,6 +224,22 @@ async def test_an_abort_by_the_engine_is_an_end() -> None:
     assert (whole.ids, whole.finish) == ([5], "abort")
 
 
+@pytest.mark.parametrize(
+    ("api", "answer"),
+    [
+        ("completions", streams(DONE)),  # what vLLM 0.32 sends: no choice at all
+        ("completions", streams(event(completion([], [], "abort")), DONE)),
+        ("generate", streams(event(generated([], [], "abort")), DONE)),
+    ],
+)
+async def test_an_abort_before_the_first_token_can_be_asked_again(api: Any, answer: Any) -> None:
+    """As `/pause?mode=abort` does to calls that wait for their first token. The replica is up, and stays in its pool."""
+    server = StandIn(answer)
+    async with serving(server), engine_of(server, api=api) as engine:
+        with pytest.raises(EngineBusy, match="before its first token"):
+            await whole_of(engine)
+
+
 async def test_missing_log_probabilities_stay_missing() -> None:
     for given in (None, [None, None], [-9999.0, -9999.0]):
         server = StandIn(says(completion([5, 6], given, "stop")))  # type: ignore[arg-type]

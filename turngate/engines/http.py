@@ -47,20 +47,25 @@ _DONE = b"[DONE]"
 # "Does not fit" in the words of vLLM, SGLang, OpenAI and those who copy them.
 _OVERFLOW = re.compile(
     r"context_length_exceeded|maximum context length|maximum model length|model's context length"
-    r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long",
+    r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long"
+    r"|max_tokens must be at least 1, got 0",  # vLLM, of a prompt that leaves no room for a single token
     re.IGNORECASE,
 )
 # vLLM and SGLang turn requests away with a 503 when their queues are full. They are up, and merely busy.
 _BUSY = re.compile(r"currently busy|backlog limit|queue is full|higher priority request|overloaded", re.IGNORECASE)
+# vLLM's last words, with a 500, when its engine process has died. The server follows within a second.
+_DYING = re.compile(r"EngineCore encountered an issue")
 
 
 def failure(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
     """An upstream HTTP status as one of our errors. `message` is the readable part of its body, `evidence` all."""
     said = f"{engine}: {message}" if message else f"{engine} answered {status}"
     words = f"{message} {evidence}"
-    if status in (401, 403):
+    if status == 401:
         # The gateway's own credentials are wrong. Providers quote parts of the key here, so their words stay here.
-        return EngineError(f"{engine} refused the gateway's credentials ({status})")
+        return EngineError(f"{engine} refused the gateway's credentials")
+    if status == 403:  # a feature that is switched off, a model that was not bought: not the agent's fault either
+        return EngineError(said)
     if status == 429:
         return EngineBusy(said)
     if status in (408, 504):
@@ -69,7 +74,12 @@ def failure(engine: str, status: int, message: str, evidence: str = "") -> Turng
         return ContextOverflow(said) if _OVERFLOW.search(words) else EngineRejected(said)
     if status in (502, 503):
         return EngineBusy(said) if _BUSY.search(words) else EngineUnavailable(said)
-    return EngineError(said)
+    return EngineUnavailable(said) if _DYING.search(words) else EngineError(said)
+
+
+def unbegun(engine: str) -> EngineBusy:
+    """A call that the engine aborted before its first token, as a pause for new weights does. It can be made again."""
+    return EngineBusy(f"{engine} aborted the call before its first token")
 
 
 @contextmanager
@@ -160,12 +170,14 @@ class Reply:
     """One POST: sent by the first read, closed when `Client.post` is left.
 
     `sent` says that the engine may be working on it. `finished` says that it no longer is: an engine's implementation
-    sets it once it has seen the end of the generation, and what is left of the reply is then only drained.
+    sets it once it has seen the end of the generation, and what is left of the reply is then only drained. `done` says
+    that a stream was closed by the engine, and not cut.
     """
 
     def __init__(self, client: Client, path: str, body: bytes, headers: Mapping[str, str]) -> None:
         self.finished = False
         self.sent = False
+        self.done = False
         self._client = client
         self.body = body
         self._path, self._headers = path, headers
@@ -190,6 +202,7 @@ class Reply:
                 return
             batch = events.feed(read)
             if _DONE in batch:
+                self.done = True
                 batch = batch[: batch.index(_DONE)]
                 if batch:
                     yield batch

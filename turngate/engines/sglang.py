@@ -26,7 +26,7 @@ import numpy as np
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import Client, Reply, happened, paired
+from turngate.engines.http import Client, Reply, happened, paired, unbegun
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
 
@@ -211,6 +211,8 @@ class SGLang:
             sampled += len(chunk.ids)
             echo = echo and chunk.prompt is None  # every event repeats it, and once is enough
             reply.finished = chunk.finish is not None
+            if chunk.finish == "abort" and not sampled:
+                raise unbegun(self.name)
             yield chunk
             if reply.finished:
                 return

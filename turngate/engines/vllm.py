@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import Client, Reply, happened, paired
+from turngate.engines.http import Client, Reply, happened, paired, unbegun
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
 
@@ -169,14 +169,20 @@ class VLLM:
 
     async def _chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
         batches = reply.events() if request.stream else reply.whole()
+        begun = False
         async for batch in batches:
             chunk = self._chunk(batch, request.echo_prompt)
             if chunk is None:
                 continue
             reply.finished = chunk.finish is not None
+            begun = begun or bool(chunk.ids)
+            if chunk.finish == "abort" and not begun:
+                raise unbegun(self.name)
             yield chunk
             if reply.finished:
                 return
+        if reply.done and not begun:  # how a `completions` stream says the same
+            raise unbegun(self.name)
         raise EngineUnavailable(f"{self.name} ended its reply without finishing")
 
     def _chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:

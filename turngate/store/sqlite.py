@@ -97,10 +97,16 @@ class Store:
         self.durability = durability
         self._lock_file = _lock(folder)
         try:
-            self._db = self._connect()
-            self._prepare()
-        except sqlite3.DatabaseError as error:
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
+        except (sqlite3.DatabaseError, ConfigError) as error:
             self._lock_file.close()
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(
                 f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
                 param="data",
@@ -112,16 +118,12 @@ class Store:
         )
         self._checkpoints.start()
 
-    def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
-        self.path.chmod(0o600)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
-        # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
-        db.execute("PRAGMA wal_autocheckpoint=0")
-        return db
-
     def _prepare(self) -> None:
+        self.path.chmod(0o600)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
+        # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
+        self._db.execute("PRAGMA wal_autocheckpoint=0")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
             raise ConfigError(

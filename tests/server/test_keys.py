@@ -1,0 +1,319 @@
+"""Who may do what, and what an agent never gets to see: it holds one secret that opens one session's model calls, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.kit import Gated, Json, Opened, Running, calls, gateway, say, tool, until, user, whole
+from turngate.config import ServeConfig
+from turngate.engines.scripted import Scripted, derived_logprobs
+from turngate.errors import ConfigError
+from turngate.server.app import Gateway
+
+HI = [user("Hi")]
+CALL = {"model": "m", "messages": HI}
+ADMIN = [
+    ("GET", "/admin/sessions"),
+    ("POST", "/admin/sessions"),
+    ("GET", "/admin/sessions/{id}"),
+    ("DELETE", "/admin/sessions/{id}"),
+    ("GET", "/admin/sessions/{id}/trace"),
+    ("GET", "/admin/sessions/{id}/samples"),
+    ("GET", "/admin/sessions/{id}/events"),
+    ("POST", "/admin/sessions/{id}/seal"),
+    ("POST", "/admin/sessions/{id}/cancel"),
+    ("GET", "/admin/events"),
+    ("GET", "/admin/fence"),
+    ("POST", "/admin/fence/pause"),
+    ("POST", "/admin/fence/resume"),
+    ("POST", "/v1/rollouts/{id}/register"),
+    ("GET", "/v1/rollouts/{id}/trajectory"),
+    ("POST", "/v1/rollouts/{id}/cancel"),
+    ("POST", "/v1/rollouts/{id}/unregister"),
+]
+MODEL = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/chat/completions"),
+    ("POST", "/s/{id}/v1/chat/completions"),
+    ("POST", "/s/{id}/chat/completions"),
+    ("POST", "/v1/rollouts/{id}/chat/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/m"),
+    ("GET", "/s/{id}/v1/models"),
+    ("GET", "/v1/rollouts/{id}/models"),
+]
+
+
+async def test_without_the_right_key_there_is_no_way_in_anywhere() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open()
+        wrong = ["", "wrong", session.id, session.key[:-1], session.key + "x", g.app.admin_key[:-1], "tg-", "Bearer"]
+        for key in wrong:
+            for method, path in [*ADMIN, *MODEL]:
+                response = await g.http(key).request(method, path.format(id=session.id), json=CALL)
+                assert response.status_code == 401, (key, method, path)
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        assert (await g.show(session.id))["status"] == "open" and not g.engine.received
+
+
+async def test_only_bearer_tokens_count() -> None:
+    async with gateway([say("Hello.")] * 2) as g:
+        session = await g.open()
+        bare = g.http()
+        for headers in (
+            {"authorization": session.key},
+            {"authorization": f"Basic {session.key}"},
+            {"x-api-key": session.key},
+            {"api-key": session.key},
+            {"cookie": f"key={session.key}"},
+        ):
+            assert (await bare.post("/v1/chat/completions", json=CALL, headers=headers)).status_code == 401
+        assert (await bare.post(f"/v1/chat/completions?api_key={session.key}", json=CALL)).status_code == 401
+        for strange in (b"Bearer \xff\xfe", b"Bearer \xe2\x82\xac", b"Bearer"):
+            response = await bare.post("/v1/chat/completions", json=CALL, headers={"authorization": strange})
+            assert response.status_code == 401
+            assert (await bare.get("/admin/sessions", headers={"authorization": strange})).status_code == 401
+        for scheme in ("Bearer", "bearer"):
+            headers = {"authorization": f"{scheme} {session.key}"}
+            assert (await bare.post("/v1/chat/completions", json=CALL, headers=headers)).status_code == 200
+
+
+async def test_a_sessions_key_opens_none_of_the_admin_calls() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        for method, path in ADMIN:
+            response = await g.http(session.key).request(method, path.format(id=session.id), json={})
+            assert response.status_code == 401, (method, path)
+        assert (await g.show(session.id))["status"] == "open"
+
+
+async def test_a_sessions_key_opens_no_other_session() -> None:
+    async with gateway([say("Hello.")]) as g:
+        mine, other = await g.open(), await g.open()
+        for path in ("/s/{id}/v1/chat/completions", "/s/{id}/chat/completions", "/v1/rollouts/{id}/chat/completions"):
+            response = await g.http(mine.key).post(path.format(id=other.id), json=CALL)
+            assert response.status_code == 401
+            # The same words for a session that does not exist: nothing is told about who else is here.
+            nobody = await g.http(mine.key).post(path.format(id="nobody"), json=CALL)
+            assert (nobody.status_code, nobody.content) == (response.status_code, response.content)
+        assert await g.turns(other.id) == []
+        assert (await g.http(mine.key).get(f"/s/{other.id}/v1/models")).status_code == 401
+
+
+async def test_the_admin_key_opens_a_session_by_its_path_but_is_nobodys_own() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open()
+        assert (await g.admin.post(f"/s/{session.id}/v1/chat/completions", json=CALL)).status_code == 200
+        assert (await g.admin.post("/v1/chat/completions", json=CALL)).status_code == 401
+
+
+async def test_strange_paths_lead_nowhere() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        for path in ("/s//v1/chat/completions", "/s/..%2fadmin/v1/chat/completions", f"/s/{session.id}/admin/sessions"):
+            assert (await g.http(session.key).post(path, json=CALL)).status_code in (401, 404)
+
+
+# ── the admin key ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def started(data: Path) -> str:
+    """The admin key of a gateway that is started and stopped."""
+    app = Gateway(ServeConfig(data=str(data)), engine=Scripted([]))
+    app.store.close()
+    return app.admin_key
+
+
+def test_the_admin_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    key = started(tmp_path / "data")
+    file = tmp_path / "data" / "admin-key"
+    assert file.read_text().strip() == key and len(key) > 40
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert started(tmp_path / "data") == key
+    assert started(tmp_path / "other") != key
+
+
+def test_what_is_recorded_is_for_its_owner_only(tmp_path: Path) -> None:
+    started(tmp_path / "data")
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "data" / "turngate.db").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_a_key_file_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
+    started(tmp_path)
+    (tmp_path / "admin-key").chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        started(tmp_path)
+    (tmp_path / "admin-key").chmod(0o600)
+    started(tmp_path)  # and the folder is not left locked by the attempt
+
+
+@pytest.mark.parametrize("text", ["", "short", "\n\n"])
+def test_a_key_file_without_a_key_is_refused(text: str, tmp_path: Path) -> None:
+    started(tmp_path)
+    (tmp_path / "admin-key").write_text(text)
+    with pytest.raises(ConfigError, match="no usable key"):
+        started(tmp_path)
+
+
+def test_the_environments_key_wins_and_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
+    assert started(tmp_path) == "from-the-environment-1234"
+    assert not (tmp_path / "admin-key").exists()
+    monkeypatch.delenv("TURNGATE_ADMIN_KEY")
+    own = started(tmp_path)
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
+    assert started(tmp_path) == "from-the-environment-1234"
+    assert (tmp_path / "admin-key").read_text().strip() == own
+
+
+def test_a_short_key_in_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY", "secret")
+    with pytest.raises(ConfigError, match="16 characters"):
+        started(tmp_path)
+
+
+# ── what agents see ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Wire:
+    """Everything that came back to an agent, to the byte."""
+
+    def __init__(self) -> None:
+        self.responses: list[tuple[str, bytes]] = []
+
+    def add(self, name: str, response: httpx.Response, body: bytes) -> None:
+        head = b"\n".join(k + b": " + v for k, v in response.headers.raw)
+        self.responses.append((name, head + b"\n\n" + body))
+
+    def find(self, *needles: str) -> list[str]:
+        """Where any of these is to be found."""
+        return [f"{name}: {needle}" for name, data in self.responses for needle in needles if needle.encode() in data]
+
+
+async def rich_run(g: Running) -> tuple[Wire, Opened, Opened]:
+    """A session in which everything happens that can happen to an agent, and another one that it must not learn of."""
+    wire = Wire()
+    other = await g.open(id="other-session-0001", metadata={"task": "others-metadata"})
+    session = await g.open(id="own-session-0002", metadata={"grade": "hidden-metadata"}, model="m")
+    await g.ask(other.key, "Others say xylophone")
+    http = g.http(session.key)
+
+    async def call(name: str, key: str = "", path: str = "/v1/chat/completions", **request: Any) -> Json:
+        client = g.http(key) if key else http
+        async with client.stream("POST", path, json={**CALL, **request}) as response:
+            body = await response.aread()
+        wire.add(name, response, body)
+        return json.loads(body) if response.headers["content-type"] == "application/json" else None
+
+    first = await call("a call", tools=[tool()])
+    message = first["choices"][0]["message"]
+    history = [*HI, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "A"}]
+    await call("a stream", messages=history, tools=[tool()], stream=True, stream_options={"include_usage": True})
+    await call("by path", path=f"/s/{session.id}/v1/chat/completions", messages=[user("By path")])
+    await call("by rollout path", path=f"/v1/rollouts/{session.id}/chat/completions", messages=[user("By path")])
+    for name in ("busy", "gone", "overflow", "cut short", "cut stream", "short log-probabilities"):
+        await call(name, messages=[user(name)], stream=name == "cut stream")
+    await call("a bad request", n=5)
+    await call("a bad message", messages=[{"role": "wizard"}])
+    await call("an unknown model", model="gpt-4o")
+    await call("a wrong key", key="wrong")
+    await call("another's path", path=f"/s/{other.id}/v1/chat/completions")
+    for path in ("/v1/models", "/v1/models/m", "/v1/models/x", "/health", "/nowhere", "/admin/sessions"):
+        response = await http.get(path)
+        wire.add(path, response, response.content)
+    limited = await g.open(id="limited-session-0003", limits={"turns": 0})
+    conflict = await g.open(id="conflict-session-0004", limits={"turns": 0}, at_limit="conflict")
+    await call("past a limit", key=limited.key)
+    await call("past a limit with a conflict", key=conflict.key)
+    await g.cancel(session.id)
+    await call("after the end", stream=True)
+    return wire, session, other
+
+
+def rich_script(request: Any, index: int) -> Any:
+    text = say("<think>\nHm.\n</think>\n\nLook." + calls(("read_file", {"path": "a"}))) if index == 0 else say("Fine.")
+    faults = {
+        "busy": {"busy": True},
+        "gone": {"fail_before": True},
+        "overflow": {"overflow": True},
+        "cut short": {"cut_after": 2},
+        "cut stream": {"cut_after": 2},
+        "short log-probabilities": {"short_logprobs": True},
+    }
+    order = list(faults)
+    return say("Fine.", **faults[order[index - 4]]) if 4 <= index < 4 + len(order) else text
+
+
+async def test_no_token_log_probability_or_secret_is_in_anything_that_an_agent_gets() -> None:
+    async with gateway(rich_script) as g:
+        wire, session, other = await rich_run(g)
+        assert len(wire.responses) > 20
+        assert wire.find(session.key, other.key, g.app.admin_key) == []
+        assert wire.find("hidden-metadata", "others-metadata", "xylophone", other.id) == []
+        numbers, ids = [], []
+        for turn in await g.turns(session.id):
+            numbers += [repr(p) for p in turn["logprobs"] or []] + [f"{p:.4f}" for p in turn["logprobs"] or []]
+            ids += [json.dumps(turn["ids"]), json.dumps(turn["ids"], separators=(",", ":")), " ".join(map(str, turn["ids"]))]
+        prompt = g.engine.received[0].prompt
+        numbers += [repr(p) for p in derived_logprobs(prompt, list(say("Fine.").ids))]
+        assert numbers and ids and wire.find(*numbers, *ids, json.dumps(prompt.tolist())[1:60]) == []
+        assert wire.find("token_ids", "prompt_ids", "version_start", "turngate.db", str(g.app.config.data)) == []
+
+
+async def test_an_agent_does_not_learn_its_sessions_id() -> None:
+    """The id is the admin's name for it, and the secret is the agent's: a program in the sandbox has no use for the first."""
+    async with gateway(rich_script) as g:
+        wire, session, _ = await rich_run(g)
+        mentioned = wire.find(session.id, "limited-session-0003", "conflict-session-0004")
+        assert mentioned == []
+
+
+async def test_the_secret_is_nowhere_on_disk_or_in_the_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with gateway(rich_script, data=tmp_path, log_turns=True) as g:
+        _, session, other = await rich_run(g)
+        secrets = [session.key, other.key]
+        live = b"".join(f.read_bytes() for f in tmp_path.iterdir() if f.name.startswith("turngate.db"))
+        logged = "\n".join(
+            r.getMessage() for r in caplog.records if not r.name.startswith(("httpx", "httpcore", "openai"))
+        )
+        admin = g.app.admin_key
+    files = b"".join(f.read_bytes() for f in tmp_path.iterdir() if f.name != "admin-key")
+    for secret in secrets:
+        assert secret.encode() not in live + files and secret not in logged
+        assert secret.removeprefix("tg-").encode() not in live + files
+    assert admin.encode() not in live + files and admin not in logged
+    assert session.id in logged and b"own-session-0002" in live + files  # it is the right haystack
+
+
+async def test_turn_logging_is_a_switch_and_logs_sizes_not_words(caplog: pytest.LogCaptureFixture) -> None:
+    for switch in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "turngate"):
+            async with gateway([say("A very private answer.")], log_turns=switch) as g:
+                session = await g.open()
+                await g.ask(session.key, "A very private question")
+        text = "\n".join(r.getMessage() for r in caplog.records if r.name == "turngate")
+        assert (session.id in text) is switch and "private" not in text
+
+
+async def test_a_key_still_says_that_its_session_is_over_and_only_that() -> None:
+    async with gateway(engine=Gated([say("Hello.")])) as g:
+        session = await g.open()
+        task = g.start(g.client(session.key).chat.completions.create(model="m", messages=HI))
+        await until(lambda: g.gated.waiting)
+        g.gated.gate.set()
+        reply = whole(await task)
+        await g.seal(session.id)
+        response = await g.http(session.key).post("/v1/chat/completions", json=CALL)
+        assert response.status_code == 409 and reply.content not in response.text
+        assert response.json()["error"]["code"] == "conflict"
