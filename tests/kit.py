@@ -17,7 +17,7 @@ import socket
 import sqlite3
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ import turngate.server.app
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import Script, Scripted, Turn
-from turngate.render import Renderer, Tokenizer
+from turngate.render import Renderer, Tokenizer, load
 from turngate.server.app import BUILTIN_TOKENIZER, Gateway
 
 Json = Any
@@ -40,14 +40,14 @@ REAL_TOKENIZERS = ("qwen3", "qwen2_5", "llama3_1", "deepseek_v3")  # `python too
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a new database syncs often, and a disk may be slow
 
 # Loading a tokenizer and certifying its template takes half a second and more, always comes to the same, and the result has no state.
-turngate.server.app.load = cache(turngate.server.app.load)
+_load = turngate.server.app.load = cache(load)  # type: ignore[attr-defined]
 
 
 # ── what the model says ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def renderer(folder: Path = BUILTIN_TOKENIZER) -> Renderer:
-    return turngate.server.app.load(folder, model="", family="auto")[0]
+    return _load(folder, model="", family="auto")[0]
 
 
 def tokenizer(folder: Path = BUILTIN_TOKENIZER) -> Tokenizer:
@@ -240,9 +240,9 @@ class Running:
         options = {"max_retries": 0, "timeout": 20, "base_url": self.base_url, **options}
         return openai.OpenAI(api_key=key, http_client=http, **options)
 
-    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start(self, work: Awaitable[T]) -> asyncio.Task[T]:
         """Something that goes on beside the test, and is over when the gateway is."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(_done(work))
         self._stack.push_async_callback(_end, task)
         return task
 
@@ -260,7 +260,7 @@ class Running:
                 return joined([c async for c in await self.client(key).chat.completions.create(**request)])
             case "sync":
                 create = self.sync_client(key).chat.completions.create
-                return whole(await asyncio.to_thread(create, **request))
+                return whole(await asyncio.to_thread(lambda: create(**request)))
             case _:
                 create = self.sync_client(key).chat.completions.create
                 return joined(await asyncio.to_thread(lambda: list(create(**request))))
@@ -281,7 +281,8 @@ class Running:
 
     async def samples(self, session_id: str, *, keep_empty: bool = False) -> list[Json]:
         path = f"/admin/sessions/{session_id}/samples" + ("?all=1" if keep_empty else "")
-        return (await self._ask("GET", path))["samples"]
+        rows: list[Json] = (await self._ask("GET", path))["samples"]
+        return rows
 
     async def seal(self, session_id: str) -> Json:
         return await self._ask("POST", f"/admin/sessions/{session_id}/seal")
@@ -339,7 +340,13 @@ async def _served(app: Gateway) -> AsyncIterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
-            app, http="httptools", lifespan="off", access_log=False, log_config=None, server_header=False, date_header=False
+            app,
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
         )
     )
     server.config.load()
@@ -358,6 +365,10 @@ async def _served(app: Gateway) -> AsyncIterator[int]:
             task.cancel()
         if late:
             await asyncio.wait(late)
+
+
+async def _done(work: Awaitable[T]) -> T:
+    return await work
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -67,7 +67,9 @@ class Control:
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
         """A new session and its secret, which is shown here and never again."""
         if config.mode not in self._modes:
-            raise BadRequest(f"mode: this gateway serves {' and '.join(self._modes)} sessions only", param="mode")
+            raise BadRequest(
+                f"mode: {config.mode!r} is not served here, only {' and '.join(self._modes)}", param="mode"
+            )
         if session_id is None:
             session_id = uuid.uuid4().hex
         elif not _SESSION_ID.fullmatch(session_id):
@@ -189,8 +191,7 @@ class Control:
         session.status = status
         session.stop = session.stop or stop
         # Calls in flight record what they have before the session is closed for good.
-        session.abort_calls(status)
-        await session.idle.wait()
+        await session.abort_calls(status)
         self._store.close_session(session.key, status, session.stop, time.time())
         self._forget(session)
         self._release(session.id)
@@ -225,6 +226,10 @@ class Control:
                 len(message.reasoning),
                 len(message.tool_calls),
             )
+
+    async def stop(self) -> None:
+        """The gateway goes down: calls in flight record what they have, and their agents are told to come back."""
+        await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.in_flight))
 
     async def expire_idle(self) -> None:
         """Runs for as long as the gateway: seals sessions that nobody used for a while."""

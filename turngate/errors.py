@@ -77,6 +77,14 @@ class Unprocessable(TurngateError):
     kind = "invalid_request_error"
 
 
+class Stopping(TurngateError):
+    """The gateway is being stopped; the same call will work when it is up again."""
+
+    status = 503
+    kind = "gateway_stopping"
+    retry_safe = True
+
+
 class EngineError(TurngateError):
     """The engine failed or answered nonsense."""
 

@@ -37,10 +37,13 @@ class Events:
     async def follow(self, session: str = "", after: int = 0) -> AsyncIterator[Event | None]:
         """Events of one session (or all) past `after`, without end. None: nothing for a while, but still here."""
         while True:
+            newest = self._seq
             # A copy: the ring may turn while the reader is slow.
             for event in [e for e in self._kept if e.seq > after and session in ("", e.session)]:
                 yield event
-            after = max(after, self._seq)
+            after = max(after, newest)
+            if self._seq > after:
+                continue
             if self._more is None or self._more.done():
                 self._more = asyncio.get_running_loop().create_future()
             try:

@@ -17,7 +17,9 @@ collected. Whatever way it ends, what was sampled is recorded: a call that was c
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from hashlib import blake2b
@@ -25,10 +27,17 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import orjson
 
 from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayRequest
-from turngate.errors import BadRequest, Conflict, ContextOverflow, EngineError, NotFound, TurngateError
+from turngate.errors import (
+    BadRequest,
+    Conflict,
+    ContextOverflow,
+    EngineError,
+    EngineUnavailable,
+    NotFound,
+    TurngateError,
+)
 from turngate.fence import Fence
 from turngate.render import LastTurn, Reader, Renderer
 from turngate.store.journal import Journal
@@ -125,17 +134,20 @@ class Turns:
         self._notify = notify
 
     async def take(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
-        """One turn, from request to `Done`."""
+        """One turn, from request to `Done`. Cancelling the task that runs it aborts the turn, which is recorded."""
         self._admit(session, call)
-        if limit := session.limit_met(time.time()):
+        if limit := session.limit_met(time.time(), session.in_flight):
             for event in self._at_limit(session, limit):
                 yield event
             return
-        aborted: list[str] = []
-        abort = _aborter(aborted)
-        session.begin_call(abort)
+        task = asyncio.current_task()
+        assert task is not None
+        session.begin_call(task)
         try:
-            await self._fence.enter()
+            if limit := await self._pass_fence(session):
+                for event in self._at_limit(session, limit):
+                    yield event
+                return
             try:
                 session.require_open()
                 steps = self._relayed(session, call) if session.config.mode == "observe" else self._exact(session, call)
@@ -144,14 +156,20 @@ class Turns:
                         yield event
             finally:
                 self._fence.leave()
-        except asyncio.CancelledError:
-            if not aborted:
-                raise
-            # Cancelled by the session, not by the agent hanging up: the agent is told.
-            _uncancel()
-            raise Conflict(f"session {session.id} is {aborted[0]}; this call was aborted") from None
         finally:
-            session.end_call(abort, time.time())
+            session.end_call(task, time.time())
+
+    async def _pass_fence(self, session: Session) -> str:
+        """Wait while weights are loaded. A limit that is met meanwhile is told, and the fence is not passed."""
+        try:
+            async with asyncio.timeout_at(_loop_time(session.deadline())):
+                await self._fence.enter()
+        except TimeoutError:
+            return "seconds"
+        limit = session.limit_met(time.time(), session.in_flight - 1)
+        if limit:
+            self._fence.leave()
+        return limit
 
     def _admit(self, session: Session, call: Call) -> None:
         session.require_open()
@@ -167,7 +185,7 @@ class Turns:
         """The end of a session reads as a normal last answer: an empty or failed one would be retried."""
         session.stop = limit
         if session.config.at_limit == "conflict":
-            raise Conflict(f"session {session.id} is completed (limit {limit}); open a new one")
+            raise Conflict(f"this session is completed (limit {limit}); open a new one")
         self._notify(session, "limit", {"limit": limit})
         text = (
             f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
@@ -187,17 +205,25 @@ class Turns:
             for event in self._context_limit(session, len(prompt.ids), limits.context_tokens):
                 yield event
             return
+        room = self._room(session, call, len(prompt.ids))
+        if room < 1:
+            for event in self._at_limit(session, "sampled_tokens"):
+                yield event
+            return
         sampling = resolve_sampling(session, call)
-        request = self._request(session, call, prompt, sampling)
+        request = self._request(session, call, prompt, sampling, room)
         reader = renderer.reader(prompt.added, prompt.tools, call.stop, call.constraint, not call.parallel_tool_calls)
         draft = Draft(self._fence.version)
         finish: Finish = "abort"
         fault = ""
+        session.promised += room
         try:
             async with aclosing(_until(session.deadline(), engine.generate(request))) as chunks:
                 async for chunk in chunks:
                     for event in self._sampled(draft, chunk, reader, call, request):
                         yield event
+                    if chunk.finish == "abort":
+                        raise EngineUnavailable("the engine gave this generation up")
                     if chunk.finish is not None or reader.satisfied:
                         finish = "stop" if reader.satisfied else chunk.finish or "stop"
                         break
@@ -207,6 +233,7 @@ class Turns:
             fault = error.message
             raise
         finally:
+            session.promised -= room
             if finish == "abort" and (
                 draft.ids or not fault
             ):  # an engine that failed before its first token sampled nothing
@@ -220,6 +247,10 @@ class Turns:
                     sampling,
                     fault=fault or "aborted",
                 )
+        if finish == "length" and not draft.ids:
+            for event in self._at_limit(session, "seconds"):
+                yield event
+            return
         events, parsed = reader.finish()
         for event in events:
             yield event
@@ -242,7 +273,7 @@ class Turns:
     def _preamble(self, session: Session, call: Call) -> tuple[tuple[Tool, ...] | None, tuple[bytes, bytes, bytes]]:
         """Tools and template arguments, as a digest of their meaning: what all prompts of one line of work begin with."""
         raw = call.tools.raw if call.tools is not None else b""
-        kwargs = orjson.dumps({**call.template_kwargs, **session.config.template_kwargs}, option=orjson.OPT_SORT_KEYS)
+        kwargs = json.dumps({**call.template_kwargs, **session.config.template_kwargs}, sort_keys=True).encode()
         key = blake2b(raw, digest_size=DIGEST, key=b"tools").digest()
         tools = None
         if key not in session.tool_digests:
@@ -268,7 +299,7 @@ class Turns:
         if located.context is not None:
             parent, added = located.node, located.context.ids
         else:
-            kwargs = orjson.loads(preamble[2])
+            kwargs = json.loads(preamble[2])
             bridged = self._bridge(session, located, tools, kwargs, renderer)
             if bridged is not None:
                 parent, added = located.node, np.array(bridged, type_of_ids)
@@ -294,33 +325,35 @@ class Turns:
             LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open), new, tools, kwargs
         )
 
-    def _request(self, session: Session, call: Call, prompt: Prompt, sampling: Sampling) -> Generate:
+    def _room(self, session: Session, call: Call, size: int) -> int:
+        """How many tokens may be sampled after a prompt of `size`."""
+        limits, most = session.config.limits, self._settings.max_context
+        if most is not None and size >= most:
+            raise _overflow(most, size)
+        asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
+        room = [
+            asked,
+            None if most is None else most - size,
+            None if limits.context_tokens is None else limits.context_tokens - size,
+            # What other calls in flight may still sample is spoken for.
+            None
+            if limits.sampled_tokens is None
+            else limits.sampled_tokens - session.sampled_tokens - session.promised,
+        ]
+        return min((n for n in room if n is not None), default=4096)
+
+    def _request(self, session: Session, call: Call, prompt: Prompt, sampling: Sampling, room: int) -> Generate:
         assert self._renderer is not None
-        size = len(prompt.ids)
-        room = [n for n in (call.max_tokens,) if n is not None]
-        if self._settings.max_context is not None:
-            if size >= self._settings.max_context:
-                raise ContextOverflow(
-                    f"This model's maximum context length is {self._settings.max_context} tokens. "
-                    f"However, your messages resulted in {size} tokens. "
-                    "Please reduce the length of the messages.",
-                    param="messages",
-                )
-            room.append(self._settings.max_context - size)
-        limits = session.config.limits
-        if limits.context_tokens is not None:
-            room.append(limits.context_tokens - size)
-        if limits.sampled_tokens is not None:
-            room.append(limits.sampled_tokens - session.sampled_tokens)
         return Generate(
             prompt=prompt.ids,
-            max_tokens=min(room, default=4096),
+            max_tokens=room,
             sampling=sampling,
             stop=call.stop,
             stop_ids=self._renderer.stop_ids,
             constraint=call.constraint,
             stream=call.stream,
             session=session.id,
+            request_id=f"turngate-{uuid.uuid4().hex}",
             cache_salt=f"v{self._fence.version}",
             echo_prompt=self._settings.echo_prompt,
         )
@@ -351,10 +384,7 @@ class Turns:
     def _context_limit(self, session: Session, size: int, limit: int) -> list[ReplyEvent]:
         if session.config.at_limit == "conflict":
             session.stop = "context_tokens"
-            raise ContextOverflow(
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {size} tokens.",
-                param="messages",
-            )
+            raise _overflow(limit, size)
         return self._at_limit(session, "context_tokens")
 
     # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
@@ -371,12 +401,9 @@ class Turns:
         )
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
+        asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
         request = RelayRequest(
-            body=call.body,
-            model=session.config.model or "",
-            sampling=pinned,
-            max_tokens=call.max_tokens,
-            session=session.id,
+            body=call.body, model=session.config.model or "", sampling=pinned, max_tokens=asked, session=session.id
         )
         draft = Draft(self._fence.version)
         draft.capture = "text"
@@ -398,6 +425,8 @@ class Turns:
                         draft.take(chunk.ids, chunk.logprobs, self._fence.version)
                     elif chunk.logprobs:
                         draft.capture = "logprobs"
+                    if chunk.finish == "abort":
+                        raise EngineUnavailable("the endpoint gave this generation up")
                     usage = chunk.usage or usage
                     finish = chunk.finish or finish
         except TimeoutError:
@@ -473,7 +502,9 @@ class Turns:
         try:
             await self._journal.commit(turn)
         except asyncio.CancelledError as error:
-            cancelled = error  # durable all the same, so the tree has to know it
+            cancelled = error  # durable all the same, so the tree has to know it; but nobody will be told of it
+            sampled.delivered = False
+            self._journal.mark_undelivered(session.key, sampled.id)
         if new_context:
             trace.add_context(context)
         trace.add_sampled(sampled)
@@ -524,14 +555,13 @@ async def _until(
 
     Only the waiting is timed, never the consumer, which may be busy writing to a slow agent when the time comes.
     """
-    if deadline is not None:
-        deadline += asyncio.get_running_loop().time() - time.time()
+    end = _loop_time(deadline)
     async with AsyncExitStack() as stack:
-        async with asyncio.timeout_at(deadline):
+        async with asyncio.timeout_at(end):
             items = await stack.enter_async_context(stream)
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(end):
                     item = await anext(items)
             except StopAsyncIteration:
                 return
@@ -586,20 +616,15 @@ def _context_info(prompt: Prompt) -> ContextInfo:
     )
 
 
-def _aborter(reasons: list[str]) -> Callable[[str], None]:
-    """A callback that ends the call now running in this task, saying why."""
-    task = asyncio.current_task()
-    assert task is not None
-
-    def abort(reason: str) -> None:
-        if not reasons:
-            reasons.append(reason)
-            task.cancel()
-
-    return abort
+def _loop_time(moment: float | None) -> float | None:
+    """A wall-clock moment on the event loop's own clock."""
+    return None if moment is None else moment - time.time() + asyncio.get_running_loop().time()
 
 
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    task.uncancel()
+def _overflow(most: int, size: int) -> ContextOverflow:
+    """In the words that agents look for."""
+    return ContextOverflow(
+        f"This model's maximum context length is {most} tokens. However, your messages resulted in {size} tokens. "
+        "Please reduce the length of the messages.",
+        param="messages",
+    )

@@ -7,7 +7,7 @@ except where a JSON value is the data itself (tool schemas, tool wire form).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 Mode = Literal["exact", "observe"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Capture = Literal["tokens", "logprobs", "text"]
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 NO_IDS: Ids = np.empty(0, type_of_ids)
 NO_LOGPROBS: Logprobs = np.empty(0, type_of_logprobs)
@@ -88,10 +91,10 @@ class Constraint(msgspec.Struct, frozen=True):
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What one session may use. None: no limit."""
 
-    turns: int | None = None
-    sampled_tokens: int | None = None
-    context_tokens: int | None = None
-    seconds: float | None = None
+    turns: Count | None = None
+    sampled_tokens: Count | None = None
+    context_tokens: Count | None = None
+    seconds: Seconds | None = None
 
 
 class History(Protocol):

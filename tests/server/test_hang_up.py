@@ -274,23 +274,37 @@ async def test_a_gateway_that_is_started_again_knows_what_it_knew(durability: st
         assert len(await g.samples(session.id)) == 1
 
 
-async def test_hanging_up_while_the_turn_is_being_written(tmp_path: Path) -> None:
-    """The write cannot be taken back. So the turn is there, in the file and in the running gateway alike, and marked as not received."""
-    async with gateway([say("Hello there."), say("Again.")], data=tmp_path, durability="disk") as g:
-        session = await g.open()
-        with g.locked_database():
-            task = g.start(g.ask(session.key, HI))
-            await until(lambda: g.engine.received and not g.engine.in_flight)
-            await hang_up(task)
-            await asyncio.sleep(0.05)
-        await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
-        await until(lambda: g.app.control.find(session.id).in_flight == 0)
+async def hung_up_while_writing(g: Running) -> Opened:
+    """A session whose agent left while its turn was on the way to the disk, from where it could not be called back."""
+    session = await g.open()
+    with g.locked_database():
+        task = g.start(g.ask(session.key, HI))
+        await until(lambda: g.engine.received and not g.engine.in_flight)
+        await hang_up(task)
+        await asyncio.sleep(0.05)
+    await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
+    await until(lambda: g.app.control.find(session.id).in_flight == 0)
+    return session
+
+
+async def test_hanging_up_while_the_turn_is_written_leaves_gateway_and_file_of_one_mind(tmp_path: Path) -> None:
+    async with gateway([say("Hello there.")], data=tmp_path, durability="disk") as g:
+        session = await hung_up_while_writing(g)
         running = await g.trace(session.id)
-    async with gateway([say("Again.")], data=tmp_path, durability="disk") as g:
-        restarted = await g.trace(session.id)
-        assert running["nodes"] == restarted["nodes"]
+    async with gateway(data=tmp_path, durability="disk") as g:
+        assert (await g.trace(session.id))["nodes"] == running["nodes"] != []
+
+
+async def test_an_answer_that_was_written_but_never_sent_is_marked_so() -> None:
+    """The agent asks again and gets another answer: that one is the main line, and the first is not trained."""
+    async with gateway([say("Lost."), say("Got.")], durability="disk") as g:
+        session = await hung_up_while_writing(g)
         [turn] = await g.turns(session.id)
         assert not turn["delivered"] or turn["role"] == "aborted"
+        assert (await g.ask(session.key, HI)).content == "Got."
+        roles = [t["role"] for t in await g.turns(session.id)]
+        assert roles[0] in ("superseded", "aborted") and roles[1] == "main"
+        assert len(await g.samples(session.id)) == 1
 
 
 async def test_sealing_while_a_turn_is_being_written_does_not_pass_it_off_as_received(tmp_path: Path) -> None:

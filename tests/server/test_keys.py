@@ -77,9 +77,9 @@ async def test_only_bearer_tokens_count() -> None:
             assert (await bare.post("/v1/chat/completions", json=CALL, headers=headers)).status_code == 401
         assert (await bare.post(f"/v1/chat/completions?api_key={session.key}", json=CALL)).status_code == 401
         for strange in (b"Bearer \xff\xfe", b"Bearer \xe2\x82\xac", b"Bearer"):
-            response = await bare.post("/v1/chat/completions", json=CALL, headers={"authorization": strange})
+            response = await bare.post("/v1/chat/completions", json=CALL, headers={b"authorization": strange})
             assert response.status_code == 401
-            assert (await bare.get("/admin/sessions", headers={"authorization": strange})).status_code == 401
+            assert (await bare.get("/admin/sessions", headers={b"authorization": strange})).status_code == 401
         for scheme in ("Bearer", "bearer"):
             headers = {"authorization": f"{scheme} {session.key}"}
             assert (await bare.post("/v1/chat/completions", json=CALL, headers=headers)).status_code == 200
@@ -241,7 +241,7 @@ async def rich_run(g: Running) -> tuple[Wire, Opened, Opened]:
 
 def rich_script(request: Any, index: int) -> Any:
     text = say("<think>\nHm.\n</think>\n\nLook." + calls(("read_file", {"path": "a"}))) if index == 0 else say("Fine.")
-    faults = {
+    faults: dict[str, Any] = {
         "busy": {"busy": True},
         "gone": {"fail_before": True},
         "overflow": {"overflow": True},
@@ -262,7 +262,11 @@ async def test_no_token_log_probability_or_secret_is_in_anything_that_an_agent_g
         numbers, ids = [], []
         for turn in await g.turns(session.id):
             numbers += [repr(p) for p in turn["logprobs"] or []] + [f"{p:.4f}" for p in turn["logprobs"] or []]
-            ids += [json.dumps(turn["ids"]), json.dumps(turn["ids"], separators=(",", ":")), " ".join(map(str, turn["ids"]))]
+            ids += [
+                json.dumps(turn["ids"]),
+                json.dumps(turn["ids"], separators=(",", ":")),
+                " ".join(map(str, turn["ids"])),
+            ]
         prompt = g.engine.received[0].prompt
         numbers += [repr(p) for p in derived_logprobs(prompt, list(say("Fine.").ids))]
         assert numbers and ids and wire.find(*numbers, *ids, json.dumps(prompt.tolist())[1:60]) == []

@@ -11,10 +11,24 @@ import openai
 import pydantic
 import pytest
 
+from tests.kit import (
+    WAYS,
+    Heard,
+    Json,
+    Running,
+    calls,
+    gateway,
+    joined,
+    renderer,
+    result,
+    say,
+    spelled,
+    tokenizer,
+    tool,
+    user,
+)
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
-
-from tests.kit import WAYS, Heard, Json, Running, calls, gateway, joined, renderer, result, say, spelled, tokenizer, tool, user
 
 SYSTEM = {"role": "system", "content": "You are a careful engineer."}
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -51,9 +65,7 @@ async def test_a_reply_has_the_shape_of_a_providers() -> None:
         assert reply.choices[0].index == 0 and reply.choices[0].message.role == "assistant"
         chunks = [
             c
-            async for c in await client.chat.completions.create(
-                model="some-model", messages=[user("Hi")], stream=True
-            )
+            async for c in await client.chat.completions.create(model="some-model", messages=[user("Hi")], stream=True)
         ]
         assert {c.id for c in chunks} == {chunks[0].id} and chunks[0].id != reply.id
         assert {(c.object, c.model) for c in chunks} == {("chat.completion.chunk", "some-model")}
@@ -109,8 +121,11 @@ async def test_an_answer_of_nothing_is_an_empty_string(way: str) -> None:
 async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
     """The whole life of a small agent: parallel calls, results, thinking, an answer, another question."""
     script = [
-        say("<think>\nI should look.\n</think>\n\nLet me see." + calls(("read_file", {"path": "a.py"}), ("read_file", {"path": "b.py"}))),
-        say(calls(("write_file", {"path": "c.py", "text": "x = \"1\"\n"}))),
+        say(
+            "<think>\nI should look.\n</think>\n\nLet me see."
+            + calls(("read_file", {"path": "a.py"}), ("read_file", {"path": "b.py"}))
+        ),
+        say(calls(("write_file", {"path": "c.py", "text": 'x = "1"\n'}))),
         say("<think>\nDone now.\n</think>\n\nAll done."),
         say(calls(("read_file", {"path": "c.py"}))),
         say("It says x."),
@@ -160,6 +175,35 @@ async def test_a_call_that_is_not_json_is_delivered_as_text_and_not_dropped(way:
         heard = await g.ask(session.key, "Hi", way, tools=[tool()])
         assert (heard.calls, heard.finish) == ([], "stop")
         assert heard.content.startswith("Well:") and heard.content.endswith(broken)
+
+
+STRANGE = {
+    "a lone surrogate in arguments given as text": r'{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}',
+    "a lone surrogate": r'{"name": "f", "arguments": {"a": "\ud800"}}',
+    "a lone surrogate in the name": r'{"name": "\ud800", "arguments": {}}',
+    "an escape that JSON does not have": r'{"name": "f", "arguments": "\q"}',
+    "a number that JSON does not have": '{"name": "f", "arguments": {"a": NaN}}',
+    "a number too large": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
+    "arguments that are no object": '{"name": "f", "arguments": [1, "x", null]}',
+    "a pit without a bottom": '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+    "a list": "[1]",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+async def test_whatever_the_model_writes_into_a_call_the_turn_is_delivered_and_recorded(case: str) -> None:
+    text = f"<tool_call>\n{STRANGE[case]}\n</tool_call>"
+    async with gateway([say(text), say("Next.")]) as g:
+        session = await g.open()
+        heard = await g.ask(session.key, "Hi", "async stream", tools=[tool("f")], max_tokens=10_000)
+        assert heard.calls or heard.content
+        [turn] = await g.turns(session.id)
+        assert turn["ids"] == list(say(text).ids) and turn["role"] == "main"
+        # And the agent can go on from it, whatever it made of the call.
+        answers = [result(c, "x") for c in heard.calls] or [user("Go on")]
+        await g.ask(session.key, [user("Hi"), heard.message(), *answers], tools=[tool("f")])
+        assert len(await g.samples(session.id)) == 1
 
 
 @every_way
@@ -260,9 +304,7 @@ async def test_required_and_not_parallel_means_one_call_for_agent_engine_and_tra
     two = [{"name": "read_file", "arguments": {"path": p}} for p in "ab"]
     async with gateway([say(json.dumps(two))]) as g:
         session = await g.open()
-        heard = await g.ask(
-            session.key, "Go", way, tools=[tool()], tool_choice="required", parallel_tool_calls=False
-        )
+        heard = await g.ask(session.key, "Go", way, tools=[tool()], tool_choice="required", parallel_tool_calls=False)
         assert len(heard.calls) == 1
         constraint = g.engine.received[0].constraint
         assert constraint is not None and constraint.schema.get("maxItems") == 1
@@ -354,7 +396,11 @@ async def test_an_agent_that_spells_its_history_anew_stays_on_its_branch() -> No
         spelled_anew = {"name": "read_file", "arguments": '{"lines":3.0,"path":"a"}'}
         history = [
             {"role": "user", "content": [{"type": "text", "text": "Read a "}]},
-            {"role": "assistant", "content": "", "tool_calls": [{"id": "x1", "type": "function", "function": spelled_anew}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "x1", "type": "function", "function": spelled_anew}],
+            },
             {"role": "tool", "tool_call_id": "x1", "content": [{"type": "text", "text": "A"}]},
         ]
         await g.ask(session.key, history, tools=[tool()])
@@ -473,14 +519,14 @@ async def test_models_are_listed_and_found() -> None:
         assert model.id == "policy-1" and model.object == "model" and model.owned_by == "turngate"
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("gpt-4o")
-        own = await g.open(model="mine")
-        assert [m.id async for m in g.client(own.key).models.list()] == ["mine"]
 
 
 async def test_a_gateway_without_a_model_name_lists_what_its_engine_serves() -> None:
     async with gateway() as g:
         session = await g.open()
         assert [m.id async for m in g.client(session.key).models.list()] == ["scripted"]
+        own = await g.open(model="mine")
+        assert [m.id async for m in g.client(own.key).models.list()] == ["mine"]
 
 
 @pytest.mark.parametrize("prefix", ["/s/{id}/v1", "/s/{id}", "/v1/rollouts/{id}"])

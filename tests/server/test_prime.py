@@ -87,6 +87,18 @@ async def test_a_bad_body_is_unprocessable(body: Json, named: str) -> None:
         assert response.status_code == 422 and named in response.text
 
 
+async def test_a_model_that_is_not_served_is_unprocessable() -> None:
+    async with gateway(model="policy-1") as g:
+        response = await post(g, "r1", "register", {"model": "other"})
+        assert response.status_code == 422 and "policy-1" in response.text
+
+
+@pytest.mark.parametrize("wrong", ["-a", "a b", "é"])
+async def test_a_rollout_id_that_cannot_be_one_is_unprocessable(wrong: str) -> None:
+    async with gateway() as g:
+        assert (await post(g, wrong, "register", {"model": "m"})).status_code == 422
+
+
 async def test_a_body_that_is_no_json_is_unprocessable() -> None:
     async with gateway() as g:
         response = await g.admin.post("/v1/rollouts/r1/register", content=b"{")

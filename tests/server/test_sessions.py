@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,21 @@ async def test_a_setting_that_does_not_exist_or_does_not_fit_is_refused_by_its_n
         assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
 
 
+async def test_a_session_cannot_be_opened_for_a_model_that_is_not_served() -> None:
+    async with gateway(model="policy-1") as g:
+        response = await g.admin.post("/admin/sessions", json={"model": "other"})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "model"
+        assert "policy-1" in response.json()["error"]["message"]
+        assert (await g.admin.post("/admin/sessions", json={"model": "policy-1"})).status_code == 201
+
+
+async def test_a_session_cannot_be_opened_in_a_mode_that_is_not_served() -> None:
+    async with gateway() as g:
+        response = await g.admin.post("/admin/sessions", json={"mode": "observe"})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "mode"
+        assert "exact" in response.json()["error"]["message"]
+
+
 async def test_limits_that_can_never_be_kept_are_refused_when_they_are_set() -> None:
     async with gateway() as g:
         for name in ("turns", "sampled_tokens", "context_tokens", "seconds"):
@@ -90,7 +105,8 @@ async def test_sessions_are_listed_newest_first_page_by_page_and_by_status() -> 
         await g.cancel("s4")
 
         async def listed(**query: Any) -> list[Json]:
-            return (await g.admin.get("/admin/sessions", params=query)).json()["sessions"]
+            page: list[Json] = (await g.admin.get("/admin/sessions", params=query)).json()["sessions"]
+            return page
 
         assert [s["id"] for s in await listed()] == opened[::-1]
         first = await listed(limit=3)
@@ -151,7 +167,12 @@ async def test_the_trace_tells_everything_about_a_turn() -> None:
         assert (context["kind"], context["parent"], context["cause"]) == ("context", None, None)
         assert context["messages"] == HI and context["ids"] == g.engine.received[0].prompt.tolist()
         assert trace["preambles"][context["preamble"]]["tools"] == [tool()]
-        assert (turn["kind"], turn["parent"], turn["role"], turn["finish"]) == ("sampled", context["id"], "main", "tool_calls")
+        assert (turn["kind"], turn["parent"], turn["role"], turn["finish"]) == (
+            "sampled",
+            context["id"],
+            "main",
+            "tool_calls",
+        )
         assert turn["message"]["content"] == heard.content and turn["message"]["reasoning"] == "Hm."
         assert turn["message"]["tool_calls"][0]["id"] == heard.calls[0].id
         assert turn["sampling"] == {"temperature": 0.7, "seed": 3} and turn["biases"] == []
@@ -184,7 +205,13 @@ async def test_each_sampled_token_is_trained_once_however_many_branches_share_it
 
 # ── pinned sampling, and sampling that biases ───────────────────────────────────────────────────────────────────────
 
-AGENT = {"temperature": 0.3, "top_p": 0.9, "presence_penalty": 1.0, "seed": 7, "extra_body": {"top_k": 20, "min_p": 0.1}}
+AGENT: dict[str, Any] = {
+    "temperature": 0.3,
+    "top_p": 0.9,
+    "presence_penalty": 1.0,
+    "seed": 7,
+    "extra_body": {"top_k": 20, "min_p": 0.1},
+}
 
 
 async def test_by_default_what_would_bias_the_samples_is_not_applied() -> None:
@@ -282,14 +309,14 @@ async def test_a_live_session_goes_on_after_a_restart_with_exact_ids(tmp_path: P
 
 
 async def test_sessions_that_nobody_uses_are_sealed() -> None:
-    async with gateway(engine=Gated([say("Hello.")]), idle_s=0.2) as g:
+    async with gateway(engine=Gated([say("Hello.")]), idle_s=0.4) as g:
         idle, busy = await g.open(), await g.open()
         task = g.start(g.ask(busy.key, HI))
         await until(lambda: g.gated.waiting)
         await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", idle.id) == [("sealed",)])
         shown = await g.show(idle.id)
         assert (shown["status"], shown["stop"]) == ("sealed", "idle")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.5)
         assert (await g.show(busy.id))["status"] == "open"  # a call under way is use
         g.gated.gate.set()
         assert (await task).content == "Hello."
@@ -299,7 +326,7 @@ async def test_sessions_that_nobody_uses_are_sealed() -> None:
 async def test_sessions_from_before_a_restart_expire_too_but_not_at_once(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
         session = await g.open()
-    async with gateway(data=tmp_path, idle_s=0.3) as g:
+    async with gateway(data=tmp_path, idle_s=0.5) as g:
         assert (await g.show(session.id))["status"] == "open"
         await until(lambda: g.rows("SELECT status FROM sessions") == [("sealed",)])
 
@@ -310,7 +337,9 @@ async def test_one_damaged_session_does_not_keep_the_others_from_expiring(tmp_pa
         await g.ask(damaged.key, HI)
         await g.ask(sound.key, HI)
         with g.app.store._writing() as db:
-            db.execute("UPDATE nodes SET ids=zeroblob(8) WHERE session=(SELECT key FROM sessions WHERE id=?)", (damaged.id,))
+            db.execute(
+                "UPDATE nodes SET ids=zeroblob(8) WHERE session=(SELECT key FROM sessions WHERE id=?)", (damaged.id,)
+            )
     async with gateway(data=tmp_path, idle_s=0.1) as g:
         await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", sound.id) == [("sealed",)])
 
@@ -333,7 +362,7 @@ async def test_a_damaged_trace_is_refused_and_never_handed_out(tmp_path: Path) -
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def followed(g: Running, path: str, **headers: str) -> AsyncIterator[Json]:
+async def followed(g: Running, path: str, **headers: str) -> AsyncGenerator[Json, None]:
     """The events that a follower gets, one by one."""
     async with g.admin.stream("GET", path, headers=headers) as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")

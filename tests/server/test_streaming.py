@@ -105,11 +105,10 @@ async def test_the_end_waits_for_the_database(stream: bool) -> None:
     """While the turn cannot be committed, all of its text may be out, but not its end: agents exit on that."""
     async with gateway([say("Hello there.")], durability="disk") as g:
         session = await g.open()
+        chunks: list[Any] = []
         with g.locked_database():
             if stream:
-                reply = await begin(g, session.key)
-                chunks: list[Any] = []
-                reading = g.start(_collect(reply, chunks))
+                reading: asyncio.Task[Any] = g.start(_collect(await begin(g, session.key), chunks))
                 await until(lambda: joined(chunks).content == "Hello there.")
             else:
                 reading = g.start(g.ask(session.key, "Hi"))
@@ -153,7 +152,7 @@ async def test_the_clients_stream_helper_takes_signs_of_life() -> None:
         asyncio.get_running_loop().call_later(0.1, g.gated.gate.set)
         async with g.client(session.key).chat.completions.stream(model="m", messages=HI, tools=[tool()]) as stream:
             final = await stream.get_final_completion()
-        [call] = final.choices[0].message.tool_calls or ()
+        [call] = final.choices[0].message.tool_calls or []
         assert call.function.name == "read_file"
 
 

@@ -33,6 +33,8 @@ from turngate.types import (
 
 # A raw field that was left out reads like one that is null.
 ABSENT = msgspec.Raw(b"null")
+# What decoding raises: wrong types or syntax, bytes that are no UTF-8, nesting without end.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -126,7 +128,7 @@ class ChatHistory:
         where = f"messages[{index}]"
         try:
             wire = _message.decode(self.raws[index])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BadRequest(f"{where}: {_reason(error)}", param=where) from None
         return (_decode_message(wire, where),)
 
@@ -140,7 +142,7 @@ class ChatTools:
     def decode(self) -> tuple[Tool, ...]:
         try:
             wires = msgspec.json.decode(self.raw, type=list[dict[str, Any]])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BadRequest(f"tools: {_reason(error)}", param="tools") from None
         return tuple(_decode_tool(wire, f"tools[{n}]") for n, wire in enumerate(wires))
 
@@ -160,7 +162,7 @@ class Chat:
             request = _request.decode(body)
         except msgspec.ValidationError as error:
             raise BadRequest(_reason(error), param=_param(error)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_what_we_do_not_do(request)
         if not request.messages:
@@ -372,8 +374,11 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
     """What the output is forced into, and whether the tools are offered at all."""
-    choice: Json = orjson.loads(bytes(request.tool_choice))
-    forced = _tool_choice(choice, tools)
+    try:
+        choice: Json = msgspec.json.decode(request.tool_choice)
+    except UNREADABLE as error:
+        raise BadRequest(f"tool_choice: {_reason(error)}", param="tool_choice") from None
+    forced = _tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     shape = _response_format(request)
     if forced is not None and shape is not None:
         raise BadRequest(
@@ -382,14 +387,15 @@ def _constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint 
     return forced or shape, choice != "none"
 
 
-def _tool_choice(choice: Json, tools: ChatTools | None) -> Constraint | None:
+def _tool_choice(choice: Json, tools: ChatTools | None, *, parallel: bool) -> Constraint | None:
     match choice:
         case None | "auto" | "none":
             return None
         case "required":
             offered = _offered(tools)
             calls = [_call_schema(tool) for tool in offered]
-            return Constraint("tools", {"type": "array", "minItems": 1, "items": {"anyOf": calls}})
+            most = {} if parallel else {"maxItems": 1}
+            return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
         case {"type": "function", "function": {"name": str(name)}}:
             tool = next((t for t in _offered(tools) if t.name == name), None)
             if tool is None:
@@ -437,7 +443,7 @@ def _response_format(request: _Request) -> Constraint | None:
         return None
     try:
         form = msgspec.json.decode(request.response_format, type=_ResponseFormat)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadRequest(f"response_format: {_reason(error)}", param="response_format") from None
     if form.type == "text":
         return None
@@ -486,7 +492,7 @@ def _error(error: TurngateError) -> Json:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.kind}}
 
 
-def _reason(error: msgspec.DecodeError) -> str:
+def _reason(error: Exception) -> str:
     """msgspec's message with our field names: `max_tokens: Expected `int | null`, got `str``."""
     text = str(error)
     found = re.search(r" - at `\$?\.?(.*)`$", text)

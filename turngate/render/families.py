@@ -108,9 +108,12 @@ class FamilyRenderer:
         return self._made[key]
 
     def _make(self, kwargs: dict[str, Json]) -> Any:
-        config = config_from_name(self._family)
+        try:
+            config = config_from_name(self._family)
+        except ValueError as error:
+            raise ConfigError(f"family: {error}", param="family") from None
         if config is None:
-            raise ConfigError(f"no renderer family {self._family!r}", param="family")
+            raise ConfigError(f"family: {self._family!r} is not a family", param="family")
         values = {"thinking_retention": "all", **kwargs}
         try:
             return create_renderer(self.tokenizer, type(config)(**values))

@@ -58,7 +58,7 @@ def _json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
     """One `{"name": …, "arguments": …}` object; the arguments stay the very text that was sampled."""
     try:
         call = _hermes.decode(text.encode("utf-8", "surrogatepass"))
-    except (msgspec.DecodeError, UnicodeError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise Malformed(str(error)) from None
     raw = bytes(call.parameters or call.arguments).decode()
     if raw.startswith('"'):  # arguments as a JSON string: its content is what the tool gets
@@ -126,7 +126,7 @@ def _list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
                 _json_call(bytes(raw).decode(), tools)
                 for raw in msgspec.json.decode(text.encode(), type=list[msgspec.Raw])
             ]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Malformed(str(error)) from None
     if found := re.match(r"([\w.-]+)\[ARGS\](\{.*\})$", text, re.S):
         _require_json(found[2])

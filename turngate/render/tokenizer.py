@@ -38,7 +38,7 @@ class Tokenizer:
         self.name_or_path = name or str(folder)
         spec = _read_json(folder / "tokenizer.json")
         config = _read_json(folder / "tokenizer_config.json", optional=True)
-        self._backend = Backend.from_file(str(folder / "tokenizer.json"))
+        self._backend = _backend(folder / "tokenizer.json")
         # A chat render may exceed any length limit that was saved with the tokenizer; the gateway checks context itself.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -333,8 +333,17 @@ def _read_json(path: Path, *, optional: bool = False) -> Json:
         raise ConfigError(
             f"tokenizer: {path} does not exist; give a folder that holds tokenizer.json", param="tokenizer"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"tokenizer: {path} cannot be read ({error.strerror})", param="tokenizer") from None
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"tokenizer: {path} is not valid JSON ({error})", param="tokenizer") from None
+
+
+def _backend(path: Path) -> Backend:
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise ConfigError(f"tokenizer: {path} is not a tokenizer ({error})", param="tokenizer") from None
 
 
 def _token_text(value: Json) -> str | None:

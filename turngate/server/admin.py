@@ -107,11 +107,10 @@ class Admin:
         session_id = request.path_params.get("id", "")
         if session_id:
             self._control.find(session_id)
-        after = request.headers.get("last-event-id") or request.query_params.get("after", "0")
-        if not after.isdigit():
-            raise BadRequest(f"after: {after!r} is not a whole number", param="after")
+        resumed = request.headers.get("last-event-id", "")
+        after = int(resumed) if resumed.isascii() and resumed.isdigit() else whole_number(request, "after", 0) or 0
         return StreamingResponse(
-            self._events(session_id, int(after)), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            self._events(session_id, after), media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
 
     async def _events(self, session_id: str, after: int) -> AsyncIterator[bytes]:

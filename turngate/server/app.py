@@ -161,6 +161,8 @@ class Gateway:
             Route("/s/{id}/v1/models", self._models),
             Route("/v1/rollouts/{id}/models", self._models),
             Route("/v1/models/{model:path}", self._models),
+            Route("/s/{id}/v1/models/{model:path}", self._models),
+            Route("/v1/rollouts/{id}/models/{model:path}", self._models),
             *Admin(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
         ]

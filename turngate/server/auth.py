@@ -26,8 +26,8 @@ def admin_key(data: Path) -> str:
             raise ConfigError(
                 f"data: {path} can be read by others; chmod 600 it, or delete it for a new key", param="data"
             )
-        key = path.read_text(encoding="utf-8").strip()
-        if len(key) < 16:
+        key = path.read_bytes().decode("utf-8", "replace").strip()
+        if len(key) < 16 or not (key.isascii() and key.isprintable()):
             raise ConfigError(f"data: {path} holds no usable key; delete it for a new one", param="data")
         return key
     key = "tga-" + secrets.token_urlsafe(32)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 
 from turngate.control import Control
 from turngate.dialects import Dialect
-from turngate.errors import TurngateError
+from turngate.errors import Conflict, Stopping, TurngateError
 from turngate.server.asgi import EventStream, HungUp, Receive, Scope, Send, Watch, headers_of, read_body, respond
 from turngate.server.auth import Auth
 from turngate.trace.session import Session
@@ -50,11 +51,7 @@ class ModelCalls:
             body = await read_body(receive, headers, self._max_body)
             call = dialect.decode(body, headers)
             with Watch(receive) as watch:
-                try:
-                    await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch)
-                except asyncio.CancelledError:
-                    if not watch.gone:
-                        raise
+                await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch)
         except TurngateError as error:
             await respond_error(send, dialect, error)
         except HungUp:
@@ -66,10 +63,11 @@ class ModelCalls:
 
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         done = None
-        async with aclosing(self._turns.take(session, call)) as events:
-            async for event in events:
-                if isinstance(event, Done):
-                    done = event
+        with _cancellation_told(session, watch):
+            async with aclosing(self._turns.take(session, call)) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        done = event
         assert done is not None, "a turn ends with Done or an error"
         self._note_lost(session, done, watch)
         await respond(send, 200, dialect.whole(call, done))
@@ -78,13 +76,12 @@ class ModelCalls:
         encoder = dialect.stream(call)
         with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s) as stream:
             try:
-                async with aclosing(self._turns.take(session, call)) as events:
-                    async for event in events:
-                        if isinstance(event, Done):
-                            self._note_lost(session, event, watch)
-                            await stream.write(encoder.event(event), last=True)
-                        else:
-                            await stream.write(encoder.event(event))
+                with _cancellation_told(session, watch):
+                    async with aclosing(self._turns.take(session, call)) as events:
+                        async for event in events:
+                            if isinstance(event, Done):
+                                self._note_lost(session, event, watch)
+                            await stream.write(encoder.event(event), last=isinstance(event, Done))
             except TurngateError as error:
                 if not stream.started:
                     raise
@@ -93,6 +90,24 @@ class ModelCalls:
     def _note_lost(self, session: Session, done: Done, watch: Watch) -> None:
         if watch.gone and done.node is not None:
             self._control.undelivered(session, done.node)
+
+
+@contextmanager
+def _cancellation_told(session: Session, watch: Watch) -> Iterator[None]:
+    """Why this task was cancelled: its caller hung up, or its session was ended, which the caller is told."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not (watch.gone or session.ending):
+            raise
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        if watch.gone:
+            raise HungUp from None
+        if session.ending == "stopping":
+            raise Stopping("the gateway is being stopped; repeat this call in a moment") from None
+        raise Conflict(f"this session is {session.ending}; the call was aborted") from None
 
 
 async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> None:

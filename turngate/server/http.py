@@ -52,7 +52,7 @@ def whole_number(request: Request, name: str, default: int | None = None) -> int
     text = request.query_params.get(name)
     if text is None:
         return default
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise BadRequest(f"{name}: {text!r} is not a whole number", param=name)
     return int(text)
 

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from turngate.control import Control
 from turngate.dialects import Chat
-from turngate.errors import TurngateError, Unprocessable
+from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, body, error_reply, reply
 from turngate.trace.roles import roles
@@ -70,10 +70,14 @@ class Prime:
             mode=self._control.default_mode,
             limits=Limits(turns=None if wanted.max_turns < 0 else wanted.max_turns, context_tokens=wanted.max_seq_len),
             sampling=_sampling(wanted.sampling_params),
+            max_tokens=_max_tokens(wanted.sampling_params),
             metadata={"prime": msgspec.to_builtins(wanted)},
             at_limit="conflict",
         )
-        session, secret = self._control.open(config, request.path_params["id"])
+        try:
+            session, secret = self._control.open(config, request.path_params["id"])
+        except BadRequest as error:
+            raise Unprocessable(error.message, param=error.param) from None
         return reply(
             {
                 "rollout_id": session.id,
@@ -135,6 +139,15 @@ def _sampling(params: dict[str, Any]) -> dict[str, Json]:
     except msgspec.ValidationError as error:
         raise Unprocessable(f"sampling_params: {error}", param="sampling_params") from None
     return found
+
+
+def _max_tokens(params: dict[str, Any]) -> int | None:
+    value = params.get("max_tokens", params.get("max_completion_tokens"))
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise Unprocessable(
+            f"sampling_params.max_tokens: {value!r} is not a whole number above 0", param="sampling_params"
+        )
+    return value
 
 
 def _main_turns(session: Session) -> list[Sampled]:

@@ -34,7 +34,19 @@ def run(config: ServeConfig) -> None:
         server_header=False,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(gateway, uvicorn.Server(uvicorn_config), listener))
+        runner.run(_serve(gateway, _Server(uvicorn_config, gateway), listener))
+
+
+class _Server(uvicorn.Server):
+    """Ends calls in flight itself when told to stop, so that what they sampled is recorded and their agents are told."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._gateway.control.stop()
+        await super().shutdown(sockets)
 
 
 async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:

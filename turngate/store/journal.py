@@ -37,6 +37,10 @@ class Journal:
                 raise error from None
             raise
 
+    def mark_undelivered(self, session: int, node: int) -> None:
+        """The turn is stored, but its last byte never reached the agent."""
+        self._store.mark_undelivered(session, node)
+
     def require_writable(self) -> None:
         """Refuse a call early when the last write failed and the store still cannot be written."""
         if self._failed:

@@ -207,6 +207,7 @@ class Store:
         """The session with its whole trace, checked."""
         session = Session(row.id, row.key, row.config, row.opened)
         session.status, session.stop = row.status, row.stop
+        session.truncated = row.stop == "context_tokens"
         with self._reading() as db:
             rows = db.execute(
                 "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id",

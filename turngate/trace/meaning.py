@@ -7,6 +7,7 @@ message's meaning (decoded only when asked for) and a digest of each raw prefix 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -88,7 +89,8 @@ def reasoning_digest(reasoning: str) -> bytes:
 
 
 def tools_meaning(wire: Json) -> bytes:
-    return blake2b(orjson.dumps(wire, option=orjson.OPT_SORT_KEYS), digest_size=DIGEST).digest()
+    # The standard library's encoder, since schemas may hold numbers that no 64 bits can.
+    return blake2b(json.dumps(wire, sort_keys=True).encode(), digest_size=DIGEST).digest()
 
 
 def _plain(message: Message, call_order: dict[str, int]) -> list[Json]:

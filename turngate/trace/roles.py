@@ -22,7 +22,7 @@ def roles(trace: Trace) -> dict[int, TurnRole]:
     for turn in trace.turns():
         if turn.info.finish == "abort":
             found[turn.id] = "aborted"
-        elif turn.id in superseded:
+        elif turn.id in superseded or (not turn.delivered and not turn.children):
             found[turn.id] = "superseded"
         else:
             found[turn.id] = lines[path(turn)[0].id]
@@ -56,7 +56,7 @@ def _superseded(trace: Trace) -> set[int]:
             if answer.children:
                 continue
             retried = any(_repeats(later) for later in answers[n + 1 :])
-            if kept or retried or not answer.delivered:
+            if kept or retried:
                 out.add(answer.id)
     return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -30,6 +29,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     policy: Policy = Policy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
+    max_tokens: int | None = None  # per turn; overrides the agent's
     at_limit: Literal["final_message", "conflict"] = "final_message"  # how a call past a limit is answered
 
 
@@ -51,7 +51,9 @@ class Session:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.aborts: set[Callable[[str], None]] = set()  # ends each call that is in flight
+        self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
+        self.ending = ""  # why those were aborted, if they were
+        self.promised = 0  # tokens that calls in flight may still sample
         self.tool_digests: dict[bytes, bytes] = {}  # raw tools → their meaning, so that they are parsed once
 
     def count(self, turn: Sampled) -> None:
@@ -61,13 +63,13 @@ class Session:
         self.sampled_tokens += len(turn.ids)
         self.truncated = self.truncated or turn.info.finish == "length"
 
-    def begin_call(self, abort: Callable[[str], None]) -> None:
+    def begin_call(self, task: asyncio.Task[object]) -> None:
         self.in_flight += 1
         self.idle.clear()
-        self.aborts.add(abort)
+        self.calls.add(task)
 
-    def end_call(self, abort: Callable[[str], None], now: float) -> None:
-        self.aborts.discard(abort)
+    def end_call(self, task: asyncio.Task[object], now: float) -> None:
+        self.calls.discard(task)
         self.in_flight -= 1
         self.last_used = now
         if not self.in_flight:
@@ -75,14 +77,12 @@ class Session:
 
     def require_open(self) -> None:
         if self.status != "open":
-            raise Conflict(
-                f"session {self.id} is {self.status}{f' ({self.stop})' if self.stop else ''}; open a new one"
-            )
+            raise Conflict(f"this session is {self.status}{f' ({self.stop})' if self.stop else ''}; open a new one")
 
-    def limit_met(self, now: float) -> str:
-        """The limit that forbids another turn; empty if none does."""
+    def limit_met(self, now: float, others: int) -> str:
+        """The limit that forbids another turn beside `others` that are in flight; empty if none does."""
         limits = self.config.limits
-        if limits.turns is not None and self.turns + self.in_flight >= limits.turns:
+        if limits.turns is not None and self.turns + others >= limits.turns:
             return "turns"
         if limits.sampled_tokens is not None and self.sampled_tokens >= limits.sampled_tokens:
             return "sampled_tokens"
@@ -94,6 +94,9 @@ class Session:
         seconds = self.config.limits.seconds
         return None if seconds is None else self.opened + seconds
 
-    def abort_calls(self, reason: str) -> None:
-        for abort in list(self.aborts):
-            abort(reason)
+    async def abort_calls(self, reason: str) -> None:
+        """End every call in flight; returns when each has recorded what it had."""
+        self.ending = reason
+        for task in list(self.calls):
+            task.cancel()
+        await self.idle.wait()

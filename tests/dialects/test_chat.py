@@ -1,0 +1,415 @@
+"""OpenAI Chat Completions, wire JSON ⇄ our types: the odd shapes that agents send, and every shape that we send."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from turngate.dialects.chat import Chat, models_body
+from turngate.errors import (
+    BadRequest,
+    Conflict,
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    NotFound,
+    StoreError,
+    TooLarge,
+    TurngateError,
+    Unauthorized,
+    Unprocessable,
+)
+from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
+
+Json = Any
+HI = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+chat = Chat()
+
+
+def decoded(headers: dict[str, str] | None = None, **body: Json) -> Call:
+    return chat.decode(json.dumps({"model": "m", "messages": [HI], **body}).encode(), headers or {})
+
+
+def message(wire: Json) -> Message:
+    """One message, through the wire."""
+    [got] = decoded(messages=[wire]).history.decode(0)
+    return got
+
+
+def refused(**body: Json) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        call = decoded(**body)
+        for n in range(len(call.history.raws)):
+            call.history.decode(n)
+        if call.tools is not None:
+            call.tools.decode()
+    return caught.value
+
+
+def assistant(**fields: Json) -> Message:
+    return message({"role": "assistant", **fields})
+
+
+def call(**function: Json) -> Json:
+    return {"id": "c1", "type": "function", "function": {"name": "f", **function}}
+
+
+# ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Hello",
+        [{"type": "text", "text": "Hello"}],
+        [{"type": "input_text", "text": "Hello"}],
+        [{"type": "output_text", "text": "Hello", "annotations": []}],
+        [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}],
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_text_however_it_is_wrapped(role: str, content: Json) -> None:
+    assert message({"role": role, "content": content}).content == "Hello"
+
+
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_no_content_however_it_is_spelled(fields: Json) -> None:
+    assert assistant(**fields, tool_calls=[call(arguments="{}")]).content == ""
+
+
+def test_roles() -> None:
+    assert message({"role": "developer", "content": "x"}) == Message("system", "x")
+    assert message({"role": "system", "content": "x", "name": "n"}).role == "system"
+    assert message({"role": "user", "content": "x", "name": "ann"}) == Message("user", "x", name="ann")
+    tool = message({"role": "tool", "content": "x", "tool_call_id": "c1", "name": "f"})
+    assert tool == Message("tool", "x", tool_call_id="c1", name="f")
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    assert assistant(content=None, refusal="No.").content == "No."
+    assert assistant(content=[{"type": "refusal", "refusal": "No."}]).content == "No."
+    assert assistant(content="Yes.", refusal=None).content == "Yes."
+
+
+def test_reasoning_in_either_spelling() -> None:
+    assert assistant(content="x", reasoning="r").reasoning == "r"
+    assert assistant(content="x", reasoning_content="r").reasoning == "r"
+    assert assistant(content="x", reasoning_content="r", reasoning="r").reasoning == "r"
+    assert assistant(content="x", reasoning=None, reasoning_content=None).reasoning == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ('{"a": 1}', '{"a": 1}'),
+        ('{"a":1}', '{"a":1}'),  # as the model wrote it, to the letter
+        ({"a": 1}, '{"a": 1}'),  # the object itself
+        ({}, "{}"),
+        ("", "{}"),
+        (None, "{}"),
+        ("null", "{}"),
+        ("not json", "not json"),
+        ('{"a": "\\ud83d\\ude00 \\u00e9"}', '{"a": "\\ud83d\\ude00 \\u00e9"}'),
+    ],
+)
+def test_arguments_however_they_are_spelled(given: Json, meant: str) -> None:
+    [got] = assistant(tool_calls=[call(arguments=given)]).tool_calls
+    assert (got.id, got.name, got.arguments) == ("c1", "f", meant)
+
+
+def test_calls_with_little_in_them() -> None:
+    [got] = assistant(tool_calls=[{"function": {"name": "f"}}]).tool_calls
+    assert got == ToolCall("", "f", "{}")
+    assert assistant(content="x", tool_calls=[]).tool_calls == assistant(content="x", tool_calls=None).tool_calls == ()
+
+
+def test_results_in_parts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert message({"role": "tool", "tool_call_id": "c1", "content": parts}).content == "one\ntwo"
+    assert message({"role": "tool", "tool_call_id": "", "content": None}).content == ""
+
+
+def test_fields_of_other_providers_do_no_harm() -> None:
+    got = assistant(content="x", audio=None, annotations=[], provider_specific_fields={"a": 1}, function_call=None)
+    assert got == Message("assistant", "x")
+    assert decoded(store=True, verbosity="low", prediction=None, unheard_of={"deep": [1]}).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("wire", "param"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file"}]}, "messages[0].content[1]"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0]"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": ""}}, "messages[0].function_call"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0]"),
+        ({"role": "assistant", "tool_calls": "f"}, "messages[0]"),
+        ({"role": "user", "content": {"text": "x"}}, "messages[0]"),
+        ({"content": "x"}, "messages[0]"),
+        ("Hi", "messages[0]"),
+        (None, "messages[0]"),
+    ],
+)
+def test_messages_that_make_no_sense_are_refused_by_their_place(wire: Json, param: str) -> None:
+    error = refused(messages=[wire])
+    assert error.param == param and error.message.startswith("messages[0]")
+
+
+def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
+    """What was seen before is known by its bytes: a long history is not parsed again."""
+    got = decoded(messages=[{"role": "wizard"}, HI])
+    assert len(got.history.raws) == 2 and got.history.decode(1) == (Message("user", "Hi"),)
+    with pytest.raises(BadRequest):
+        got.history.decode(0)
+
+
+def test_the_raw_messages_are_the_bytes_that_were_sent() -> None:
+    raws = [b'{ "role":"user" ,"content": "a\\u00e9" }', b'{"content":"b","role":"user"}']
+    body = b' {"stop": null, "messages" : [ ' + b" ,\n".join(raws) + b' ], "model":"m"}'
+    assert [bytes(raw) for raw in chat.decode(body, {}).history.raws] == raws
+
+
+# ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_with_nothing_in_it_but_messages() -> None:
+    got = chat.decode(b'{"messages": [{"role": "user", "content": "Hi"}]}', {})
+    assert (got.model, got.tools, got.sampling, got.max_tokens, got.stop) == ("", None, {}, None, ())
+    assert (got.constraint, got.stream, got.include_usage, got.retried) == (None, False, False, False)
+    assert got.parallel_tool_calls and got.template_kwargs == {} and got.idempotency_key == ""
+
+
+NULLS = (
+    *("stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_tokens"),
+    *(
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "stop",
+    ),
+    *("n", "logprobs", "top_logprobs", "logit_bias", "functions", "function_call", "modalities", "audio"),
+    *("chat_template_kwargs", "reasoning_effort", "web_search_options"),
+)
+
+
+def test_null_is_the_same_as_leaving_out() -> None:
+    got, plain = decoded(**dict.fromkeys(NULLS)), decoded()
+    for field in Call.__struct_fields__:
+        if field not in ("body", "history"):
+            assert getattr(got, field) == getattr(plain, field), field
+
+
+def test_sampling() -> None:
+    got = decoded(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=-3, presence_penalty=-2, frequency_penalty=2)
+    assert got.sampling == {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 0,
+        "min_p": 0.1,
+        "seed": -3,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+    }
+
+
+def test_stops_and_lengths() -> None:
+    assert decoded(stop="x").stop == ("x",) and decoded(stop=["x", "y"]).stop == ("x", "y")
+    assert decoded(max_tokens=5).max_tokens == decoded(max_completion_tokens=5, max_tokens=9).max_tokens == 5
+
+
+def test_streaming_and_usage() -> None:
+    assert decoded(stream=True).stream and not decoded(stream=True).include_usage
+    assert decoded(stream=True, stream_options={"include_usage": True, "include_obfuscation": False}).include_usage
+
+
+def test_what_a_client_says_about_its_retries() -> None:
+    assert not decoded({"x-stainless-retry-count": "0"}).retried and decoded({"x-stainless-retry-count": "2"}).retried
+    assert decoded({"idempotency-key": "k1"}).idempotency_key == "k1"
+
+
+def test_keys() -> None:
+    for header, key in [
+        ("Bearer abc", "abc"),
+        ("bearer  abc ", "abc"),
+        ("BEARER abc", "abc"),
+        ("Basic abc", ""),
+        ("abc", ""),
+        ("Bearer", ""),
+        ("", ""),
+    ]:
+        assert chat.key({"authorization": header}) == key
+    assert chat.key({}) == ""
+
+
+def test_template_arguments() -> None:
+    got = decoded(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert got.template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+    got = decoded(chat_template_kwargs={"reasoning_effort": "high"}, reasoning_effort="low")
+    assert got.template_kwargs == {"reasoning_effort": "high"}  # the more particular word
+
+
+# ── tools and shapes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tools_keep_the_form_they_came_in() -> None:
+    got = decoded(tools=[{**TOOL, "strict": True}])
+    assert got.tools is not None
+    [tool] = got.tools.decode()
+    assert (tool.name, tool.wire) == ("f", {**TOOL, "strict": True})
+    assert decoded(tools=[]).tools is None and decoded(tools=[TOOL], tool_choice="none").tools is None
+    assert decoded(tools=[TOOL], tool_choice="auto").tools is not None
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ("f", "tools"),
+        ([5], "tools"),
+        ([{"type": "web_search"}], "tools[0].type"),
+        ([TOOL, {"function": {"name": "g"}}], "tools[1].type"),
+        ([{"type": "function"}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": ""}}], "tools[0].function.name"),
+        ([{"type": "function", "function": "f"}], "tools[0].function.name"),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused_by_their_place(tools: Json, param: str) -> None:
+    assert refused(tools=tools).param == param
+
+
+def test_forced_tools() -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    assert decoded(tools=[TOOL], tool_choice=named).constraint == Constraint("tool", {"type": "object"}, "f")
+    required = decoded(tools=[TOOL, {"type": "function", "function": {"name": "g"}}], tool_choice="required").constraint
+    assert required is not None and required.kind == "tools"
+    names = [item["properties"]["name"]["const"] for item in required.schema["items"]["anyOf"]]
+    assert names == ["f", "g"] and required.schema["items"]["anyOf"][1]["properties"]["arguments"] == {"type": "object"}
+
+
+def test_formats() -> None:
+    schema = {"type": "object"}
+    assert decoded(response_format={"type": "text"}).constraint is None
+    assert decoded(response_format={"type": "json_object"}).constraint == Constraint("json_object")
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    assert decoded(response_format=wanted).constraint == Constraint("json_schema", schema)
+    for wrong in ("json", {"type": "yaml"}, {}, {"type": "json_schema", "json_schema": {"name": "n"}}):
+        assert refused(response_format=wrong).param == "response_format"
+
+
+# ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+USAGE = Usage(10, 3)
+
+
+def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE) -> Json:
+    return json.loads(chat.whole(decoded(), Done(finish, message, usage, 1)))
+
+
+def test_a_whole_reply() -> None:
+    got = whole(Message("assistant", "Hello."))
+    assert got.pop("id").startswith("chatcmpl-") and got.pop("created") > 1_600_000_000
+    message = {"role": "assistant", "content": "Hello.", "refusal": None}
+    assert got == {
+        "object": "chat.completion",
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13},
+    }
+
+
+def test_content_is_null_beside_calls_and_empty_otherwise() -> None:
+    with_calls = whole(Message("assistant", tool_calls=(ToolCall("c1", "f", '{"a": 1}'),)), "tool_calls")["choices"][0]
+    assert with_calls["message"]["content"] is None and with_calls["finish_reason"] == "tool_calls"
+    assert with_calls["message"]["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    ]
+    silent = whole(Message("assistant"))["choices"][0]["message"]
+    assert silent["content"] == "" and "tool_calls" not in silent and "reasoning" not in silent
+
+
+def test_reasoning_is_given_in_both_spellings() -> None:
+    got = whole(Message("assistant", "x", "thought"))["choices"][0]["message"]
+    assert got["reasoning"] == got["reasoning_content"] == "thought"
+
+
+def test_usage_that_is_not_known_is_null() -> None:
+    assert whole(Message("assistant", "x"), usage=None)["usage"] is None
+
+
+def streamed(*events: Any, **body: Json) -> list[Json]:
+    encoder = chat.stream(decoded(stream=True, **body))
+    data = encoder.begin() + b"".join(encoder.event(event) for event in events)
+    *parts, rest = data.decode().split("\n\n")
+    assert rest == "" and all(part.startswith("data: ") and "\n" not in part for part in parts)
+    return [part if part == "data: [DONE]" else json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def test_a_streamed_reply() -> None:
+    tool_call = ToolCall("c1", "f", '{"a": "line\\n"}')
+    done = Done("tool_calls", Message("assistant", "Hi\n\n", "r", (tool_call,)), USAGE, 1)
+    events = (Delta("reasoning", "r"), Delta("content", "Hi\n\n"), Alive(), CallDelta(0, tool_call), done)
+    *chunks, end = streamed(*events)
+    assert end == "data: [DONE]"
+    assert {(c["id"], c["object"], c["model"]) for c in chunks} == {(chunks[0]["id"], "chat.completion.chunk", "m")}
+    wire = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "line\\n"}'}}
+    assert [c["choices"][0]["delta"] for c in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "r", "reasoning_content": "r"},
+        {"content": "Hi\n\n"},
+        {},
+        {"tool_calls": [wire]},
+        {},
+    ]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * 5 + ["tool_calls"]
+    assert all("usage" not in c and c["choices"][0]["logprobs"] is None for c in chunks)
+
+
+def test_a_streamed_reply_with_usage() -> None:
+    *chunks, last, _ = streamed(
+        Delta("content", "x"), Done("stop", Message("assistant", "x"), USAGE, 1), stream_options={"include_usage": True}
+    )
+    assert all(c["usage"] is None for c in chunks)
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 13
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "retry"),
+    [
+        (BadRequest("x", param="n"), 400, "invalid_request_error", "invalid_request_error", False),
+        (ContextOverflow("x"), 400, "invalid_request_error", "context_length_exceeded", False),
+        (Unauthorized("x"), 401, "authentication_error", "invalid_api_key", False),
+        (NotFound("x"), 404, "not_found_error", "not_found", False),
+        (Conflict("x"), 409, "conflict_error", "conflict", False),
+        (TooLarge("x"), 413, "invalid_request_error", "request_too_large", False),
+        (Unprocessable("x"), 422, "invalid_request_error", "invalid_request_error", False),
+        (EngineRejected("x"), 400, "invalid_request_error", "invalid_request_error", False),
+        (EngineBusy("x"), 429, "rate_limit_error", "rate_limit_exceeded", True),
+        (EngineError("x"), 502, "server_error", "engine_error", False),
+        (EngineUnavailable("x"), 503, "server_error", "engine_unavailable", True),
+        (EngineTimeout("x"), 504, "server_error", "engine_timeout", True),
+        (StoreError("x"), 503, "server_error", "store_error", False),
+    ],
+)
+def test_errors(error: TurngateError, status: int, kind: str, code: str, retry: bool) -> None:
+    body = {"error": {"message": "x", "type": kind, "param": error.param, "code": code}}
+    assert json.loads(chat.error(error)) == body and (error.status, error.retry_safe) == (status, retry)
+    in_stream = chat.stream(decoded(stream=True)).error(error)
+    assert in_stream.startswith(b"data: ") and in_stream.endswith(b"\n\n")
+    assert json.loads(in_stream.removeprefix(b"data: ")) == body
+
+
+def test_models() -> None:
+    got = json.loads(models_body(["a", "b"], 5))
+    assert got["object"] == "list" and [m["id"] for m in got["data"]] == ["a", "b"]
+    assert got["data"][0] == {"id": "a", "object": "model", "created": 5, "owned_by": "turngate"}
