@@ -468,12 +468,14 @@ def main() -> None:
     names = {f"{s.sessions}x{s.turns}{'-stream' if s.stream else ''}": s for s in SCENARIOS if s.target_cpu_ms}
     parser.add_argument("--profile", nargs="?", const="16x20", choices=names, help="profile one scenario instead")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder:
-        with Bench(Path(folder), _tokenizer(args.tokenizer), omit_prompt_ids=args.omit_prompt_ids) as bench:
-            if args.profile:
-                uvloop.run(profile_one(bench, names[args.profile]))
-                return
-            report = uvloop.run(bench_all(bench))
+    with (
+        tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder,
+        Bench(Path(folder), _tokenizer(args.tokenizer), omit_prompt_ids=args.omit_prompt_ids) as bench,
+    ):
+        if args.profile:
+            uvloop.run(profile_one(bench, names[args.profile]))
+            return
+        report = uvloop.run(bench_all(bench))
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     print_table(report)

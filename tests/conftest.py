@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests import kit
-from tools import parts
 from turngate.render import Renderer, Tokenizer
 
 
@@ -32,11 +30,4 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(params=kit.REAL_TOKENIZERS)
 def real_tokenizer(request: pytest.FixtureRequest) -> Path:
     """The folder of each real tokenizer in turn."""
-    return real_tokenizer_folder(request.param)
-
-
-def real_tokenizer_folder(family: str) -> Path:
-    """Skips where the tokenizers were not made, with the command that makes them; in CI that is a failure."""
-    if reason := parts.missing("tokenizers"):
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-    return parts.cache() / "tokenizers" / family
+    return kit.real_tokenizer(request.param)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sqlite3
 import tempfile
@@ -25,9 +26,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import openai
+import pytest
 import uvicorn
 
 import turngate.server.app
+from tools import parts
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import Script, Scripted, Turn
@@ -52,6 +55,13 @@ def renderer(folder: Path = BUILTIN_TOKENIZER) -> Renderer:
 
 def tokenizer(folder: Path = BUILTIN_TOKENIZER) -> Tokenizer:
     return renderer(folder).tokenizer
+
+
+def real_tokenizer(family: str) -> Path:
+    """The folder of one of `REAL_TOKENIZERS`. Skips the test where they were not made; in CI that is a failure."""
+    if reason := parts.missing("tokenizers"):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    return parts.cache() / "tokenizers" / family
 
 
 def say(text: str, *, folder: Path = BUILTIN_TOKENIZER, close: bool = True, **how: Any) -> Turn:

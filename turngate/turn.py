@@ -65,6 +65,8 @@ from turngate.types import (
 )
 
 T = TypeVar("T")
+_NEUTRAL = Sampling()
+_KNOWN_TOOLS = 256  # sets of tools kept decoded, for all sessions together
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 
 
@@ -132,6 +134,7 @@ class Turns:
         self._engine = engine
         self._relay = relay
         self._notify = notify
+        self._tools: dict[bytes, tuple[tuple[Tool, ...], bytes]] = {}  # raw tools → decoded, and their meaning
 
     async def take(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
         """One turn, from request to `Done`. Cancelling the task that runs it aborts the turn, which is recorded."""
@@ -234,9 +237,8 @@ class Turns:
             raise
         finally:
             session.promised -= room
-            if finish == "abort" and (
-                draft.ids or not fault
-            ):  # an engine that failed before its first token sampled nothing
+            # An engine that failed before its first token sampled nothing that could be recorded.
+            if finish == "abort" and (draft.ids or not fault):
                 await self._commit(
                     session,
                     call,
@@ -270,29 +272,29 @@ class Turns:
             return await asyncio.to_thread(self._render, session, call, located, tools, preamble, renderer)
         return self._render(session, call, located, tools, preamble, renderer)
 
-    def _preamble(self, session: Session, call: Call) -> tuple[tuple[Tool, ...] | None, tuple[bytes, bytes, bytes]]:
-        """Tools and template arguments, as a digest of their meaning: what all prompts of one line of work begin with."""
-        raw = call.tools.raw if call.tools is not None else b""
-        kwargs = json.dumps({**call.template_kwargs, **session.config.template_kwargs}, sort_keys=True).encode()
-        key = blake2b(raw, digest_size=DIGEST, key=b"tools").digest()
-        tools = None
-        if key not in session.tool_digests:
+    def _preamble(self, session: Session, call: Call) -> tuple[tuple[Tool, ...], tuple[bytes, bytes, bytes]]:
+        """The tools, and a digest of what all prompts of one line of work begin with: tools and template arguments, by meaning."""
+        raw = call.tools.raw if call.tools is not None else b"[]"
+        known = self._tools.get(raw)
+        if known is None:
             tools = call.tools.decode() if call.tools is not None else ()
-            session.tool_digests[key] = tools_meaning([tool.wire for tool in tools])
-        digest = blake2b(session.tool_digests[key] + kwargs, digest_size=DIGEST).digest()
-        return tools, (digest, raw or b"[]", kwargs)
+            known = tools, tools_meaning([tool.wire for tool in tools])
+            if len(self._tools) >= _KNOWN_TOOLS:
+                self._tools.pop(next(iter(self._tools)))
+            self._tools[raw] = known
+        arguments = {**call.template_kwargs, **session.config.template_kwargs}
+        kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
+        return known[0], (blake2b(known[1] + kwargs, digest_size=DIGEST).digest(), raw, kwargs)
 
     def _render(
         self,
         session: Session,
         call: Call,
         located: Located,
-        tools: tuple[Tool, ...] | None,
+        tools: tuple[Tool, ...],
         preamble: tuple[bytes, bytes, bytes],
         renderer: Renderer,
     ) -> Prompt:
-        if tools is None:
-            tools = call.tools.decode() if call.tools is not None else ()
         cause = fork.cause(
             session.trace, located, has_tools=bool(tools), retried=call.retried, idempotency_key=call.idempotency_key
         )
@@ -395,9 +397,8 @@ class Turns:
             raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
         tools, preamble = self._preamble(session, call)
         located = session.trace.locate(Reading(call.history, preamble[0]))
-        has_tools = call.tools is not None if tools is None else bool(tools)
         cause = fork.cause(
-            session.trace, located, has_tools=has_tools, retried=call.retried, idempotency_key=call.idempotency_key
+            session.trace, located, has_tools=bool(tools), retried=call.retried, idempotency_key=call.idempotency_key
         )
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
@@ -569,11 +570,17 @@ async def _until(
 
 
 def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:
-    """The session's pinned values over the agent's over neutral ones. A neutral session takes only temperature and seed of the agent's."""
+    """The session's pinned values over the agent's over neutral ones.
+
+    A neutral session takes only temperature and seed of the agent's.
+    """
     only = session.config.bias == "neutral" if neutral is None else neutral
     asked = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}
+    wanted = {**asked, **session.config.sampling}
+    if not wanted:
+        return _NEUTRAL
     try:
-        return msgspec.convert({**asked, **session.config.sampling}, Sampling)
+        return msgspec.convert(wanted, Sampling)
     except msgspec.ValidationError as error:
         raise BadRequest(f"sampling: {error}", param="sampling") from None
 

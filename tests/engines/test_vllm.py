@@ -89,7 +89,7 @@ async def test_the_request_on_the_wire() -> None:
         "prompt": [0, 5, 151_643],
         "model": "m",
         "stream": False,
-        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
         "logprobs": 0,
         "n": 1,
         "max_tokens": 9,
@@ -252,7 +252,7 @@ async def test_missing_log_probabilities_stay_missing() -> None:
     [
         (completion([5, 6], [-0.1], "stop"), "1 log-probabilities for 2 tokens"),
         (completion([5], [-0.1, -0.2], "stop"), "2 log-probabilities for 1 tokens"),
-        (completion(None, None, "stop"), "return_token_ids"),
+        (completion(None, None, "stop"), "return_tokens_as_token_ids"),
         (completion([5], [-0.1], "error"), "'error'"),
     ],
 )

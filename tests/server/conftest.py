@@ -1,15 +1,25 @@
-"""The gateway runs on uvloop, as `turngate serve` has it."""
+"""The gateway runs on uvloop, as `turngate serve` has it, and its files are kept in memory, since a disk may be slow."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
+
+from tests import kit
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY) as folder:
+        yield Path(folder)

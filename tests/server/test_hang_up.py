@@ -127,6 +127,36 @@ async def test_one_of_several_calls_hangs_up_and_the_others_do_not_notice() -> N
         assert engine.in_flight == 0 and (await g.show(session.id))["in_flight"] == 0
 
 
+async def test_a_client_that_loses_patience_and_asks_again_by_itself() -> None:
+    """The openai client's own retry: it says that it is one, and the trace takes its word."""
+    engine = Gated([say("Too late."), say("In time.")])
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        client = g.client(session.key, timeout=0.4, max_retries=1)
+        task = g.start(client.chat.completions.create(model="m", messages=HI))
+        await until(lambda: engine.aborted == 1)
+        engine.gate.set()
+        assert (await task).choices[0].message.content == "In time."
+        first, second = await g.turns(session.id)
+        assert (first["role"], second["role"], second["cause"]) == ("aborted", "main", "retry")
+
+
+async def test_equal_questions_asked_at_once_are_two_answers_to_one_question() -> None:
+    engine = Gated([say("Left."), say("Right."), say("On.")])
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        tasks = [await begin(g, session, stream=False) for _ in range(2)]
+        engine.gate.set()
+        said = {(await task).choices[0].message.content for task in tasks}
+        assert said == {"Left.", "Right."}
+        kinds = [n["kind"] for n in (await g.trace(session.id))["nodes"]]
+        assert kinds == ["context", "sampled", "sampled"]
+        await g.ask(session.key, [*HI, {"role": "assistant", "content": "Left."}, user("Go on")])
+        received = g.engine.received[2].prompt.tolist()
+        prompt = g.engine.received[0].prompt.tolist()
+        assert received[: len(prompt) + len(say("Left.").ids)] == [*prompt, *say("Left.").ids]
+
+
 @STREAMED
 async def test_hanging_up_at_the_fence_leaves_nothing_behind(stream: bool) -> None:
     async with gateway([say("Hello.")], alive_s=0.02) as g:
@@ -206,7 +236,7 @@ class Counted(Scripted):
 async def test_ending_a_session_whose_agent_reads_slowly() -> None:
     """The gateway may be stuck in writing to it. The stream still ends with an error event, not in the middle of nowhere."""
     long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
-    engine = Counted([Turn([long] * 200_000, chunk=200)])
+    engine = Counted([Turn([long] * 60_000, chunk=100)])
     async with gateway(engine=engine) as g:
         session = await g.open()
         body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
@@ -221,6 +251,23 @@ async def test_ending_a_session_whose_agent_reads_slowly() -> None:
             lines = [line async for line in response.aiter_lines() if line]
         assert '"error"' in lines[-1] and "cancelled" in lines[-1]
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted"]
+
+
+async def test_an_answer_whose_end_never_went_out_is_marked_so() -> None:
+    """All of it is sampled and stored, but the agent reads too slowly to get the end of it, and then hangs up."""
+    long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
+    async with gateway([Turn([long] * 50_000, chunk=0), say("Again.")]) as g:
+        session = await g.open()
+        body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
+        async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body):
+            await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
+            assert g.app.control.find(session.id).in_flight == 1  # its last event waits for room on the wire
+        await until(lambda: g.app.control.find(session.id).in_flight == 0)
+        [turn] = await g.turns(session.id)
+        assert not turn["delivered"] and turn["role"] == "superseded"
+        assert g.rows("SELECT delivered FROM nodes WHERE kind='sampled'") == [(0,)]
+        assert (await g.ask(session.key, HI)).content == "Again."
+        assert [(t["role"], t["cause"]) for t in await g.turns(session.id)][1] == ("main", "retry")
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in the middle of a call"])

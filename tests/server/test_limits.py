@@ -137,6 +137,17 @@ async def test_sampled_tokens_are_not_given_out_twice() -> None:
         assert (await g.show(session.id))["sampled_tokens"] <= 10
 
 
+async def test_calls_at_once_share_what_is_left_and_none_is_turned_away_while_something_is() -> None:
+    """Sub-agents run side by side. A call does not use up the whole budget by merely being allowed to."""
+    async with gateway(engine=Gated([say("One two three.")] * 3)) as g:
+        session = await g.open(limits={"sampled_tokens": 100})
+        tasks = [g.start(g.ask(session.key, [user(f"Question {n}")])) for n in range(3)]
+        await until(lambda: g.gated.waiting + sum(t.done() for t in tasks) == 3)
+        g.gated.gate.set()
+        assert [heard.content for heard in await asyncio.gather(*tasks)] == ["One two three."] * 3
+        assert (await g.show(session.id))["sampled_tokens"] == 3 * len(say("One two three.").ids)
+
+
 async def test_a_call_whose_tokens_were_used_up_while_it_waited_gets_the_last_word() -> None:
     """It was let in while some were left, and then stood at the fence."""
     async with gateway(engine=Gated([say("One two three four five six seven.")] * 2, tokens=1)) as g:

@@ -27,8 +27,8 @@ from tests.kit import (
     tool,
     user,
 )
-from turngate.engines.base import Generate
-from turngate.engines.scripted import Turn
+from turngate.engines.base import Generate, Health
+from turngate.engines.scripted import Scripted, Turn
 
 SYSTEM = {"role": "system", "content": "You are a careful engineer."}
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -185,6 +185,8 @@ STRANGE = {
     "a number that JSON does not have": '{"name": "f", "arguments": {"a": NaN}}',
     "a number too large": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
     "arguments that are no object": '{"name": "f", "arguments": [1, "x", null]}',
+    "a pit": '{"name": "f", "arguments": ' + "[" * 300 + "]" * 300 + "}",
+    "a deep pit": '{"name": "f", "arguments": ' + "[" * 900 + "]" * 900 + "}",
     "a pit without a bottom": '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
     "a list": "[1]",
     "nothing": "",
@@ -551,6 +553,18 @@ async def test_health_needs_no_key_and_says_whether_calls_can_be_served() -> Non
     async with gateway() as g:
         response = await g.http().get("/health")
         assert (response.status_code, response.json()["status"]) == (200, "ok")
+
+
+class Ill(Scripted):
+    async def health(self) -> list[Health]:
+        return [Health(self.name, False, detail="http://10.0.0.7:8000 is on fire")]
+
+
+async def test_health_without_an_engine_is_a_failure_and_gives_nothing_away() -> None:
+    async with gateway(engine=Ill([])) as g:
+        response = await g.http().get("/health")
+        assert response.status_code == 503 and "10.0.0.7" not in response.text
+        assert response.json() == {"status": "engine unavailable", "engines": 0, "engines_total": 1}
 
 
 # ── real tokenizers ─────────────────────────────────────────────────────────────────────────────────────────────────

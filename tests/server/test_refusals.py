@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from tests.kit import Json, Running, gateway, say, tokenizer, tool, user
-from turngate.engines.base import Generate
+from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import Scripted
 
 HI = [user("Hi")]
@@ -144,6 +145,18 @@ async def test_numbers_too_large_for_the_gateway_are_a_bad_request_and_no_crash(
         huge = {"type": "integer", "maximum": 2**70}
         for request in ({"tools": [tool("f", n=huge)]}, {"chat_template_kwargs": {"n": 2**70}}):
             response = await post(g, session.key, {"messages": HI, **request})
+            assert response.status_code in (200, 400), response.text
+
+
+@pytest.mark.parametrize("depth", [200, 300, 600, 900, 1100])
+async def test_deep_schemas_are_taken_or_refused_but_nothing_breaks(depth: int) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], %s}'
+    deep = ('{"a":' * depth + '""' + "}" * depth).encode()
+    wrapped = b'"tools": [{"type": "function", "function": {"name": "f", "parameters": ' + deep + b"}}]"
+    async with gateway([say("Hello.")] * 3) as g:
+        session = await g.open()
+        for part in (wrapped, b'"chat_template_kwargs": {"x": ' + deep + b"}", b'"metadata": ' + deep):
+            response = await post(g, session.key, body % part)
             assert response.status_code in (200, 400), response.text
 
 
@@ -345,6 +358,32 @@ async def test_a_turn_that_the_engine_gave_up_is_recorded_once(stream: bool) -> 
         [turn] = await g.turns(session.id)
         assert turn["role"] == "aborted" and turn["fault"]
         assert await g.samples(session.id) == []
+
+
+class Buggy(Scripted):
+    """An engine with a fault of its own, which nobody expected."""
+
+    @asynccontextmanager
+    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async with super().generate(request) as chunks:
+            yield self._until_it_breaks(chunks)
+
+    async def _until_it_breaks(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+        yield msgspec.structs.replace(await anext(chunks), finish=None)
+        raise ZeroDivisionError("the innermost secret of the gateway")
+
+
+@STREAMED
+async def test_a_fault_of_our_own_still_reads_as_an_error(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole or streamed, begun or not: in OpenAI's shape, without our insides, and with what was sampled kept."""
+    async with gateway(engine=Buggy([say("One two three.")])) as g:
+        session = await g.open()
+        with pytest.raises(openai.APIError) as caught:
+            await taken(g, session.key, stream)
+        assert caught.value.code == "internal_error" and "secret" not in caught.value.message
+        assert "the innermost secret" in caplog.text  # the operator needs it
+        [turn] = await g.turns(session.id)
+        assert turn["role"] == "aborted" and await g.samples(session.id) == []
 
 
 @STREAMED

@@ -12,7 +12,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests import kit
 from tests.kit import Gated, Json, Running, calls, gateway, result, say, tokenizer, tool, until, user
+from turngate.errors import ConfigError
 from turngate.events import Events
 
 HI = [user("Hi")]
@@ -306,6 +308,22 @@ async def test_a_live_session_goes_on_after_a_restart_with_exact_ids(tmp_path: P
         assert request.sampling.temperature == 0.5
         assert len(await g.samples(session.id)) == 1
         assert "limit" in (await g.ask(session.key, [user("More")])).content  # its turns are counted on
+
+
+async def test_a_restart_with_another_tokenizer_does_not_mix_two_vocabularies(tmp_path: Path) -> None:
+    """The stored ids mean something else there. The gateway may refuse, or begin anew, but never append to them."""
+    other = kit.real_tokenizer("qwen3")
+    async with gateway([say("One.")], data=tmp_path) as g:
+        session = await g.open()
+        heard = await g.ask(session.key, HI)
+    history = [*HI, heard.message(), user("More")]
+    try:
+        async with gateway([say("Two.", folder=other)], data=tmp_path, tokenizer=str(other)) as g:
+            await g.ask(session.key, history)
+            prompt = kit.tokenizer(other).decode(g.engine.received[0].prompt.tolist())
+            assert "<|im_start|>user\nHi<|im_end|>" in prompt and "More" in prompt
+    except (ConfigError, openai.APIStatusError):
+        pass
 
 
 async def test_sessions_that_nobody_uses_are_sealed() -> None:

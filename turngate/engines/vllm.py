@@ -28,6 +28,7 @@ from turngate.types import Constraint, Sampling
 Api = Literal["completions", "generate"]
 
 _PATHS: dict[Api, str] = {"completions": "/v1/completions", "generate": "/inference/v1/generate"}
+_NAMED = "token_id:"
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -42,10 +43,12 @@ class _Logprobs(msgspec.Struct):
     """`token_logprobs` in the `completions` API, `content` in the `generate` API."""
 
     token_logprobs: list[float | None] | None = None
+    tokens: list[str] | None = None  # as "token_id:123"
     content: list[_Position] | None = None
 
 
 class _Choice(msgspec.Struct):
+    text: str = ""
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -206,9 +209,16 @@ class VLLM:
         return Chunk(ids, logprobs, finish, prompt)
 
     def _ids(self, choice: _Choice) -> list[int]:
-        if choice.token_ids is None:
-            raise EngineError(f"{self.name} sent no token ids: it must be a vLLM that supports return_token_ids")
-        return choice.token_ids
+        if choice.token_ids is not None:
+            return choice.token_ids
+        named = choice.logprobs.tokens if choice.logprobs is not None else None
+        if named is None and not choice.text:
+            return []  # an event that adds nothing
+        if named is None or not all(token.startswith(_NAMED) for token in named):
+            raise EngineError(
+                f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids"
+            )
+        return [int(token[len(_NAMED) :]) for token in named]
 
     def _logprobs(self, ids: list[int], given: _Logprobs | None) -> list[float | None]:
         if given is None:
@@ -238,7 +248,9 @@ def _prompt(event: _Event) -> list[int] | None:
 def _completions(request: Generate) -> dict[str, Any]:
     return {
         "prompt": np.ascontiguousarray(request.prompt, np.int32),
-        "return_token_ids": True,
+        # `return_token_ids` would send the whole prompt back, 300 KB of it in a long rollout; the ids as names of the
+        # log-probabilities say the same without.
+        **({"return_token_ids": True} if request.echo_prompt else {"return_tokens_as_token_ids": True}),
         **_sampling(request),
     }
 

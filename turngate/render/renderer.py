@@ -7,6 +7,7 @@ hand-written ones. Called by `turn.py`; `certify.py` judges whether a bridge say
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,6 +19,20 @@ from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, d
 from turngate.render.template import SENTINEL, Template
 from turngate.render.tokenizer import Tokenizer
 from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
+
+_KNOWN_FORMS = 256
+# Texts that a template may trim, unwrap, parse or otherwise look into.
+_TEMPTING = (
+    "",
+    "  x\n\n",
+    "\n\n  x",
+    '{"a": [1, true]}',
+    "[1, 2]",
+    "<think>\nx\n</think>\n\ny",
+    "<tool_response>\nx\n</tool_response>",
+    "{{ x }} {% y %} <b> & 'q' \"q\" \\n é👍",
+    "Error: x",
+)
 
 
 class LastTurn(msgspec.Struct, frozen=True):
@@ -78,6 +93,16 @@ class Reader:
         return events + more, parsed
 
 
+class Form(msgspec.Struct, frozen=True):
+    """The text around new messages: one part before each, and one after the last."""
+
+    close: int
+    parts: tuple[str, ...]
+
+    def fill(self, contents: Sequence[str]) -> str:
+        return "".join(part for pair in zip(self.parts, contents, strict=False) for part in pair) + self.parts[-1]
+
+
 class TemplateRenderer:
     """Any chat template. The bridge is what the template itself writes after an assistant's turn."""
 
@@ -91,6 +116,7 @@ class TemplateRenderer:
         self.name = "template"
         self.tokenizer = tokenizer
         self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
+        self._forms: dict[tuple[int, tuple[str, ...], bool, str], Form | None] = {}
         self.stop_ids = self._find_stops()
         self._stop_texts = tuple(tokenizer.decode(i) for i in self.stop_ids)
         self.syntax = self._find_syntax()
@@ -129,10 +155,48 @@ class TemplateRenderer:
     def _after_turn(
         self, message: Message, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> tuple[int, str] | None:
-        """The close token of an assistant's turn, and the text that the template writes after it for `new`.
+        """The close token of an assistant's turn, and the text that the template writes after it for `new`."""
+        shape = len(message.tool_calls), tuple(m.role for m in new), bool(tools), json.dumps(kwargs, sort_keys=True)
+        if shape not in self._forms:
+            if len(self._forms) >= _KNOWN_FORMS:
+                self._forms.pop(next(iter(self._forms)))
+            self._forms[shape] = self._find_form(message, new, tools, kwargs)
+        form = self._forms[shape]
+        if form is None:
+            return self._render_after(message, new, tools, kwargs)
+        return form.close, form.fill([m.content for m in new])
 
-        Rendered behind a stand-in for the conversation: one question, and an assistant's turn of the same shape as the last one.
+    def _find_form(
+        self, message: Message, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> Form | None:
+        """What the template writes around messages of this shape, if it leaves the messages themselves alone.
+
+        Tried with texts that a template may be tempted to change, and with other call ids and names. None: it has to be asked
+        every time.
         """
+        holes = [f"turngateHOLE{n}END" for n in range(len(new))]
+        found = self._render_after(message, _with_contents(new, holes, "a"), tools, kwargs)
+        if found is None:
+            return None
+        parts = re.split("|".join(holes), found[1]) if holes else [found[1]]
+        if re.findall(r"turngateHOLE\d+END", found[1]) != holes:
+            return None
+        form = Form(found[0], tuple(parts))
+        for name, text in enumerate(_TEMPTING):
+            contents = [text] * len(new)
+            other = _stand_in_named(message, f"t{name}")
+            if self._render_after(other, _with_contents(new, contents, f"t{name}"), tools, kwargs) != (
+                found[0],
+                form.fill(contents),
+            ):
+                return None
+        return form
+
+    def _render_after(
+        self, message: Message, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> tuple[int, str] | None:
+        """The template's own words, behind a stand-in for the conversation: one question, and an assistant's turn of the same
+        shape as the last one."""
         # Whether there are tools may matter to a template; which ones may not (certification looks at that).
         stand_in = [Message("user", "x"), _stand_in(message)]
         try:
@@ -180,6 +244,23 @@ def _stand_in(message: Message) -> Message:
     *others, final = message.tool_calls
     calls = [*(ToolCall(c.id, c.name, "{}") for c in others), ToolCall(final.id, final.name, marked)]
     return Message("assistant", tool_calls=tuple(calls))
+
+
+def _stand_in_named(message: Message, name: str) -> Message:
+    calls = tuple(ToolCall(f"{name}{n:08}", name, "{}") for n, _ in enumerate(message.tool_calls))
+    return Message("assistant", message.content, tool_calls=calls)
+
+
+def _with_contents(messages: Sequence[Message], contents: Sequence[str], name: str) -> list[Message]:
+    return [
+        Message(
+            m.role,
+            text,
+            tool_call_id=f"{name}{n:08}" if m.role == "tool" else "",
+            name=name if m.role == "tool" else "",
+        )
+        for n, (m, text) in enumerate(zip(messages, contents, strict=True))
+    ]
 
 
 def _generation_stops(tokenizer: Tokenizer) -> list[int]:

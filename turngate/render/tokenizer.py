@@ -118,7 +118,7 @@ class Decoder:
 
     def feed(self, ids: Iterable[int]) -> str:
         if self._stream is None:
-            return self._utf8.decode(b"".join(map(self._tokenizer.bytes_of, ids)))
+            return self._utf8.decode(b"".join([self._tokenizer.bytes_of(i) for i in ids]))
         return "".join(self._stream.step(self._backend, i) or "" for i in ids)
 
     def flush(self) -> str:

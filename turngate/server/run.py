@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 
@@ -23,6 +24,7 @@ def run(config: ServeConfig) -> None:
     except ConfigError:
         gateway.store.close()
         raise
+    _settle_memory()
     uvicorn_config = uvicorn.Config(
         gateway,
         http="httptools",
@@ -56,6 +58,13 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
         await server.serve(sockets=[listener])
     finally:
         await gateway.stop()
+
+
+def _settle_memory() -> None:
+    """Take the vocabulary out of the garbage collector's sight: half a million objects that never die, walked again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 50, 100)
 
 
 def _announce(gateway: Gateway, listener: socket.socket) -> None:

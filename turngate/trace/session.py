@@ -54,7 +54,6 @@ class Session:
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
         self.ending = ""  # why those were aborted, if they were
         self.promised = 0  # tokens that calls in flight may still sample
-        self.tool_digests: dict[bytes, bytes] = {}  # raw tools → their meaning, so that they are parsed once
 
     def count(self, turn: Sampled) -> None:
         """Take a stored turn into account."""
