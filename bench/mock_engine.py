@@ -3,8 +3,9 @@
     python bench/mock_engine.py --port 8001 --answers answers.json [--omit-prompt-ids]
 
 It answers `POST /v1/completions` at once, in the shape that vLLM 0.32 has (fields, order, nulls, one event per token), with ids
-that the driver worked out beforehand. It never parses the prompt: it compares it, as bytes, with what the same session
-sent last. A prompt that is not exactly the last prompt, the last answer and something new is counted as broken.
+that the driver worked out beforehand, told in the way that was asked for (`return_token_ids`, `return_tokens_as_token_ids`).
+It never parses the prompt: it compares it, as bytes, with what the same session sent last. A prompt that is not exactly the
+last prompt, the last answer and something new is counted as broken.
 
 Besides vLLM's routes: `GET /bench/report` says what each session sent; `GET /bench/pace/MS` sets the time between streamed tokens.
 """
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop
 
@@ -24,17 +27,39 @@ MAX_MODEL_LEN = 1_000_000
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _SESSION = re.compile(rb"\r\nx-session-id: *([^\r]+)", re.IGNORECASE)
 _PROMPT = b'"prompt":['
+_PLACE = b'"@PROMPT@"'
+
+
+class Told(NamedTuple):
+    """What was sampled, and how it is told."""
+
+    ids: list[int]
+    logprobs: list[float]
+    texts: list[str]  # of each token
+    as_ids: bool  # `return_token_ids`
+    as_names: bool  # `return_tokens_as_token_ids`
+
+    def names(self) -> list[str]:
+        return [f"token_id:{i}" for i in self.ids] if self.as_names else self.texts
+
+
+class Wire:
+    """A reply, serialised. The prompt's ids go between its two halves."""
+
+    def __init__(self, told: Told) -> None:
+        self.whole = _whole(told).split(_PLACE)
+        self.events = _events(told)
+        self.first = self.events[0].split(_PLACE)
+        self.rest = b"".join(_chunk(event) for event in self.events[1:]) + b"0\r\n\r\n"
 
 
 class Answer:
-    """One turn's reply, serialised once. The prompt's ids go between the two halves."""
+    """One turn's reply, in each way to tell it."""
 
     def __init__(self, ids: list[int], logprobs: list[float], tokens: list[str]) -> None:
         self.ids = ",".join(map(str, ids)).encode()
-        self.whole = _whole(ids, logprobs, tokens).encode().split(b'"@PROMPT@"')
-        self.events = [event.encode() for event in _events(ids, logprobs, tokens)]
-        self.first = self.events[0].split(b'"@PROMPT@"')
-        self.rest = b"".join(_chunk(event) for event in self.events[1:]) + b"0\r\n\r\n"
+        ways = itertools.product((False, True), repeat=2)
+        self.wires = {way: Wire(Told(ids, logprobs, tokens, *way)) for way in ways}
 
 
 class Seen:
@@ -124,19 +149,20 @@ class Connection(asyncio.Protocol):
         start = body.find(_PROMPT) + len(_PROMPT)
         end = body.find(b"]", start)
         prompt, rest = body[start:end], body[end:] + body[:start]
-        echo = b'"return_token_ids":true' in rest and not self._engine.omit_prompt_ids
+        as_ids = b'"return_token_ids":true' in rest
         answer = self._engine.answer(head, prompt)
-        ids = b"[" + prompt + b"]" if echo else b"null"
+        wire = answer.wires[as_ids, b'"return_tokens_as_token_ids":true' in rest]
+        ids = b"[" + prompt + b"]" if as_ids and not self._engine.omit_prompt_ids else b"null"
         if b'"stream":true' not in rest:
-            self._reply(ids.join(answer.whole))
+            self._reply(ids.join(wire.whole))
         elif self._engine.pace_s:
-            self._pacing = asyncio.create_task(self._stream_slowly(answer, ids))
+            self._pacing = asyncio.create_task(self._stream_slowly(wire, ids))
         else:
-            self._transport.write(_STREAM_HEAD + _chunk(ids.join(answer.first)) + answer.rest)
+            self._transport.write(_STREAM_HEAD + _chunk(ids.join(wire.first)) + wire.rest)
 
-    async def _stream_slowly(self, answer: Answer, ids: bytes) -> None:
-        self._transport.write(_STREAM_HEAD + _chunk(ids.join(answer.first)))
-        for event in answer.events[1:]:
+    async def _stream_slowly(self, wire: Wire, ids: bytes) -> None:
+        self._transport.write(_STREAM_HEAD + _chunk(ids.join(wire.first)))
+        for event in wire.events[1:]:
             await asyncio.sleep(self._engine.pace_s)
             self._transport.write(_chunk(event))
         self._transport.write(b"0\r\n\r\n")
@@ -166,23 +192,23 @@ def _report(session: Seen) -> dict[str, object]:
     return {"turns": session.turns, "broken": session.broken, "prompt_tokens": session.prompt_tokens}
 
 
-def _logprobs(offset: int, logprobs: list[float], tokens: list[str]) -> dict[str, object]:
+def _logprobs(offset: int, logprobs: list[float], names: list[str]) -> dict[str, object]:
     """vLLM's `CompletionLogProbs` for `logprobs: 0`: the sampled token is its own only alternative."""
     offsets = [offset]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token))
-    top = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
-    return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": top}
+    for name in names[:-1]:
+        offsets.append(offsets[-1] + len(name))
+    top = [{name: logprob} for name, logprob in zip(names, logprobs, strict=True)]
+    return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": top}
 
 
-def _whole(ids: list[int], logprobs: list[float], tokens: list[str]) -> str:
+def _whole(told: Told) -> bytes:
     choice = {
         "index": 0,
-        "text": "".join(tokens),
-        "logprobs": _logprobs(0, logprobs, tokens),
+        "text": "".join(told.texts),
+        "logprobs": _logprobs(0, told.logprobs, told.names()),
         "finish_reason": "stop",
-        "stop_reason": ids[-1],
-        "token_ids": ids,
+        "stop_reason": told.ids[-1],
+        "token_ids": told.ids if told.as_ids else None,
         "prompt_logprobs": None,
         "prompt_token_ids": "@PROMPT@",
         "routed_experts": None,
@@ -199,27 +225,29 @@ def _whole(ids: list[int], logprobs: list[float], tokens: list[str]) -> str:
         "ec_transfer_params": None,
         "metrics": None,
     }
-    return _json(response).decode()
+    return _json(response)
 
 
-def _events(ids: list[int], logprobs: list[float], tokens: list[str]) -> list[str]:
+def _events(told: Told) -> list[bytes]:
+    """One for each token, and the end."""
     events = []
     offset = 0
-    for n, token in enumerate(tokens):
-        last = n == len(tokens) - 1
+    names = told.names()
+    for n, name in enumerate(names):
+        last = n == len(names) - 1
         choice = {
             "index": 0,
-            "text": token,
-            "logprobs": _logprobs(offset, logprobs[n : n + 1], [token]),
+            "text": told.texts[n],
+            "logprobs": _logprobs(offset, told.logprobs[n : n + 1], [name]),
             "finish_reason": "stop" if last else None,
-            "stop_reason": ids[-1] if last else None,
+            "stop_reason": told.ids[-1] if last else None,
             "prompt_token_ids": None if n else "@PROMPT@",
-            "token_ids": ids[n : n + 1],
+            "token_ids": told.ids[n : n + 1] if told.as_ids else None,
         }
         event = {**_HEAD, "choices": [choice], **({"system_fingerprint": "vllm-0.32.0"} if last else {})}
-        events.append("data: " + _json(event).decode() + "\n\n")
-        offset += len(token)
-    return [*events, "data: [DONE]\n\n"]
+        events.append(b"data: " + _json(event) + b"\n\n")
+        offset += len(name)
+    return [*events, b"data: [DONE]\n\n"]
 
 
 _HEAD = {"id": "cmpl-" + "5a" * 16, "object": "text_completion", "created": 1_760_000_000, "model": MODEL}

@@ -268,7 +268,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 def _completion(row: dict[str, Any], turn: int, stream: bool) -> bytes:
     prompt = row["ids"][: row["spans"][turn]["start"]]
-    return orjson.dumps({"prompt": prompt, "return_token_ids": True, "max_tokens": 4096, "stream": stream})
+    return orjson.dumps({"prompt": prompt, "return_tokens_as_token_ids": True, "stream": stream})
 
 
 async def _timed(http: Http, body: bytes) -> float:

@@ -41,12 +41,14 @@ class Control:
         *,
         modes: tuple[Mode, ...] = ("exact",),
         models: tuple[str, ...] = (),
+        vocabulary: str = "",
         idle_s: float = 24 * 3600,
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
     ) -> None:
         self._modes = modes  # what this gateway can serve; the first is the default
         self._models = models  # empty: any name
+        self._vocabulary = vocabulary
         self._store = store
         self._fence = fence
         self.events = events
@@ -86,10 +88,11 @@ class Control:
         digest = _digest(secret)
         opened = time.time()
         try:
-            key = self._store.add_session(session_id, digest, config, opened)
+            key = self._store.add_session(session_id, digest, config, opened, self._vocabulary)
         except KeyError:
             raise Conflict(f"id: a session {session_id!r} exists already; choose another id", param="id") from None
         session = Session(session_id, key, config, opened)
+        session.vocabulary = self._vocabulary
         self._live[session_id] = session
         self._by_secret[digest] = session_id
         self._secret_of[session_id] = digest
@@ -289,7 +292,7 @@ def _digest(secret: str) -> bytes:
 def _ended(row: SessionRow) -> Session:
     """An ended session without its trace: enough to tell an agent that it is over, rather than that its key is wrong."""
     session = Session(row.id, row.key, row.config, row.opened)
-    session.status, session.stop = row.status, row.stop
+    session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary
     return session
 
 

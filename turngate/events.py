@@ -27,6 +27,7 @@ class Events:
         self._kept: deque[Event] = deque(maxlen=keep)
         self._seq = int(time.time() * 1000)  # cursors of an earlier run stay behind
         self._more: asyncio.Future[None] | None = None
+        self._over = False
 
     def add(self, session: str, kind: str, data: dict[str, Json]) -> None:
         self._seq += 1
@@ -34,9 +35,15 @@ class Events:
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
 
+    def close(self) -> None:
+        """Nothing more will happen: followers come to their end."""
+        self._over = True
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
     async def follow(self, session: str = "", after: int = 0) -> AsyncIterator[Event | None]:
-        """Events of one session (or all) past `after`, without end. None: nothing for a while, but still here."""
-        while True:
+        """Events of one session (or all) past `after`, until the gateway stops. None: nothing for a while, but still here."""
+        while not self._over:
             newest = self._seq
             # A copy: the ring may turn while the reader is slow.
             for event in [e for e in self._kept if e.seq > after and session in ("", e.session)]:

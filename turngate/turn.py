@@ -17,12 +17,10 @@ collected. Whatever way it ends, what was sampled is recorded: a call that was c
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
-from hashlib import blake2b
 from typing import TypeVar
 
 import msgspec
@@ -39,15 +37,14 @@ from turngate.errors import (
     TurngateError,
 )
 from turngate.fence import Fence
-from turngate.render import LastTurn, Reader, Renderer
+from turngate.prompt import Preamble, Prompt, Prompts, context_info, observed
+from turngate.render import Reader, Renderer
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
-from turngate.trace import fork
-from turngate.trace.meaning import DIGEST, Reading, meaning, reasoning_digest, tools_meaning
-from turngate.trace.session import Session
-from turngate.trace.tree import Cause, Context, ContextInfo, Located, Sampled, SampledInfo, path_ids, prompt_ids
+from turngate.trace.meaning import meaning, reasoning_digest
+from turngate.trace.session import LimitMet, Session
+from turngate.trace.tree import Context, Sampled, SampledInfo
 from turngate.types import (
-    NO_IDS,
     Call,
     CallDelta,
     Capture,
@@ -58,7 +55,6 @@ from turngate.types import (
     Message,
     ReplyEvent,
     Sampling,
-    Tool,
     Usage,
     type_of_ids,
     type_of_logprobs,
@@ -66,8 +62,6 @@ from turngate.types import (
 
 T = TypeVar("T")
 _NEUTRAL = Sampling()
-_KNOWN_TOOLS = 256  # sets of tools kept decoded, for all sessions together
-_ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -76,19 +70,7 @@ class Settings(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()  # names that agents may ask for; empty: any
     max_context: int | None = None  # the model's; None: the engine judges
     echo_prompt: bool = False  # have the engine repeat the prompt it saw and compare
-    slow_render: int = 64_000  # characters of new text above which rendering leaves the event loop
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """A rendered call: where it hangs in the tree and what it adds there."""
-
-    located: Located
-    parent: Sampled | None
-    added: Ids
-    ids: Ids  # everything: what the engine gets
-    tools: tuple[Tool, ...]
-    preamble: tuple[bytes, bytes, bytes]
-    cause: Cause | None
+    vocabulary: str = ""  # digest of the tokenizer; a session goes on only with the one it began with
 
 
 class Draft:
@@ -134,25 +116,29 @@ class Turns:
         self._engine = engine
         self._relay = relay
         self._notify = notify
-        self._tools: dict[bytes, tuple[tuple[Tool, ...], bytes]] = {}  # raw tools → decoded, and their meaning
+        self._prompts = Prompts()
 
     async def take(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
         """One turn, from request to `Done`. Cancelling the task that runs it aborts the turn, which is recorded."""
         self._admit(session, call)
-        if limit := session.limit_met(time.time(), session.in_flight):
-            for event in self._at_limit(session, limit):
+        try:
+            async with aclosing(self._admitted(session, call)) as events:
+                async for event in events:
+                    yield event
+        except LimitMet as met:
+            for event in self._at_limit(session, met.limit):
                 yield event
-            return
+
+    async def _admitted(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
+        session.require_within_limits(time.time(), session.in_flight)
         task = asyncio.current_task()
         assert task is not None
         session.begin_call(task)
         try:
-            if limit := await self._pass_fence(session):
-                for event in self._at_limit(session, limit):
-                    yield event
-                return
+            await self._pass_fence(session)
             try:
                 session.require_open()
+                session.require_within_limits(time.time(), session.in_flight - 1)
                 steps = self._relayed(session, call) if session.config.mode == "observe" else self._exact(session, call)
                 async with aclosing(steps):
                     async for event in steps:
@@ -162,20 +148,20 @@ class Turns:
         finally:
             session.end_call(task, time.time())
 
-    async def _pass_fence(self, session: Session) -> str:
-        """Wait while weights are loaded. A limit that is met meanwhile is told, and the fence is not passed."""
+    async def _pass_fence(self, session: Session) -> None:
+        """Wait while weights are loaded; the session's own clock goes on."""
         try:
             async with asyncio.timeout_at(_loop_time(session.deadline())):
                 await self._fence.enter()
         except TimeoutError:
-            return "seconds"
-        limit = session.limit_met(time.time(), session.in_flight - 1)
-        if limit:
-            self._fence.leave()
-        return limit
+            raise LimitMet("seconds") from None
 
     def _admit(self, session: Session, call: Call) -> None:
         session.require_open()
+        if session.vocabulary != self._settings.vocabulary:
+            raise Conflict(
+                "this session was recorded with another tokenizer; go on with that one, or open a new session"
+            )
         session.last_used = time.time()
         names = (session.config.model,) if session.config.model else self._settings.models
         if names and call.model and call.model not in names:
@@ -201,34 +187,26 @@ class Turns:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
-        prompt = await self._locate_and_render(session, call, renderer)
-        limits = session.config.limits
-        if limits.context_tokens is not None and len(prompt.ids) >= limits.context_tokens:
-            session.truncated = True
-            for event in self._context_limit(session, len(prompt.ids), limits.context_tokens):
-                yield event
-            return
+        prompt = await self._prompts.render(session, call, renderer)
         room = self._room(session, call, len(prompt.ids))
-        if room < 1:
-            for event in self._at_limit(session, "sampled_tokens"):
-                yield event
-            return
         sampling = resolve_sampling(session, call)
         request = self._request(session, call, prompt, sampling, room)
-        reader = renderer.reader(prompt.added, prompt.tools, call.stop, call.constraint, not call.parallel_tool_calls)
+        reader = renderer.reader(
+            prompt.added, prompt.preamble.tools, call.stop, call.constraint, not call.parallel_tool_calls
+        )
         draft = Draft(self._fence.version)
         finish: Finish = "abort"
         fault = ""
-        session.promised += room
         try:
             async with aclosing(_until(session.deadline(), engine.generate(request))) as chunks:
                 async for chunk in chunks:
-                    for event in self._sampled(draft, chunk, reader, call, request):
+                    _check(chunk, request)
+                    for event in self._sampled(session, draft, chunk, reader, call):
                         yield event
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the engine gave this generation up")
-                    if chunk.finish is not None or reader.satisfied:
-                        finish = "stop" if reader.satisfied else chunk.finish or "stop"
+                    if reader.satisfied or session.tokens_left == 0 or chunk.finish is not None:
+                        finish = "stop" if reader.satisfied else chunk.finish or "length"
                         break
         except TimeoutError:
             finish = "length"  # the session's wall clock ran out: what was sampled stands
@@ -236,23 +214,12 @@ class Turns:
             fault = error.message
             raise
         finally:
-            session.promised -= room
             # An engine that failed before its first token sampled nothing that could be recorded.
             if finish == "abort" and (draft.ids or not fault):
-                await self._commit(
-                    session,
-                    call,
-                    prompt,
-                    draft,
-                    reader.finish()[1].message,
-                    "abort",
-                    sampling,
-                    fault=fault or "aborted",
-                )
+                message = reader.finish()[1].message
+                await self._commit(session, call, prompt, draft, message, "abort", sampling, fault=fault or "aborted")
         if finish == "length" and not draft.ids:
-            for event in self._at_limit(session, "seconds"):
-                yield event
-            return
+            raise LimitMet("sampled_tokens" if session.tokens_left == 0 else "seconds")
         events, parsed = reader.finish()
         for event in events:
             yield event
@@ -263,84 +230,23 @@ class Turns:
         )
         yield Done(finish, parsed.message, Usage(len(prompt.ids), len(draft.ids)), node)
 
-    async def _locate_and_render(self, session: Session, call: Call, renderer: Renderer) -> Prompt:
-        tools, preamble = self._preamble(session, call)
-        located = session.trace.locate(Reading(call.history, preamble[0]))
-        size = sum(len(raw) for raw in call.history.raws[located.start :]) if located.context is None else 0
-        if size > self._settings.slow_render:
-            # Tokenising this much takes long enough to be felt by other sessions; the tokenizers release the GIL.
-            return await asyncio.to_thread(self._render, session, call, located, tools, preamble, renderer)
-        return self._render(session, call, located, tools, preamble, renderer)
-
-    def _preamble(self, session: Session, call: Call) -> tuple[tuple[Tool, ...], tuple[bytes, bytes, bytes]]:
-        """The tools, and a digest of what all prompts of one line of work begin with: tools and template arguments, by meaning."""
-        raw = call.tools.raw if call.tools is not None else b"[]"
-        known = self._tools.get(raw)
-        if known is None:
-            tools = call.tools.decode() if call.tools is not None else ()
-            known = tools, tools_meaning([tool.wire for tool in tools])
-            if len(self._tools) >= _KNOWN_TOOLS:
-                self._tools.pop(next(iter(self._tools)))
-            self._tools[raw] = known
-        arguments = {**call.template_kwargs, **session.config.template_kwargs}
-        kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
-        return known[0], (blake2b(known[1] + kwargs, digest_size=DIGEST).digest(), raw, kwargs)
-
-    def _render(
-        self,
-        session: Session,
-        call: Call,
-        located: Located,
-        tools: tuple[Tool, ...],
-        preamble: tuple[bytes, bytes, bytes],
-        renderer: Renderer,
-    ) -> Prompt:
-        cause = fork.cause(
-            session.trace, located, has_tools=bool(tools), retried=call.retried, idempotency_key=call.idempotency_key
-        )
-        if located.context is not None:
-            parent, added = located.node, located.context.ids
-        else:
-            kwargs = json.loads(preamble[2])
-            bridged = self._bridge(session, located, tools, kwargs, renderer)
-            if bridged is not None:
-                parent, added = located.node, np.array(bridged, type_of_ids)
-            else:
-                parent, added = _whole(renderer, located, tools, kwargs)
-                if parent is None and located.node is not None and cause in (None, "branch"):
-                    cause = "template"
-        return Prompt(located, parent, added, prompt_ids(parent, added), tools, preamble, cause)
-
-    def _bridge(
-        self, session: Session, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object], renderer: Renderer
-    ) -> list[int] | None:
-        """The new messages alone, where they go on from a sampled turn and nothing forbids it."""
-        node = located.node
-        if node is None or not renderer.bridges or session.config.thinking == "drop":
-            return None
-        new = located.reading.all(located.start)
-        if any(message.role == "assistant" for message in new):
-            return None  # words that were put into the model's mouth: only the template can say how they read
-        message = located.reading.assistant(located.start - 1)
-        assert message is not None, "a located turn is an assistant's message"
-        return renderer.bridge(
-            LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open), new, tools, kwargs
-        )
-
     def _room(self, session: Session, call: Call, size: int) -> int:
         """How many tokens may be sampled after a prompt of `size`."""
-        limits, most = session.config.limits, self._settings.max_context
+        limit, most = session.config.limits.context_tokens, self._settings.max_context
+        if limit is not None and size >= limit:
+            session.truncated = True
+            session.stop = "context_tokens"
+            if session.config.at_limit == "conflict":
+                raise _overflow(limit, size)
+            raise LimitMet("context_tokens")
         if most is not None and size >= most:
             raise _overflow(most, size)
         asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
         room = [
             asked,
+            session.tokens_left,
             None if most is None else most - size,
-            None if limits.context_tokens is None else limits.context_tokens - size,
-            # What other calls in flight may still sample is spoken for.
-            None
-            if limits.sampled_tokens is None
-            else limits.sampled_tokens - session.sampled_tokens - session.promised,
+            None if limit is None else limit - size,
         ]
         return min((n for n in room if n is not None), default=4096)
 
@@ -361,33 +267,24 @@ class Turns:
         )
 
     def _sampled(
-        self, draft: Draft, chunk: Chunk, reader: Reader, call: Call, request: Generate
+        self, session: Session, draft: Draft, chunk: Chunk, reader: Reader, call: Call
     ) -> list[Delta | CallDelta]:
-        if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, type_of_ids), request.prompt):
-            raise EngineError(
-                "the engine says that it saw another prompt than the one it was sent; the turn is not recorded as exact"
-            )
-        if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
-            raise EngineError(f"the engine gave {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
+        """Take a chunk into the turn. The turn may end inside it: what was sampled past its end was never part of it."""
         ids, logprobs = chunk.ids, chunk.logprobs
+        # Calls at once share what the session may still sample, so it may run out in the middle of one.
+        end = len(ids) if session.tokens_left is None else min(len(ids), session.tokens_left)
         events: list[Delta | CallDelta] = []
-        if not call.stop and call.parallel_tool_calls:
-            events = reader.feed(ids)
-        else:
-            # The turn may end inside this chunk; what was sampled past its end was never part of it.
-            for n, token in enumerate(ids):
-                events += reader.feed([token])
+        if call.stop or not call.parallel_tool_calls:
+            for n in range(end):
+                events += reader.feed(ids[n : n + 1])
                 if reader.satisfied:
-                    ids, logprobs = ids[: n + 1], logprobs and logprobs[: n + 1]
+                    end = n + 1
                     break
-        draft.take(ids, logprobs, self._fence.version)
+        else:
+            events = reader.feed(ids[:end])
+        draft.take(ids[:end], None if logprobs is None else logprobs[:end], self._fence.version)
+        session.live_tokens += end
         return events
-
-    def _context_limit(self, session: Session, size: int, limit: int) -> list[ReplyEvent]:
-        if session.config.at_limit == "conflict":
-            session.stop = "context_tokens"
-            raise _overflow(limit, size)
-        return self._at_limit(session, "context_tokens")
 
     # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -395,11 +292,7 @@ class Turns:
         relay = self._relay
         if relay is None:
             raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
-        tools, preamble = self._preamble(session, call)
-        located = session.trace.locate(Reading(call.history, preamble[0]))
-        cause = fork.cause(
-            session.trace, located, has_tools=bool(tools), retried=call.retried, idempotency_key=call.idempotency_key
-        )
+        located, preamble, cause = self._prompts.locate(session, call)
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
         asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
@@ -436,7 +329,7 @@ class Turns:
             fault = error.message
             raise
         finally:
-            prompt = _observed(located, seen, preamble, cause)
+            prompt = observed(located, seen, preamble, cause)
             if seen is None and draft.capture == "tokens":
                 draft.capture = "logprobs"  # without the prompt's ids the sampled ones hang in the air
             if finish == "abort" and (not collected.empty or not fault):
@@ -467,7 +360,7 @@ class Turns:
         context = prompt.located.context or trace.same_context(prompt.parent, prompt.added, reading.prefixes[-1])
         new_context = context is None
         if context is None:
-            context = Context(trace.reserve(), prompt.parent, prompt.added, _context_info(prompt))
+            context = Context(trace.reserve(), prompt.parent, prompt.added, context_info(prompt))
         info = SampledInfo(
             meaning=meaning((message,), {}),
             reasoning=reasoning_digest(message.reasoning),
@@ -490,14 +383,13 @@ class Turns:
             else np.array([np.nan if p is None else p for p in draft.logprobs], type_of_logprobs)
         )
         sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
-        start = 0 if prompt.parent is None else prompt.located.start
         turn = NewTurn(
             session=session.key,
             context=context if new_context else None,
-            context_messages=b"[" + b",".join(reading.history.raws[start:]) + b"]",
+            context_messages=b"[" + b",".join(reading.history.raws[prompt.start :]) + b"]",
             sampled=sampled,
             message=msgspec.json.encode(message),
-            preamble=prompt.preamble if new_context and prompt.parent is None else None,
+            preamble=_stored(prompt.preamble) if new_context and prompt.parent is None else None,
         )
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -510,6 +402,7 @@ class Turns:
             trace.add_context(context)
         trace.add_sampled(sampled)
         session.count(sampled)
+        session.live_tokens = max(0, session.live_tokens - len(sampled.ids))
         if cancelled is not None:
             raise cancelled
         self._notify(
@@ -585,42 +478,16 @@ def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = Non
         raise BadRequest(f"sampling: {error}", param="sampling") from None
 
 
-def _whole(
-    renderer: Renderer, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object]
-) -> tuple[Sampled | None, Ids]:
-    """Everything rendered anew. It still extends the located turn if that is a prefix of it, token for token."""
-    ids = np.array(renderer.render(located.reading.all(), tools, kwargs), type_of_ids)
-    node = located.node
-    if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):
-        return node, ids[node.length :]
-    return None, ids
+def _check(chunk: Chunk, request: Generate) -> None:
+    """What the engine says must fit what it was asked, or the turn fails loudly."""
+    if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, type_of_ids), request.prompt):
+        raise EngineError("the engine says that it saw another prompt than the one it was sent; the turn is refused")
+    if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
+        raise EngineError(f"the engine gave {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
 
 
-def _observed(located: Located, seen: Ids | None, preamble: tuple[bytes, bytes, bytes], cause: Cause | None) -> Prompt:
-    """Where a relayed call hangs: by its ids if the endpoint told them, by meaning alone if not."""
-    node = located.node
-    if seen is None:
-        return Prompt(located, node, NO_IDS, NO_IDS, (), preamble, cause)
-    if node is None:
-        return Prompt(located, None, seen, seen, (), preamble, cause)
-    if len(seen) > node.length and np.array_equal(seen[: node.length], path_ids(node)):
-        return Prompt(located, node, seen[node.length :], seen, (), preamble, cause)
-    fresh = Located(None, 0, None, located.reading)
-    return Prompt(fresh, None, seen, seen, (), preamble, "template")
-
-
-def _context_info(prompt: Prompt) -> ContextInfo:
-    reading, parent = prompt.located.reading, prompt.parent
-    start = 0 if parent is None else prompt.located.start
-    return ContextInfo(
-        preamble=prompt.preamble[0],
-        prefix=reading.prefixes[-1],
-        parent_prefix=reading.prefixes[start - 1] if start else b"",
-        meanings=reading.meanings(start, len(reading)),
-        roles="".join(_ROLE_LETTER[reading.messages(i)[-1].role] for i in range(start, len(reading))),
-        has_tools=prompt.preamble[1] != b"[]",
-        cause=prompt.cause,
-    )
+def _stored(preamble: Preamble) -> tuple[bytes, bytes, bytes]:
+    return preamble.digest, preamble.raw_tools, preamble.raw_kwargs
 
 
 def _loop_time(moment: float | None) -> float | None:

@@ -17,7 +17,6 @@ from typing import Any
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, Turn
 from turngate.render import Renderer
-from turngate.server import app as app_module
 from turngate.server.app import Gateway
 from turngate.trace.session import SessionConfig
 
@@ -48,12 +47,9 @@ class World:
         queue: deque[Turn] = deque()
         engine = Scripted(lambda request, index: queue.popleft(), keep=10_000, max_context=1_000_000)
         # The renderer is loaded once per test session: reading a vocabulary takes a second.
-        original = app_module._renderer
-        app_module._renderer = lambda config: (renderer, certificate)
-        try:
-            gateway = Gateway(ServeConfig(data=str(folder), model="m", **config), engine=engine)
-        finally:
-            app_module._renderer = original
+        gateway = Gateway(
+            ServeConfig(data=str(folder), model="m", **config), engine=engine, renderer=(renderer, certificate)
+        )
         await gateway.start()
         try:
             yield cls(gateway, engine, queue)

@@ -12,6 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ class Tokenizer:
         self.folder = folder
         self.name_or_path = name or str(folder)
         spec = _read_json(folder / "tokenizer.json")
+        self.digest = blake2b(
+            (folder / "tokenizer.json").read_bytes(), digest_size=16
+        ).hexdigest()  # names this vocabulary
         config = _read_json(folder / "tokenizer_config.json", optional=True)
         self._backend = _backend(folder / "tokenizer.json")
         # A chat render may exceed any length limit that was saved with the tokenizer; the gateway checks context itself.

@@ -51,13 +51,20 @@ _NAMED = re.compile(r"/(s|v1/rollouts)/([^/]+)(/.+)")
 class Gateway:
     """One running gateway: an ASGI application with a beginning and an end."""
 
-    def __init__(self, config: ServeConfig, *, engine: Engine | None = None, relay: Relay | None = None) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        engine: Engine | None = None,
+        relay: Relay | None = None,
+        renderer: tuple[Renderer, Certificate] | None = None,
+    ) -> None:
         self.config = config
         data = Path(config.data)
         self.store = Store(data, config.durability)
         with _Undo(self.store.close) as undo:
             self.admin_key = admin_key(data)
-            self.renderer, self.certificate = _renderer(config)
+            self.renderer, self.certificate = renderer or _renderer(config)
             self.engine, self.relay = (
                 _engine(config, self.renderer) if engine is None and relay is None else (engine, relay)
             )
@@ -70,6 +77,7 @@ class Gateway:
             self.events,
             modes=self._modes(),
             models=(config.model,) if config.model and self.engine is not None else (),
+            vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
             idle_s=config.idle_s,
             log_turns=config.log_turns,
             release=self.engine.release if self.engine is not None else lambda session_id: None,
@@ -93,6 +101,7 @@ class Gateway:
                 models=(self.config.model,) if self.config.model else (),
                 max_context=max_context,
                 echo_prompt=self.config.echo_prompt,
+                vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
             ),
             journal=self.journal,
             fence=self.fence,

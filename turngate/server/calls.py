@@ -50,16 +50,12 @@ class ModelCalls:
                 session = self._auth.session(key, session_id)
             body = await read_body(receive, headers, self._max_body)
             call = dialect.decode(body, headers)
-            with Watch(receive) as watch:
+            with Watch(receive) as watch, _faults_told():
                 await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch)
         except TurngateError as error:
             await respond_error(send, dialect, error)
         except HungUp:
             return
-        except Exception:
-            # The last line of defence: a fault of ours must still read as an error in the caller's own format.
-            log.exception("a model call failed unexpectedly")
-            await respond_error(send, dialect, TurngateError("internal error; the gateway's log has the details"))
 
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         done = None
@@ -68,28 +64,48 @@ class ModelCalls:
                 async for event in events:
                     if isinstance(event, Done):
                         done = event
-        assert done is not None, "a turn ends with Done or an error"
-        self._note_lost(session, done, watch)
-        await respond(send, 200, dialect.whole(call, done))
+            assert done is not None, "a turn ends with Done or an error"
+            with self._delivering(session, done):
+                await respond(send, 200, dialect.whole(call, done))
 
     async def _stream(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         encoder = dialect.stream(call)
         with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s) as stream:
             try:
-                with _cancellation_told(session, watch):
+                with _cancellation_told(session, watch), _faults_told():
                     async with aclosing(self._turns.take(session, call)) as events:
                         async for event in events:
                             if isinstance(event, Done):
-                                self._note_lost(session, event, watch)
-                            await stream.write(encoder.event(event), last=isinstance(event, Done))
+                                with self._delivering(session, event):
+                                    await stream.write(encoder.event(event), last=True)
+                            else:
+                                await stream.write(encoder.event(event))
             except TurngateError as error:
                 if not stream.started:
                     raise
                 await stream.write(encoder.error(error), last=True)
 
-    def _note_lost(self, session: Session, done: Done, watch: Watch) -> None:
-        if watch.gone and done.node is not None:
-            self._control.undelivered(session, done.node)
+    @contextmanager
+    def _delivering(self, session: Session, done: Done) -> Iterator[None]:
+        """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            if done.node is not None:
+                self._control.undelivered(session, done.node)
+            raise
+
+
+@contextmanager
+def _faults_told() -> Iterator[None]:
+    """The last line of defence: a fault of ours must still read as an error in the caller's own format."""
+    try:
+        yield
+    except TurngateError:
+        raise
+    except Exception as error:
+        log.exception("a model call failed unexpectedly")
+        raise TurngateError("internal error; the gateway's log has the details") from error
 
 
 @contextmanager

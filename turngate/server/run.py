@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 import uvloop
@@ -46,7 +49,16 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._gateway = gateway
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own raises the signal again once it has stopped serving, before the store and the engine are closed.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gateway.events.close()
         await self._gateway.control.stop()
         await super().shutdown(sockets)
 
@@ -91,6 +103,7 @@ def _listen(config: ServeConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
+        listener.listen(2048)
     except OSError as error:
         listener.close()
         raise ConfigError(

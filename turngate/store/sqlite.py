@@ -36,6 +36,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     opened REAL NOT NULL,
     closed REAL,
     status TEXT NOT NULL,
+    vocabulary TEXT NOT NULL DEFAULT '',  -- digest of the tokenizer its ids are of
     stop TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS nodes (
@@ -76,6 +77,7 @@ class SessionRow(msgspec.Struct, frozen=True):
     closed: float | None
     status: Status
     stop: str
+    vocabulary: str
 
 
 class NewTurn(msgspec.Struct, frozen=True):
@@ -111,6 +113,8 @@ class Store:
                 f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
                 param="data",
             ) from None
+        # Readers have a connection of their own, so that none waits for a synced write.
+        self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
         self._checkpoints = threading.Thread(
@@ -138,14 +142,19 @@ class Store:
         self._checkpoints.join()
         with self._mutex:
             self._db.close()
+        self._reader.close()
         self._lock_file.close()
 
-    def add_session(self, session_id: str, secret: bytes, config: SessionConfig, opened: float) -> int:
+    def add_session(
+        self, session_id: str, secret: bytes, config: SessionConfig, opened: float, vocabulary: str = ""
+    ) -> int:
         """The key of the new session. A taken id raises KeyError."""
-        row = (session_id, secret, msgspec.json.encode(config), opened, "open")
+        row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
         with self._writing() as db:
             try:
-                cursor = db.execute("INSERT INTO sessions (id, secret, config, opened, status) VALUES (?,?,?,?,?)", row)
+                cursor = db.execute(
+                    "INSERT INTO sessions (id, secret, config, opened, status, vocabulary) VALUES (?,?,?,?,?,?)", row
+                )
             except sqlite3.IntegrityError:
                 raise KeyError(session_id) from None
             assert cursor.lastrowid is not None
@@ -184,7 +193,7 @@ class Store:
     def _rows(self, where: str, values: Sequence[object]) -> Iterator[SessionRow]:
         with self._reading() as db:
             rows = db.execute(
-                f"SELECT key, id, config, opened, closed, status, stop FROM sessions {where}", values
+                f"SELECT key, id, config, opened, closed, status, stop, vocabulary FROM sessions {where}", values
             ).fetchall()
         for key, session_id, config, *rest in rows:
             yield SessionRow(key, session_id, msgspec.json.decode(config, type=SessionConfig), *rest)
@@ -208,6 +217,7 @@ class Store:
         session = Session(row.id, row.key, row.config, row.opened)
         session.status, session.stop = row.status, row.stop
         session.truncated = row.stop == "context_tokens"
+        session.vocabulary = row.vocabulary
         with self._reading() as db:
             rows = db.execute(
                 "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id",
@@ -291,11 +301,10 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._mutex:
-            try:
-                yield self._db
-            except sqlite3.Error as error:
-                raise StoreError(f"the store cannot be read ({error})") from error
+        try:
+            yield self._reader
+        except sqlite3.Error as error:
+            raise StoreError(f"the store cannot be read ({error})") from error
 
     def _checkpoint_now_and_then(self) -> None:
         """Moves the write-ahead log into the database, from a connection of its own."""

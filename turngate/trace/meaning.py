@@ -106,11 +106,11 @@ def plain_arguments(text: str) -> str:
     """Arguments in one spelling; what is not JSON stands for itself."""
     try:
         value = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
+        # 1.0 and 1 are the same number to an agent written in JavaScript.
+        value = _whole_numbers(value) if "." in text or "e" in text or "E" in text else value
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    except (orjson.JSONDecodeError, TypeError, RecursionError):  # not JSON, or nested past reason
         return _encodable(text.strip())
-    # 1.0 and 1 are the same number to an agent written in JavaScript.
-    value = _whole_numbers(value) if "." in text or "e" in text or "E" in text else value
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS).decode()
 
 
 def _whole_numbers(value: Json) -> Json:

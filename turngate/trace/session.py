@@ -15,6 +15,14 @@ from turngate.types import Json, Limits, Mode
 Status = Literal["open", "sealed", "cancelled"]
 
 
+class LimitMet(Exception):
+    """The session has used up what it may: no error, but the end of its work."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What is chosen when a session is opened."""
 
@@ -53,7 +61,8 @@ class Session:
         self.idle.set()
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
         self.ending = ""  # why those were aborted, if they were
-        self.promised = 0  # tokens that calls in flight may still sample
+        self.live_tokens = 0  # sampled by calls in flight, not stored yet
+        self.vocabulary = ""  # digest of the tokenizer it is recorded with
 
     def count(self, turn: Sampled) -> None:
         """Take a stored turn into account."""
@@ -78,16 +87,21 @@ class Session:
         if self.status != "open":
             raise Conflict(f"this session is {self.status}{f' ({self.stop})' if self.stop else ''}; open a new one")
 
-    def limit_met(self, now: float, others: int) -> str:
-        """The limit that forbids another turn beside `others` that are in flight; empty if none does."""
+    @property
+    def tokens_left(self) -> int | None:
+        """How many more tokens may be sampled, by all calls together; None: no limit."""
+        limit = self.config.limits.sampled_tokens
+        return None if limit is None else max(0, limit - self.sampled_tokens - self.live_tokens)
+
+    def require_within_limits(self, now: float, others: int) -> None:
+        """Raises if there may not be another turn, beside `others` that are in flight."""
         limits = self.config.limits
         if limits.turns is not None and self.turns + others >= limits.turns:
-            return "turns"
-        if limits.sampled_tokens is not None and self.sampled_tokens >= limits.sampled_tokens:
-            return "sampled_tokens"
+            raise LimitMet("turns")
+        if self.tokens_left == 0:
+            raise LimitMet("sampled_tokens")
         if limits.seconds is not None and now - self.opened >= limits.seconds:
-            return "seconds"
-        return ""
+            raise LimitMet("seconds")
 
     def deadline(self) -> float | None:
         seconds = self.config.limits.seconds

@@ -1,0 +1,158 @@
+"""From a call to the ids that the engine gets: where it hangs in the session's tree, and what it adds there.
+
+The `locate` and `render` steps of `turn.py`. Pure computation; the heavy part may run in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from turngate.render import LastTurn, Renderer
+from turngate.trace import fork
+from turngate.trace.meaning import DIGEST, Reading, tools_meaning
+from turngate.trace.session import Session
+from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
+from turngate.types import NO_IDS, Call, Ids, Tool, type_of_ids
+
+_ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+_KNOWN_TOOLS = 256  # sets of tools kept decoded, for all sessions together
+_SLOW = 64_000  # bytes of new messages above which rendering leaves the event loop
+
+
+class Preamble(msgspec.Struct, frozen=True):
+    """What all prompts of one line of work begin with, and a digest of its meaning."""
+
+    digest: bytes
+    tools: tuple[Tool, ...]
+    raw_tools: bytes
+    raw_kwargs: bytes
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A rendered call: where it hangs in the tree and what it adds there."""
+
+    located: Located
+    parent: Sampled | None
+    added: Ids
+    ids: Ids  # everything: what the engine gets
+    preamble: Preamble
+    cause: Cause | None
+
+    @property
+    def start(self) -> int:
+        """Index of the first message that it adds."""
+        return 0 if self.parent is None else self.located.start
+
+
+class Prompts:
+    """Renders calls. Keeps tools decoded, since agents send the same ones with every call."""
+
+    def __init__(self) -> None:
+        self._tools: dict[bytes, tuple[tuple[Tool, ...], bytes]] = {}  # raw tools → decoded, and their meaning
+
+    def locate(self, session: Session, call: Call) -> tuple[Located, Preamble, Cause | None]:
+        """The deepest known point that this call extends, and why it forks there, if it does."""
+        preamble = self._preamble(session, call)
+        located = session.trace.locate(Reading(call.history, preamble.digest))
+        cause = fork.cause(
+            session.trace,
+            located,
+            has_tools=bool(preamble.tools),
+            retried=call.retried,
+            idempotency_key=call.idempotency_key,
+        )
+        return located, preamble, cause
+
+    async def render(self, session: Session, call: Call, renderer: Renderer) -> Prompt:
+        located, preamble, cause = self.locate(session, call)
+        size = sum(len(raw) for raw in call.history.raws[located.start :]) if located.context is None else 0
+        if size > _SLOW:
+            # Tokenising this much would be felt by other sessions; the tokenizers release the interpreter lock.
+            return await asyncio.to_thread(_render, session, located, preamble, cause, renderer)
+        return _render(session, located, preamble, cause, renderer)
+
+    def _preamble(self, session: Session, call: Call) -> Preamble:
+        raw = call.tools.raw if call.tools is not None else b"[]"
+        known = self._tools.get(raw)
+        if known is None:
+            tools = call.tools.decode() if call.tools is not None else ()
+            known = tools, tools_meaning([tool.wire for tool in tools])
+            if len(self._tools) >= _KNOWN_TOOLS:
+                self._tools.pop(next(iter(self._tools)))
+            self._tools[raw] = known
+        arguments = {**call.template_kwargs, **session.config.template_kwargs}
+        kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
+        return Preamble(blake2b(known[1] + kwargs, digest_size=DIGEST).digest(), known[0], raw, kwargs)
+
+
+def observed(located: Located, seen: Ids | None, preamble: Preamble, cause: Cause | None) -> Prompt:
+    """Where a relayed call hangs: by its ids if the endpoint told them, by meaning alone if not."""
+    node = located.node
+    if seen is None:
+        return Prompt(located, node, NO_IDS, NO_IDS, preamble, cause)
+    if node is None:
+        return Prompt(located, None, seen, seen, preamble, cause)
+    if len(seen) > node.length and np.array_equal(seen[: node.length], path_ids(node)):
+        return Prompt(located, node, seen[node.length :], seen, preamble, cause)
+    return Prompt(Located(None, 0, None, located.reading), None, seen, seen, preamble, "template")
+
+
+def context_info(prompt: Prompt) -> ContextInfo:
+    """What the tree keeps of the messages that a prompt adds."""
+    reading, start = prompt.located.reading, prompt.start
+    return ContextInfo(
+        preamble=prompt.preamble.digest,
+        prefix=reading.prefixes[-1],
+        parent_prefix=reading.prefixes[start - 1] if start else b"",
+        meanings=reading.meanings(start, len(reading)),
+        roles="".join(_ROLE_LETTER[reading.messages(i)[-1].role] for i in range(start, len(reading))),
+        has_tools=bool(prompt.preamble.tools),
+        cause=prompt.cause,
+    )
+
+
+def _render(session: Session, located: Located, preamble: Preamble, cause: Cause | None, renderer: Renderer) -> Prompt:
+    if located.context is not None:
+        added = located.context.ids
+        return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
+    kwargs = json.loads(preamble.raw_kwargs)
+    bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
+    if bridged is not None:
+        added = np.array(bridged, type_of_ids)
+        return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
+    parent, added = _whole(renderer, located, preamble.tools, kwargs)
+    if parent is None and located.node is not None and cause in (None, "branch"):
+        cause = "template"
+    return Prompt(located, parent, added, prompt_ids(parent, added), preamble, cause)
+
+
+def _bridge(
+    session: Session, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object], renderer: Renderer
+) -> list[int] | None:
+    """The new messages alone, where they go on from a sampled turn and nothing forbids it."""
+    node = located.node
+    if node is None or not renderer.bridges or session.config.thinking == "drop":
+        return None
+    new = located.reading.all(located.start)
+    if any(message.role == "assistant" for message in new):
+        return None  # words that were put into the model's mouth: only the template can say how they read
+    message = located.reading.assistant(located.start - 1)
+    assert message is not None, "a located turn is an assistant's message"
+    last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open)
+    return renderer.bridge(last, new, tools, kwargs)
+
+
+def _whole(
+    renderer: Renderer, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object]
+) -> tuple[Sampled | None, Ids]:
+    """Everything rendered anew. It still extends the located turn if that is a prefix of it, token for token."""
+    ids = np.array(renderer.render(located.reading.all(), tools, kwargs), type_of_ids)
+    node = located.node
+    if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):
+        return node, ids[node.length :]
+    return None, ids
