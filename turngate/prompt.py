@@ -16,7 +16,7 @@ from turngate.render import LastTurn, Renderer
 from turngate.trace import fork
 from turngate.trace.meaning import DIGEST, Reading, tools_meaning
 from turngate.trace.session import Session
-from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
+from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids
 from turngate.types import NO_IDS, Call, Ids, Tool, type_of_ids
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
@@ -107,8 +107,6 @@ def context_info(prompt: Prompt) -> ContextInfo:
     reading, start = prompt.located.reading, prompt.start
     return ContextInfo(
         preamble=prompt.preamble.digest,
-        prefix=reading.prefixes[-1],
-        parent_prefix=reading.prefixes[start - 1] if start else b"",
         meanings=reading.meanings(start, len(reading)),
         roles="".join(_ROLE_LETTER[reading.messages(i)[-1].role] for i in range(start, len(reading))),
         has_tools=bool(prompt.preamble.tools),
@@ -119,16 +117,16 @@ def context_info(prompt: Prompt) -> ContextInfo:
 def _render(session: Session, located: Located, preamble: Preamble, cause: Cause | None, renderer: Renderer) -> Prompt:
     if located.context is not None:
         added = located.context.ids
-        return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
+        return Prompt(located, located.node, added, session.trace.prompt(located.node, added), preamble, cause)
     kwargs = json.loads(preamble.raw_kwargs)
     bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
     if bridged is not None:
         added = np.array(bridged, type_of_ids)
-        return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
+        return Prompt(located, located.node, added, session.trace.prompt(located.node, added), preamble, cause)
     parent, added = _whole(renderer, located, preamble.tools, kwargs)
     if parent is None and located.node is not None and cause in (None, "branch"):
         cause = "template"
-    return Prompt(located, parent, added, prompt_ids(parent, added), preamble, cause)
+    return Prompt(located, parent, added, session.trace.prompt(parent, added), preamble, cause)
 
 
 def _bridge(

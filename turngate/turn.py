@@ -357,7 +357,7 @@ class Turns:
         """Store the turn, then let it be seen. In this order: a tree that knew more than the store could not be resumed."""
         trace = session.trace
         reading = prompt.located.reading
-        context = prompt.located.context or trace.same_context(prompt.parent, prompt.added, reading.prefixes[-1])
+        context = prompt.located.context or trace.same_context(prompt.parent, prompt.added, reading, prompt.start)
         new_context = context is None
         if context is None:
             context = Context(trace.reserve(), prompt.parent, prompt.added, context_info(prompt))
@@ -386,7 +386,7 @@ class Turns:
         turn = NewTurn(
             session=session.key,
             context=context if new_context else None,
-            context_messages=b"[" + b",".join(reading.history.raws[prompt.start :]) + b"]",
+            context_messages=b"[" + b",".join(reading.raws[prompt.start :]) + b"]",
             sampled=sampled,
             message=msgspec.json.encode(message),
             preamble=_stored(prompt.preamble) if new_context and prompt.parent is None else None,
@@ -400,6 +400,7 @@ class Turns:
             self._journal.mark_undelivered(session.key, sampled.id)
         if new_context:
             trace.add_context(context)
+        trace.remember(context, reading, prompt.ids)
         trace.add_sampled(sampled)
         session.count(sampled)
         session.live_tokens = max(0, session.live_tokens - len(sampled.ids))

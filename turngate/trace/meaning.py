@@ -2,7 +2,7 @@
 
 Agents spell their history anew: arguments with other white space or key order, `null` for "", trimmed text, parts for strings,
 renamed call ids, reasoning left out. None of that changes what was said. `Reading` gives, for one request, a digest of each
-message's meaning (decoded only when asked for) and a digest of each raw prefix (the fast path).
+message's meaning, decoded only when asked for.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Reading:
     def __init__(self, history: History, preamble: bytes) -> None:
         self.history = history
         self.preamble = preamble
-        self.prefixes = prefix_digests(history.raws, preamble)
+        self.raws = [bytes(raw) for raw in history.raws]
         self._messages: dict[int, tuple[Message, ...]] = {}
         self._meanings: dict[int, bytes] = {}
 
     def __len__(self) -> int:
-        return len(self.prefixes)
+        return len(self.raws)
 
     def messages(self, index: int) -> tuple[Message, ...]:
         if index not in self._messages:
@@ -64,16 +64,6 @@ class Reading:
                 if message.role == "assistant":
                     return {call.id: n for n, call in enumerate(message.tool_calls)}
         return {}
-
-
-def prefix_digests(raws: Sequence[bytes], preamble: bytes) -> list[bytes]:
-    """Digest of the preamble and the first 1, 2, … raw messages. Raw messages are JSON values, so their joins are unambiguous."""
-    state = blake2b(preamble, digest_size=DIGEST)
-    digests = []
-    for raw in raws:
-        state.update(raw)
-        digests.append(state.digest())
-    return digests
 
 
 def meaning(messages: Sequence[Message], call_order: dict[str, int]) -> bytes:

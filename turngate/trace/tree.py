@@ -17,6 +17,8 @@ import numpy as np
 from turngate.trace.meaning import DIGEST, Reading, reasoning_digest
 from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, type_of_ids
 
+_TIPS = 4  # lines of work that are remembered raw; others are found by meaning
+
 Cause = Literal[
     "retry", "resample", "branch", "edited", "compaction", "subagent", "side", "tools", "system", "template"
 ]
@@ -26,8 +28,6 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     """What is kept of a context node besides its ids."""
 
     preamble: bytes  # digest of tools and template arguments
-    prefix: bytes  # digest of the raw messages up to its end
-    parent_prefix: bytes  # digest of the raw messages up to its beginning, as the agent spelled them
     meanings: bytes  # one digest per message it adds
     roles: str  # one letter per message it adds: s, u, a, t; several in one raw message are joined by the last
     has_tools: bool
@@ -99,31 +99,54 @@ class Located(msgspec.Struct, frozen=True):
     reading: Reading
 
 
+class Tip(msgspec.Struct, frozen=True):
+    """A request as it came last: the fast path for the next one, which mostly repeats it byte for byte."""
+
+    context: Context
+    preamble: bytes
+    raws: list[bytes]
+    prompt: Ids  # the ids from the root to the end of the context
+
+
 class Trace:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.roots: list[Context] = []
         self._next_id = 0
-        self._known: dict[bytes, Node] = {}
+        self._tips: list[Tip] = []  # the newest last
 
     def locate(self, reading: Reading) -> Located:
-        node, at = self._walk(*self._deepest_known(reading), reading)
+        node, at = self._walk(*self._from_tip(reading), reading)
         if at < len(reading) and any(reading.assistant(i) is not None for i in range(at, len(reading))):
             # Answers that are not on this path. The agent may have gone on from another branch that shares its beginning.
             node, at = max((node, at), self._walk_all(reading), key=lambda found: found[1])
         if isinstance(node, Context):
             return Located(node.parent, node.count - node.added, node, reading)
-        if node is not None:
-            self._known[reading.prefixes[at - 1]] = node
         return Located(node, at, None, reading)
 
-    def _deepest_known(self, reading: Reading) -> tuple[Node | None, int]:
-        """The fast path: raw bytes that were seen before lead straight to where they led then."""
-        for index in range(len(reading) - 1, -1, -1):
-            node = self._known.get(reading.prefixes[index])
-            if node is not None:
-                return node, index + 1
-        return None, 0
+    def _from_tip(self, reading: Reading) -> tuple[Node | None, int]:
+        """The fast path: where a request led that this one begins with, byte for byte."""
+        best: tuple[Node | None, int] = (None, 0)
+        for tip in self._tips:
+            size = len(tip.raws)
+            if size > best[1] and tip.preamble == reading.preamble and reading.raws[:size] == tip.raws:
+                best = (tip.context, size)
+        return best
+
+    def remember(self, context: Context, reading: Reading, prompt: Ids) -> None:
+        """This request was answered: the next one will begin like it."""
+        before = context.parent.parent if context.parent is not None else None
+        self._tips = [tip for tip in self._tips if tip.context is not context and tip.context is not before][
+            1 - _TIPS :
+        ]
+        self._tips.append(Tip(context, reading.preamble, reading.raws, prompt))
+
+    def prompt(self, node: Sampled | None, added: Ids) -> Ids:
+        """The ids from the root through `node`, and then `added`."""
+        for tip in self._tips:
+            if node is not None and node.parent is tip.context:
+                return np.concatenate([tip.prompt, node.ids, added], dtype=type_of_ids)
+        return np.concatenate([*(n.ids for n in path(node)), added], dtype=type_of_ids)
 
     def _walk(self, node: Node | None, at: int, reading: Reading) -> tuple[Node | None, int]:
         """On from `node` by meaning, along the likeliest branch. Ends at a turn, or at a context that is the whole request."""
@@ -166,12 +189,8 @@ class Trace:
         return self._next_id
 
     def add_context(self, context: Context) -> None:
-        parent, info = context.parent, context.info
-        (self.roots if parent is None else parent.children).append(context)
+        (self.roots if context.parent is None else context.parent.children).append(context)
         self.nodes.append(context)
-        self._known[info.prefix] = context
-        if parent is not None and info.parent_prefix:
-            self._known[info.parent_prefix] = parent
         self._next_id = max(self._next_id, context.id)
 
     def add_sampled(self, sampled: Sampled) -> None:
@@ -179,10 +198,11 @@ class Trace:
         self.nodes.append(sampled)
         self._next_id = max(self._next_id, sampled.id)
 
-    def same_context(self, parent: Sampled | None, ids: Ids, prefix: bytes) -> Context | None:
+    def same_context(self, parent: Sampled | None, ids: Ids, reading: Reading, start: int) -> Context | None:
         """A context that another call of the same request added meanwhile."""
         for context in self.roots if parent is None else parent.children:
-            if context.info.prefix == prefix and np.array_equal(context.ids, ids):
+            same = context.info.preamble == reading.preamble and np.array_equal(context.ids, ids)
+            if same and context.info.meanings == reading.meanings(start, len(reading)):
                 return context
         return None
 
@@ -206,10 +226,6 @@ def path_ids(node: Node | None) -> Ids:
     """The ids from the root to the end of `node`."""
     parts = [n.ids for n in path(node)]
     return np.concatenate(parts) if parts else NO_IDS
-
-
-def prompt_ids(node: Sampled | None, added: Ids) -> Ids:
-    return np.concatenate([*(n.ids for n in path(node)), added], dtype=type_of_ids)
 
 
 def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
