@@ -329,6 +329,10 @@ class Client:
         with boundary(self.engine):
             return decoder(data)
 
+    def decode_all(self, decoder: Callable[[bytes], T], batch: Sequence[bytes]) -> list[T]:
+        with boundary(self.engine):
+            return [decoder(data) for data in batch]
+
     def failure(self, status: int, body: bytes) -> TurngateError:
         """What an HTTP error means, in the engine's words, shortened and without our key."""
         return failure(self.engine, status, self.shown(message_of(body)), body[:4096].decode("utf-8", "replace"))

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import Client, Reply, happened, paired, unbegun
+from turngate.engines.http import Client, Reply, happened, known, unbegun
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
 
@@ -194,45 +194,49 @@ class VLLM:
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
-        for data in batch:
-            event = self._client.decode(_decode_echo if echo else _decode, data)
-            if happened(event.error):
+        for event in self._client.decode_all(_decode_echo if echo else _decode, batch):
+            if event.error and happened(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=500)
             for choice in event.choices:
-                new = self._ids(choice)
+                new = self._ids(choice) if choice.token_ids is None else choice.token_ids
                 ids += new
                 logprobs += self._logprobs(new, choice.logprobs)
-                finish = self._finish(choice.finish_reason) or finish
-            prompt = prompt or _prompt(event)
+                if choice.finish_reason is not None:
+                    finish = self._finish(choice.finish_reason)
+            if echo:
+                prompt = prompt or _prompt(event)
         if not ids and finish is None and prompt is None:
             return None
-        return Chunk(ids, logprobs, finish, prompt)
+        return Chunk(ids, known(logprobs), finish, prompt)
 
     def _ids(self, choice: _Choice) -> list[int]:
-        if choice.token_ids is not None:
-            return choice.token_ids
+        """The ids as the names of the log-probabilities."""
         named = choice.logprobs.tokens if choice.logprobs is not None else None
         if named is None and not choice.text:
             return []  # an event that adds nothing
-        if named is None or not all(token.startswith(_NAMED) for token in named):
+        try:
+            return [int(token.partition(_NAMED)[2]) for token in named or [""]]
+        except ValueError:
             raise EngineError(
                 f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids"
-            )
-        return [int(token[len(_NAMED) :]) for token in named]
+            ) from None
 
-    def _logprobs(self, ids: list[int], given: _Logprobs | None) -> list[float | None]:
+    def _logprobs(self, ids: list[int], given: _Logprobs | None) -> Sequence[float | None]:
         if given is None:
-            return paired(self.name, ids, None)
-        if given.content is None:
-            return paired(self.name, ids, given.token_logprobs)
-        values = paired(self.name, ids, [position.logprob for position in given.content])
-        if [position.token_id for position in given.content] != ids:
-            raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
+            return [None] * len(ids)
+        if given.content is not None:
+            values: Sequence[float | None] | None = [position.logprob for position in given.content]
+            if [position.token_id for position in given.content] != ids:
+                raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
+        else:
+            values = given.token_logprobs
+        if values is None:
+            return [None] * len(ids)
+        if len(values) != len(ids):
+            raise EngineError(f"{self.name} sent {len(values)} log-probabilities for {len(ids)} tokens")
         return values
 
-    def _finish(self, reason: str | None) -> Literal["stop", "length", "abort"] | None:
-        if reason is None:
-            return None
+    def _finish(self, reason: str) -> Literal["stop", "length", "abort"]:
         if reason not in _FINISH:
             raise EngineError(f"{self.name} ended a generation with {reason!r}")
         return _FINISH[reason]
