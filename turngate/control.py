@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import orjson
 
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError
 from turngate.events import Events
@@ -342,7 +343,7 @@ def _sampled_view(node: Sampled, texts: dict[int, bytes], role: str) -> dict[str
 def encode_array(value: object) -> Json:
     """For `msgspec.json.encode`: arrays become lists, with null where there is no number."""
     if isinstance(value, np.ndarray):
-        if value.dtype.kind == "f":
-            return [None if np.isnan(x) else float(x) for x in value]
-        return value.astype(int).tolist() if value.dtype.kind == "b" else value.tolist()
+        # As 64-bit numbers: the shortest spelling of a 32-bit one would read back as another 64-bit one.
+        wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
+        return msgspec.Raw(orjson.dumps(wide, option=orjson.OPT_SERIALIZE_NUMPY))
     raise TypeError(f"cannot encode {type(value).__name__}")

@@ -10,8 +10,8 @@
     commit    context and sampled node, durable, before the last event                   (store, trace)
     reply     events: text as it is sampled, a call when it is whole, `Done` when stored
 
-`Turns.take` is an async generator of those events. It knows no wire format; a reply that is not streamed is one that the server
-collected. Whatever way it ends, what was sampled is recorded: a call that was cut short becomes an aborted turn.
+`Turns.take` is an async generator of those events, batch by batch. It knows no wire format; a reply that is not streamed is one
+that the server collected. Whatever way it ends, what was sampled is recorded: a call that was cut short becomes an aborted turn.
 """
 
 from __future__ import annotations
@@ -118,18 +118,20 @@ class Turns:
         self._notify = notify
         self._prompts = Prompts()
 
-    async def take(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
-        """One turn, from request to `Done`. Cancelling the task that runs it aborts the turn, which is recorded."""
+    async def take(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
+        """One turn, from request to `Done`, as batches of events that came at once.
+
+        Cancelling the task that runs it aborts the turn, which is recorded.
+        """
         self._admit(session, call)
         try:
-            async with aclosing(self._admitted(session, call)) as events:
-                async for event in events:
-                    yield event
+            async with aclosing(self._admitted(session, call)) as batches:
+                async for events in batches:
+                    yield events
         except LimitMet as met:
-            for event in self._at_limit(session, met.limit):
-                yield event
+            yield self._at_limit(session, met.limit)
 
-    async def _admitted(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
+    async def _admitted(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
         session.require_within_limits(time.time(), session.in_flight)
         task = asyncio.current_task()
         assert task is not None
@@ -141,8 +143,8 @@ class Turns:
                 session.require_within_limits(time.time(), session.in_flight - 1)
                 steps = self._relayed(session, call) if session.config.mode == "observe" else self._exact(session, call)
                 async with aclosing(steps):
-                    async for event in steps:
-                        yield event
+                    async for events in steps:
+                        yield events
             finally:
                 self._fence.leave()
         finally:
@@ -183,7 +185,7 @@ class Turns:
 
     # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _exact(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
+    async def _exact(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
@@ -201,8 +203,8 @@ class Turns:
             async with aclosing(_until(session.deadline(), engine.generate(request))) as chunks:
                 async for chunk in chunks:
                     _check(chunk, request)
-                    for event in self._sampled(session, draft, chunk, reader, call):
-                        yield event
+                    if events := self._sampled(session, draft, chunk, reader, call):
+                        yield events
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the engine gave this generation up")
                     if reader.satisfied or session.tokens_left == 0 or chunk.finish is not None:
@@ -220,15 +222,13 @@ class Turns:
                 await self._commit(session, call, prompt, draft, message, "abort", sampling, fault=fault or "aborted")
         if finish == "length" and not draft.ids:
             raise LimitMet("sampled_tokens" if session.tokens_left == 0 else "seconds")
-        events, parsed = reader.finish()
-        for event in events:
-            yield event
+        rest, parsed = reader.finish()
         if parsed.message.tool_calls and finish == "stop":
             finish = "tool_calls"
         node = await self._commit(
             session, call, prompt, draft, parsed.message, finish, sampling, reasoning_open=parsed.reasoning_open
         )
-        yield Done(finish, parsed.message, Usage(len(prompt.ids), len(draft.ids)), node)
+        yield [*rest, Done(finish, parsed.message, Usage(len(prompt.ids), len(draft.ids)), node)]
 
     def _room(self, session: Session, call: Call, size: int) -> int:
         """How many tokens may be sampled after a prompt of `size`."""
@@ -288,7 +288,7 @@ class Turns:
 
     # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _relayed(self, session: Session, call: Call) -> AsyncGenerator[ReplyEvent, None]:
+    async def _relayed(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
         relay = self._relay
         if relay is None:
             raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
@@ -311,7 +311,8 @@ class Turns:
                 async for chunk in chunks:
                     for event in chunk.events:
                         collected.add(event)
-                        yield event
+                    if chunk.events:
+                        yield chunk.events
                     if chunk.prompt is not None:
                         seen = np.asarray(chunk.prompt, type_of_ids)
                     if chunk.ids:
@@ -337,7 +338,7 @@ class Turns:
                     session, call, prompt, draft, collected.message(), "abort", sampling, fault=fault or "aborted"
                 )
         node = await self._commit(session, call, prompt, draft, collected.message(), finish, sampling)
-        yield Done(finish, collected.message(), usage, node)
+        yield [Done(finish, collected.message(), usage, node)]
 
     # ── commit ──────────────────────────────────────────────────────────────────────────────────────────────────
 

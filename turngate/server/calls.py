@@ -17,7 +17,7 @@ from turngate.server.asgi import EventStream, HungUp, Receive, Scope, Send, Watc
 from turngate.server.auth import Auth
 from turngate.trace.session import Session
 from turngate.turn import Turns
-from turngate.types import Alive, Call, Done
+from turngate.types import Alive, Call, Done, ReplyEvent
 
 log = logging.getLogger("turngate")
 
@@ -58,13 +58,12 @@ class ModelCalls:
             return
 
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
-        done = None
+        done: ReplyEvent | None = None
         with _cancellation_told(session, watch):
-            async with aclosing(self._turns.take(session, call)) as events:
-                async for event in events:
-                    if isinstance(event, Done):
-                        done = event
-            assert done is not None, "a turn ends with Done or an error"
+            async with aclosing(self._turns.take(session, call)) as batches:
+                async for events in batches:
+                    done = events[-1]
+            assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
                 await respond(send, 200, dialect.whole(call, done))
 
@@ -73,13 +72,14 @@ class ModelCalls:
         with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s) as stream:
             try:
                 with _cancellation_told(session, watch), _faults_told():
-                    async with aclosing(self._turns.take(session, call)) as events:
-                        async for event in events:
-                            if isinstance(event, Done):
-                                with self._delivering(session, event):
-                                    await stream.write(encoder.event(event), last=True)
+                    async with aclosing(self._turns.take(session, call)) as batches:
+                        async for events in batches:
+                            data = b"".join([encoder.event(event) for event in events])
+                            if isinstance(events[-1], Done):
+                                with self._delivering(session, events[-1]):
+                                    await stream.write(data, last=True)
                             else:
-                                await stream.write(encoder.event(event))
+                                await stream.write(data)
             except TurngateError as error:
                 if not stream.started:
                     raise

@@ -37,6 +37,7 @@ def run(config: ServeConfig) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
         server_header=False,
+        proxy_headers=False,  # nobody in front is trusted to say who calls
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(gateway, _Server(uvicorn_config, gateway), listener))
@@ -76,7 +77,7 @@ def _settle_memory() -> None:
     """Take the vocabulary out of the garbage collector's sight: half a million objects that never die, walked again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 50, 100)
+    gc.set_threshold(50_000, 20, 100)
 
 
 def _announce(gateway: Gateway, listener: socket.socket) -> None:

@@ -204,9 +204,10 @@ class Store:
             for turn in turns:
                 if turn.preamble is not None:
                     db.execute("INSERT OR IGNORE INTO preambles VALUES (?,?,?,?)", (turn.session, *turn.preamble))
+                rows = [_node_row(turn.session, turn.sampled, turn.message)]
                 if turn.context is not None:
-                    db.execute(_INSERT_NODE, _node_row(turn.session, turn.context, turn.context_messages))
-                db.execute(_INSERT_NODE, _node_row(turn.session, turn.sampled, turn.message))
+                    rows.insert(0, _node_row(turn.session, turn.context, turn.context_messages))
+                db.executemany(_INSERT_NODE, rows)
 
     def mark_undelivered(self, session: int, node: int) -> None:
         with self._writing() as db:
