@@ -218,12 +218,14 @@ class Bench:
 
         The first batch also pays for the buffers of as many calls at once, which the next ones find there.
         """
-        grown = []
+        grown: list[float] = []
+        agents: list[Agent] = []
         for _ in range(3):
             before = gateway.rss_mb()
-            run = await self.run(gateway, scenario)
+            agents += (await self.run(gateway, scenario)).agents
             grown.append((gateway.rss_mb() - before) / scenario.sessions)
-            await self.check(gateway, scenario, run.agents[:4])
+        await self.check(gateway, scenario, agents)
+        await self.leave(gateway, agents)
         return grown[0], statistics.mean(grown[1:])
 
 

@@ -17,10 +17,10 @@ that the server collected. Whatever way it ends, what was sampled is recorded: a
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import TypeVar
 
 import msgspec
@@ -261,7 +261,7 @@ class Turns:
             constraint=call.constraint,
             stream=call.stream,
             session=session.id,
-            request_id=f"turngate-{uuid.uuid4().hex}",
+            request_id=f"turngate-{os.urandom(16).hex()}",
             cache_salt=f"v{self._fence.version}",
             echo_prompt=self._settings.echo_prompt,
         )
@@ -451,10 +451,12 @@ async def _until(
 
     Only the waiting is timed, never the consumer, which may be busy writing to a slow agent when the time comes.
     """
-    end = _loop_time(deadline)
-    async with AsyncExitStack() as stack:
-        async with asyncio.timeout_at(end):
-            items = await stack.enter_async_context(stream)
+    async with stream as items:
+        if deadline is None:
+            async for item in items:
+                yield item
+            return
+        end = _loop_time(deadline)
         while True:
             try:
                 async with asyncio.timeout_at(end):

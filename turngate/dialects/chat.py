@@ -6,9 +6,9 @@ wrong one is refused by name in OpenAI's own error shape.
 
 from __future__ import annotations
 
+import os
 import re
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -473,7 +473,7 @@ def _usage(usage: Usage | None) -> Json:
 
 
 def _head(call: Call, kind: str) -> dict[str, Json]:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": call.model}
+    return {"id": f"chatcmpl-{os.urandom(16).hex()}", "object": kind, "created": int(time.time()), "model": call.model}
 
 
 _TYPES = {

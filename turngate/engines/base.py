@@ -58,6 +58,7 @@ class Engine(Protocol):
     """Implementations raise only `EngineError`s and `ContextOverflow`.
 
     `generate` is a context manager around a stream of chunks: leaving it early, by whatever way, aborts the generation.
+    Entering it does nothing yet; all work and waiting happens in the stream.
     The last chunk has `finish` set; a stream that ends without one raises `EngineUnavailable` inside the implementation.
     """
 

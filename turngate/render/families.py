@@ -6,10 +6,10 @@ second to import.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, create_renderer
 from renderers.base import MODEL_RENDERER_MAP
@@ -166,7 +166,7 @@ class _PackageReader(Reader):
         events += [Delta("content", content)] if content else []
         calls = [c for c in whole.tool_calls if c.status == ToolCallParseStatus.OK]
         made = tuple(
-            ToolCall(f"call_{np.random.default_rng().bytes(12).hex()}", c.name or "", _text(c.arguments))
+            ToolCall(f"call_{os.urandom(12).hex()}", c.name or "", _text(c.arguments))
             for c in calls[: 1 if self._one_call else None]
         )
         events += [CallDelta(n, call) for n, call in enumerate(made)]

@@ -7,8 +7,8 @@ is never dropped and never guessed at: it is delivered as content.
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -320,7 +320,7 @@ class Parser:
 
     def _emit_calls(self, events: list[Delta | CallDelta], calls: list[tuple[str, str]]) -> None:
         for name, arguments in calls[:1] if self._one_call else calls:
-            call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments)
+            call = ToolCall(f"call_{os.urandom(12).hex()}", name, arguments)
             events.append(CallDelta(len(self._calls), call))
             self._calls.append(call)
         self.satisfied = self._one_call

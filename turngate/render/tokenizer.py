@@ -25,8 +25,6 @@ from tokenizers.normalizers import NFC
 from turngate.errors import ConfigError
 from turngate.types import Json
 
-# Past this size tiktoken's regex engine may give up on pathological input; the slow encoder has no such limit.
-FAST_LIMIT = 200_000
 _NFC = NFC()
 _NO_TOKEN = -1
 
@@ -72,7 +70,7 @@ class Tokenizer:
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Ids of `text`; added tokens in it count as such; nothing is added around it."""
-        fast = self._fast.encode(text) if self._fast is not None and len(text) <= FAST_LIMIT else None
+        fast = self._fast.encode(text) if self._fast is not None else None
         return self._slow(text) if fast is None else fast
 
     def _slow(self, text: str) -> list[int]:
@@ -141,10 +139,13 @@ class _FastEncoder:
         self._added = frozenset(added)
 
     def encode(self, text: str) -> list[int] | None:
-        """None: this text has bytes that the vocabulary lacks."""
+        """None: this text is for the slow encoder."""
         if self._nfc and not text.isascii():
             text = self._normalise(text)
-        ranks = self._encoding.encode(text, allowed_special=self._added, disallowed_special=())
+        try:
+            ranks = self._encoding.encode(text, allowed_special=self._added, disallowed_special=())
+        except ValueError:  # its regex engine gave up, on half a million blanks in a row for instance
+            return None
         if self._identity:
             return ranks
         ids = [self._id[rank] for rank in ranks]
