@@ -130,7 +130,8 @@ class TemplateRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
     ) -> list[int]:
-        return self.tokenizer.encode(self.text(messages, tools, kwargs, generate=generate))
+        # Rollouts of one task begin alike: their system prompt, tools and question are encoded once.
+        return self.tokenizer.encode(self.text(messages, tools, kwargs, generate=generate), remember=True)
 
     def bridge(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]

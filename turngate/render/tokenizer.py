@@ -11,6 +11,8 @@ import codecs
 import functools
 import json
 import re
+import unicodedata
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +29,10 @@ from turngate.types import Json
 
 _NFC = NFC()
 _NO_TOKEN = -1
+_LONG = 1_000  # characters of a piece that is worth remembering
+_MEMORY = 1_000_000  # characters that are remembered
+# Latin, punctuation, symbols, CJK and Hangul: how these normalise was settled long ago, whatever the Unicode version.
+_OTHER = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
 
 class Tokenizer:
@@ -68,9 +74,12 @@ class Tokenizer:
         """Whether the fast encoder was proven equal and is in use."""
         return self._fast is not None
 
-    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """Ids of `text`; added tokens in it count as such; nothing is added around it."""
-        fast = self._fast.encode(text) if self._fast is not None else None
+    def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
+        """Ids of `text`; added tokens in it count as such; nothing is added around it.
+
+        `remember`: its long pieces will be asked for again.
+        """
+        fast = self._fast.encode(text, remember=remember) if self._fast is not None else None
         return self._slow(text) if fast is None else fast
 
     def _slow(self, text: str) -> list[int]:
@@ -136,14 +145,41 @@ class _FastEncoder:
         self._identity = rank_to_id == list(range(len(rank_to_id)))
         self._gaps = _NO_TOKEN in rank_to_id
         self._nfc = nfc
-        self._added = frozenset(added)
+        self._added = added
+        self._memory: OrderedDict[str, list[int]] = OrderedDict()
+        self._remembers = 0  # characters in it
 
-    def encode(self, text: str) -> list[int] | None:
+    def encode(self, text: str, *, remember: bool = False) -> list[int] | None:
         """None: this text is for the slow encoder."""
-        if self._nfc and not text.isascii():
-            text = self._normalise(text)
+        ids: list[int] = []
+        for piece in self._pieces(text):
+            if piece in self._added:
+                ids.append(self._added[piece])
+                continue
+            part = self._remembered(piece) if remember and len(piece) >= _LONG else self._plain(piece)
+            if part is None:
+                return None
+            ids += part
+        return ids
+
+    def _remembered(self, piece: str) -> list[int] | None:
+        known = self._memory.pop(piece, None)
+        if known is None:
+            known = self._plain(piece)
+            if known is None:
+                return None
+            self._remembers += len(piece)
+        self._memory[piece] = known  # the most recently used last
+        while self._remembers > _MEMORY:
+            self._remembers -= len(self._memory.popitem(last=False)[0])
+        return known
+
+    def _plain(self, piece: str) -> list[int] | None:
+        """A piece without added tokens in it."""
+        if self._nfc and not piece.isascii() and not _surely_nfc(piece):
+            piece = _NFC.normalize_str(piece)
         try:
-            ranks = self._encoding.encode(text, allowed_special=self._added, disallowed_special=())
+            ranks = self._encoding.encode_ordinary(piece)
         except ValueError:  # its regex engine gave up, on half a million blanks in a row for instance
             return None
         if self._identity:
@@ -151,17 +187,16 @@ class _FastEncoder:
         ids = [self._id[rank] for rank in ranks]
         return None if self._gaps and _NO_TOKEN in ids else ids
 
-    def _normalise(self, text: str) -> str:
-        # tokenizers' own NFC, not Python's: their Unicode versions differ. Added tokens are cut out first, as it does.
-        return "".join(piece if piece in self._added else _NFC.normalize_str(piece) for piece in self._pieces(text))
-
     def _pieces(self, text: str) -> Iterator[str]:
+        """Added tokens, and what is between them: those are cut out first, so the rest is encoded piece by piece."""
         at = 0
         for match in self._added_pattern.finditer(text):
-            yield text[at : match.start()]
+            if match.start() > at:
+                yield text[at : match.start()]
             yield match.group()
             at = match.end()
-        yield text[at:]
+        if at < len(text):
+            yield text[at:]
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
@@ -198,12 +233,13 @@ class _FastEncoder:
             ):  # some vocabularies lack a few bytes: text with those is left to the slow encoder
                 ranks[bytes([byte])] = len(rank_to_id)
                 rank_to_id.append(_NO_TOKEN)
-        special = {}
-        for text, token_id in added.items():
-            special[text] = len(rank_to_id)
-            rank_to_id.append(token_id)
-        encoding = tiktoken.Encoding("turngate", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        encoding = tiktoken.Encoding("turngate", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         return cls(encoding, rank_to_id, nfc=nfc, added=added)
+
+
+def _surely_nfc(text: str) -> bool:
+    """Python's word for it, where it is sure to agree with tokenizers' (their Unicode versions differ)."""
+    return _OTHER.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
 def probe_corpus(added: Iterable[str] = ()) -> list[str]:
