@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from turngate.errors import ConfigError
+from turngate.explain import explain
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,22 +75,12 @@ def load(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config: {file} is not valid TOML: {error}", param="config") from None
     values.update({name: value for name, value in overrides.items() if value is not None})
-    _refuse_unknown(values)
+    if isinstance(values.get("engine_url"), str):
+        values["engine_url"] = [values["engine_url"]]
+    if "admin_key" in values:
+        raise ConfigError("admin_key: secrets are never settings; set the environment variable TURNGATE_ADMIN_KEY")
     try:
         return msgspec.convert(values, ServeConfig).check()
     except msgspec.ValidationError as error:
-        raise ConfigError(_named(str(error))) from None
-
-
-def _refuse_unknown(values: dict[str, Any]) -> None:
-    known = [field.name for field in msgspec.structs.fields(ServeConfig)]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else f"; known settings are {', '.join(known)}"
-            raise ConfigError(f"{name}: there is no such setting{hint}", param=name)
-
-
-def _named(text: str) -> str:
-    found = re.search(r" - at `\$\.([^`]*)`$", text)
-    return f"{found[1]}: {text[: found.start()]}" if found else text
+        message, field = explain(error, ServeConfig, "setting")
+        raise ConfigError(message, param=field) from None

@@ -19,6 +19,7 @@ import orjson
 
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError
 from turngate.events import Events
+from turngate.explain import explain
 from turngate.fence import Fence, Pause
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import roles
@@ -301,7 +302,8 @@ def _check_sampling(config: SessionConfig) -> None:
     try:
         msgspec.convert(config.sampling, Sampling)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"sampling: {error}", param="sampling") from None
+        message, field = explain(error, Sampling)
+        raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None
 
 
 def _context_view(node: Context, texts: dict[int, bytes]) -> dict[str, Json]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from turngate.errors import ConfigError
-from turngate.render import load
+from turngate.render import find, load
 
 _WORDS = {
     "same": "[green]same[/]",
@@ -55,22 +53,3 @@ def report(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
             "[red]Not certified:[/] every turn is rendered whole; the trace forks wherever the template rewrites history."
         )
     return certificate.passed
-
-
-def find(name: str) -> Path:
-    """A folder as it is, or a model's newest snapshot in the local Hugging Face cache. Nothing is downloaded."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub")))
-    snapshots = sorted(
-        (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/tokenizer.json"),
-        key=lambda p: p.stat().st_mtime,
-    )
-    if not snapshots:
-        raise ConfigError(
-            f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub})",
-            param="tokenizer",
-        )
-    return snapshots[-1].parent

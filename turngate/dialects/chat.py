@@ -26,6 +26,7 @@ from turngate.types import (
     Json,
     Message,
     ReplyEvent,
+    Sampling,
     Tool,
     ToolCall,
     Usage,
@@ -105,17 +106,16 @@ class _Request(msgspec.Struct):
 _request = msgspec.json.Decoder(_Request)
 _message = msgspec.json.Decoder(_WireMessage)
 
-# Range of each sampling field, as OpenAI and the engines have it.
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, 10),
-    "top_k": (-1, 2**31),
-    "seed": (-(2**63), 2**63),
-}
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+)
 
 
 class ChatHistory:
@@ -344,14 +344,13 @@ def _refuse_what_we_do_not_do(request: _Request) -> None:
 
 
 def _sampling(request: _Request) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (low, high) in _RANGES.items():
-        value = getattr(request, name)
-        if value is None:
-            continue
-        if not low <= value <= high:
-            raise BadRequest(f"{name}: {value} is not between {low} and {high}", param=name)
-        found[name] = max(value, 0) if name == "top_k" else value
+    found = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    if found.get("top_k") == -1:
+        found["top_k"] = 0  # the other way to say that it is off
+    try:
+        msgspec.convert(found, Sampling)
+    except msgspec.ValidationError as error:
+        raise BadRequest(_reason(error), param=_param(error)) from None
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from turngate.render.certify import Certificate, certify
 from turngate.render.renderer import LastTurn, Reader, Renderer, TemplateRenderer
 from turngate.render.tokenizer import Tokenizer
 
-__all__ = ["Certificate", "LastTurn", "Reader", "Renderer", "TemplateRenderer", "Tokenizer", "load"]
+__all__ = ["Certificate", "LastTurn", "Reader", "Renderer", "TemplateRenderer", "Tokenizer", "find", "load"]
 
 
 def load(folder: Path, *, model: str = "", family: str = "auto") -> tuple[Renderer, Certificate]:
@@ -43,3 +44,22 @@ def _family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
 
     found = family_of(model) if family == "auto" else family
     return None if found is None else FamilyRenderer(tokenizer, found)
+
+
+def find(name: str) -> Path:
+    """A folder as it is, or a model's newest snapshot in the local Hugging Face cache. Nothing is downloaded."""
+    folder = Path(name).expanduser()
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return folder  # whatever is wrong with it is said when it is read
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub")))
+    snapshots = sorted(
+        (hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/tokenizer.json"),
+        key=lambda p: p.stat().st_mtime,
+    )
+    if not snapshots:
+        raise ConfigError(
+            f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub})",
+            param="tokenizer",
+        )
+    return snapshots[-1].parent

@@ -118,6 +118,12 @@ class TemplateRenderer:
         self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
         self._forms: dict[tuple[int, tuple[str, ...], bool, str], Form | None] = {}
         self.stop_ids = self._find_stops()
+        if not self.stop_ids:
+            raise ConfigError(
+                f"{tokenizer.folder}: nothing tells where an assistant's turn ends: the chat template writes no special token "
+                "after it, and tokenizer_config.json names no eos_token; add one",
+                param="tokenizer",
+            )
         self._stop_texts = tuple(tokenizer.decode(i) for i in self.stop_ids)
         self.syntax = self._find_syntax()
         self.bridges = True  # until certified otherwise

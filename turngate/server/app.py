@@ -30,7 +30,7 @@ from turngate.engines.vllm import VLLM
 from turngate.errors import ConfigError, NotFound, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
-from turngate.render import Certificate, Renderer, load
+from turngate.render import Certificate, Renderer, find, load
 from turngate.server.admin import Admin
 from turngate.server.asgi import Receive, Scope, Send
 from turngate.server.auth import Auth, admin_key
@@ -161,7 +161,7 @@ class Gateway:
 
     def _starlette(self) -> Starlette:
         async def missing(request: Request, error: Exception) -> Response:
-            wrong = NotFound(f"there is no {request.method} {request.url.path} here")
+            wrong = NotFound(f"there is no {request.method} {request.url.path} here{_hint(request)}")
             return Response(_chat.error(wrong), status_code=404, media_type="application/json")
 
         routes = [
@@ -215,6 +215,17 @@ class Gateway:
             return Response(_chat.error(error), status_code=error.status, media_type="application/json")
 
 
+def _hint(request: Request) -> str:
+    """What somebody may have meant who asked for a path that is not there."""
+    if request.url.path.endswith(
+        ("/responses", "/messages", "/completions", ":generateContent", ":streamGenerateContent")
+    ):
+        return "; only OpenAI's chat dialect is served so far: POST /v1/chat/completions"
+    if request.url.path.endswith(("/seal", "/cancel", "/pause", "/resume", "/register", "/unregister")):
+        return "; use POST"
+    return ""
+
+
 class _Undo:
     """Runs `undo` if the block fails."""
 
@@ -235,7 +246,7 @@ class _Undo:
 def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
     if config.engine == "openai":
         return None, None
-    folder = Path(config.tokenizer) if config.tokenizer else BUILTIN_TOKENIZER
+    folder = find(config.tokenizer) if config.tokenizer else BUILTIN_TOKENIZER
     return load(folder, model=config.model, family=config.family)
 
 

@@ -29,7 +29,7 @@ def headers_of(scope: Scope) -> dict[str, str]:
 async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"the request has {declared} bytes, the limit is {limit}")
+        raise TooLarge(f"the request has {declared} bytes, the limit is {limit} (setting max_body_mb)")
     parts: list[bytes] = []
     size = 0
     while True:
@@ -39,7 +39,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise TooLarge(f"the request has more than {limit} bytes, which is the limit")
+            raise TooLarge(f"the request has more than {limit} bytes, which is the limit (setting max_body_mb)")
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -53,7 +53,11 @@ class Auth:
     def session(self, key: str, session_id: str | None) -> Session:
         """The session of a model call. Named by its path: its secret or the admin key opens it. Otherwise its secret finds it."""
         if session_id is None:
-            session = self._control.by_secret(key) if key else None
+            if not key:
+                raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
+            if self.is_admin(key):
+                raise Unauthorized("This is the admin key. Use the api_key of a session, or the path /s/{session}/v1.")
+            session = self._control.by_secret(key)
             if session is None:
                 raise Unauthorized("Incorrect API key provided. Use the secret of an open session as the API key.")
             return session

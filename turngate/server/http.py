@@ -13,6 +13,7 @@ from starlette.routing import Route
 from turngate.control import encode_array
 from turngate.dialects import Chat
 from turngate.errors import BadRequest, TooLarge, TurngateError
+from turngate.explain import explain
 from turngate.server.auth import Auth
 
 T = TypeVar("T")
@@ -41,9 +42,8 @@ async def body(request: Request, kind: type[T], *, wrong: type[TurngateError] = 
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:
-        text = str(error)
-        field = text.rpartition("`$.")[2].rstrip("`") if "`$." in text else None
-        raise wrong(f"{field}: {text.partition(' - at')[0]}" if field else text, param=field) from None
+        message, field = explain(error, kind)
+        raise wrong(message, param=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not valid JSON: {error}") from None
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from turngate.control import Control
 from turngate.dialects import Chat
 from turngate.errors import BadRequest, TurngateError, Unprocessable
+from turngate.explain import explain
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, body, error_reply, reply
 from turngate.trace.roles import roles
@@ -111,7 +112,10 @@ class Prime:
         )
 
     async def cancel(self, request: Request) -> Response:
-        session = await self._control.cancel(request.path_params["id"])
+        session = self._control.find(request.path_params["id"])
+        # A rollout that came to its end stays completed.
+        end = self._control.seal if status(session) == "completed" else self._control.cancel
+        session = await end(session.id)
         return reply({"rollout_id": session.id, "status": status(session)})
 
     async def unregister(self, request: Request) -> Response:
@@ -137,7 +141,7 @@ def _sampling(params: dict[str, Any]) -> dict[str, Json]:
     try:
         msgspec.convert(found, Sampling)
     except msgspec.ValidationError as error:
-        raise Unprocessable(f"sampling_params: {error}", param="sampling_params") from None
+        raise Unprocessable(f"sampling_params.{explain(error, Sampling)[0]}", param="sampling_params") from None
     return found
 
 

@@ -91,7 +91,9 @@ def _row(leaf: Sampled, role_of: dict[int, TurnRole], policy: Policy, claimed: s
     for node in nodes:
         end = start + len(node.ids)
         if isinstance(node, Sampled):
-            reason = "trained in another row" if node.id in claimed else untrainable(node, role_of[node.id], policy)
+            reason = untrainable(node, role_of[node.id], policy)
+            if not reason and node.id in claimed:
+                reason = "trained in another row"
             if node.logprobs is not None and len(node.logprobs) == len(node.ids):
                 logprobs[start:end] = node.logprobs
             mask[start:end] = not reason
