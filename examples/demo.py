@@ -25,20 +25,7 @@ from rich.text import Text
 from turngate.render import Tokenizer
 from turngate.server.app import BUILTIN_TOKENIZER
 
-
-def call(name: str, **arguments: str) -> str:
-    """A tool call as the model writes it."""
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
-
-
-REPLIES = [
-    "<think>\nFirst I look around.\n</think>\n\nLet me see what is here.\n" + call("list_files", path="."),
-    call("read_file", path="main.py") + "\n" + call("read_file", path="test_main.py"),
-    "<think>\nadd subtracts. The test wants 3.\n</think>\n\n"
-    + call("write_file", path="main.py", text="def add(a, b):\n    return a + b\n"),
-    call("run_tests"),
-    "The test passes now: `add` subtracted where it should have added.",
-]
+SCRIPT = Path(__file__).with_name("replies.json")  # what the scripted engine says, turn by turn
 FILES = {
     "main.py": "def add(a, b):\n    return a - b\n",
     "test_main.py": "from main import add\n\ndef test_add():\n    assert add(1, 2) == 3\n",
@@ -126,7 +113,7 @@ def show(nodes: list[dict[str, Any]], sample: dict[str, Any]) -> None:
             )
         console.print(text)
         path += node["ids"]
-    chained = path == sample["ids"] and sum(span["trained"] for span in sample["spans"]) == len(REPLIES)
+    chained = path == sample["ids"] and sum(span["trained"] for span in sample["spans"]) == 5
     scored = all((p is not None) == bool(m) for p, m in zip(sample["logprobs"], sample["mask"], strict=True))
     console.rule(style="dim")
     console.print(
@@ -143,8 +130,6 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        script = Path(folder) / "script.json"
-        script.write_text(json.dumps(REPLIES), encoding="utf-8")
         admin_key = secrets.token_urlsafe(24)
         argv = [
             sys.executable,
