@@ -141,7 +141,7 @@ def main() -> None:
             "--data",
             f"{folder}/data",
             "--script",
-            str(script),
+            str(SCRIPT),
         ]
         console.print(f"$ turngate serve --port {port} --data DIR --engine scripted")
         server = subprocess.Popen(argv, env={**os.environ, "TURNGATE_ADMIN_KEY": admin_key})
