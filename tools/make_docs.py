@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -19,13 +20,17 @@ def table() -> str:
     """One row per field of `ServeConfig`, with the comment that stands beside it."""
     source = Path(config.__file__).read_text(encoding="utf-8")
     comments = dict(re.findall(r"^    (\w+): [^\n#]*?(?:  # ([^\n]*))?$", source, re.M))
+    hints = get_type_hints(config.ServeConfig)
     rows = ["| setting | default | meaning |", "|---|---|---|"]
     for field in msgspec.structs.fields(config.ServeConfig):
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         meaning = comments.get(field.name, "")
         if not meaning:
             raise SystemExit(f"turngate/config.py: {field.name} has no comment to say what it means")
-        rows.append(f"| `{field.name}` | `{default!r}` | {meaning} |")
+        values = get_args(hints[field.name]) if get_origin(hints[field.name]) is Literal else ()
+        allowed = f" (one of {', '.join(f'`{value}`' for value in values)})" if values else ""
+        shown = "" if default is None else f"`{default!r}`"
+        rows.append(f"| `{field.name}` | {shown} | {meaning}{allowed} |")
     return "\n".join(rows) + "\n"
 
 

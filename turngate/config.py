@@ -19,27 +19,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8700  # port to listen on; 0 takes a free one
     data: str = "turngate-data"  # the folder that holds everything recorded
-    engine: Literal["vllm", "sglang", "scripted", "openai"] = (
-        "scripted"  # who generates: vllm, sglang, scripted, or openai (observe mode only)
-    )
+    engine: Literal["vllm", "sglang", "scripted", "openai"] = "scripted"  # who generates; openai only observes
     engine_url: list[str] = []  # where the engine listens; several are replicas
-    engine_api: Literal["completions", "generate"] = (
-        "completions"  # vLLM: completions or generate, the endpoint that takes the ids
-    )
+    engine_api: Literal["completions", "generate"] = "completions"  # the endpoint of vLLM that takes the ids
     engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
     engine_ranks: int = 1  # data-parallel ranks behind each engine URL
     engine_silence_s: float = 600.0  # no byte from the engine for this long is an error
     script: str = ""  # scripted engine: path of a JSON file with a list of replies
-    capture: Literal["auto", "tokens", "logprobs", "text"] = (
-        "auto"  # observe mode: auto, tokens, logprobs or text, what to ask the endpoint for
-    )
+    capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe mode: what to ask the endpoint for
     model: str = ""  # the name agents use, and that the engine knows
-    tokenizer: str = ""  # a folder with tokenizer.json and a chat template, or a name in the local Hugging Face cache
+    tokenizer: str = ""  # folder with tokenizer.json and a chat template, or a name in the Hugging Face cache
     family: str = "auto"  # auto, template, or a family of the `renderers` package
     max_context: int | None = None  # the model's context length; left out, the engine is asked
-    durability: Literal["process", "disk"] = (
-        "process"  # process or disk: a recorded turn survives a kill of the process, or also of the machine
-    )
+    durability: Literal["process", "disk"] = "process"  # a turn survives a kill of the process, or of the machine
     idle_s: float = 24 * 3600  # sessions unused for this long are sealed
     alive_s: float = 10.0  # a sign of life when nothing was sent for this long
     max_body_mb: float = 64.0  # largest request, in megabytes
