@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from turngate.errors import BadRequest, Conflict, NotFound, StoreError
+from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.explain import explain
 from turngate.fence import Fence, Pause
@@ -185,21 +185,26 @@ class Control:
 
     async def delete(self, session_id: str) -> None:
         session = await self._end(session_id, "cancelled", "deleted")
-        self._store.delete_session(session.key)
-        self._forget(session)
+        async with session.ending_lock:
+            self._store.delete_session(session.key)
+            self._forget(session)
         self.events.add(session_id, "deleted", {})
 
     async def _end(self, session_id: str, status: Status, stop: str) -> Session:
         session = self.find(session_id)
-        if session.status != "open":
-            return session
-        session.status = status
-        session.stop = session.stop or stop
-        # Calls in flight record what they have before the session is closed for good.
-        await session.abort_calls(status)
-        self._store.close_session(session.key, status, session.stop, time.time())
-        self._forget(session)
-        self._release(session.id)
+        async with session.ending_lock:  # whoever ends it second waits for the first
+            if session.status != "open":
+                return session
+            # Calls in flight record what they have before the session is closed for good.
+            await session.abort_calls(status)
+            try:
+                self._store.close_session(session.key, status, session.stop or stop, time.time())
+            except StoreError:
+                session.ending = ""  # it did not end, and must not look as if it had
+                raise
+            session.status, session.stop = status, session.stop or stop
+            self._forget(session)
+            self._release(session.id)
         self.events.add(session_id, status, {"stop": session.stop, "turns": session.turns})
         return session
 
@@ -243,7 +248,7 @@ class Control:
             for session_id in self.idle(time.time()):
                 try:
                     await self.seal(session_id, "idle")
-                except (StoreError, NotFound) as error:
+                except TurngateError as error:
                     log.warning("session %s could not be expired: %s", session_id, error.message)
 
     def idle(self, now: float) -> list[str]:
@@ -263,8 +268,9 @@ class Control:
         return self.fence()
 
     def resume(self, version: int | None) -> dict[str, Json]:
+        self._fence.check(version)
+        self._store.set_setting("policy_version", str(self._fence.version if version is None else version))
         self._fence.resume(version)
-        self._store.set_setting("policy_version", str(self._fence.version))
         self.events.add("", "fence", {"paused": False, "version": self._fence.version})
         return self.fence()
 

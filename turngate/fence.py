@@ -46,9 +46,11 @@ class Fence:
         if mode == "drain":
             await self._idle.wait()
 
+    def check(self, version: int | None) -> None:
+        if version is not None and version < self.version:
+            raise Conflict(f"version: {version} is older than the present {self.version}", param="version")
+
     def resume(self, version: int | None = None) -> None:
-        if version is not None:
-            if version < self.version:
-                raise Conflict(f"version: {version} is older than the present {self.version}", param="version")
-            self.version = version
+        self.check(version)
+        self.version = self.version if version is None else version
         self._open.set()

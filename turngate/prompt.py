@@ -20,7 +20,8 @@ from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids
 from turngate.types import NO_IDS, Call, Ids, Tool, type_of_ids
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
-_KNOWN_TOOLS = 256  # sets of tools kept decoded, for all sessions together
+_KNOWN_TOOLS = 64  # sets of tools kept decoded, for all sessions together
+_LARGE_TOOLS = 256_000  # bytes of a set that is not kept
 _SLOW = 64_000  # bytes of new messages above which rendering leaves the event loop
 
 
@@ -55,9 +56,11 @@ class Prompts:
     def __init__(self) -> None:
         self._tools: dict[bytes, tuple[tuple[Tool, ...], bytes]] = {}  # raw tools → decoded, and their meaning
 
-    def locate(self, session: Session, call: Call) -> tuple[Located, Preamble, Cause | None]:
+    def locate(
+        self, session: Session, call: Call, renderer: Renderer | None = None
+    ) -> tuple[Located, Preamble, Cause | None]:
         """The deepest known point that this call extends, and why it forks there, if it does."""
-        preamble = self._preamble(session, call)
+        preamble = self._preamble(session, call, renderer)
         located = session.trace.locate(Reading(call.history, preamble.digest))
         cause = fork.cause(
             session.trace,
@@ -69,40 +72,47 @@ class Prompts:
         return located, preamble, cause
 
     async def render(self, session: Session, call: Call, renderer: Renderer) -> Prompt:
-        located, preamble, cause = self.locate(session, call)
+        located, preamble, cause = self.locate(session, call, renderer)
         size = sum(len(raw) for raw in call.history.raws[located.start :]) if located.context is None else 0
         if size > _SLOW:
             # Tokenising this much would be felt by other sessions; the tokenizers release the interpreter lock.
             return await asyncio.to_thread(_render, session, located, preamble, cause, renderer)
         return _render(session, located, preamble, cause, renderer)
 
-    def _preamble(self, session: Session, call: Call) -> Preamble:
+    def _preamble(self, session: Session, call: Call, renderer: Renderer | None) -> Preamble:
         raw = call.tools.raw if call.tools is not None else b"[]"
         known = self._tools.get(raw)
         if known is None:
             tools = call.tools.decode() if call.tools is not None else ()
             known = tools, tools_meaning([tool.wire for tool in tools])
-            if len(self._tools) >= _KNOWN_TOOLS:
-                self._tools.pop(next(iter(self._tools)))
-            self._tools[raw] = known
-        arguments = {**call.template_kwargs, **session.config.template_kwargs}
+            if len(raw) <= _LARGE_TOOLS:  # an agent must not be able to fill our memory with its tools
+                if len(self._tools) >= _KNOWN_TOOLS:
+                    self._tools.pop(next(iter(self._tools)))
+                self._tools[raw] = known
+        # What the wire format implies counts only where the template knows it; what was said outright always does.
+        implied = {k: v for k, v in call.template_hints.items() if renderer is not None and renderer.knows(k)}
+        arguments = {**implied, **call.template_kwargs, **session.config.template_kwargs}
         kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
         return Preamble(blake2b(known[1] + kwargs, digest_size=DIGEST).digest(), known[0], raw, kwargs)
 
 
 def observed(located: Located, seen: Ids | None, preamble: Preamble, cause: Cause | None) -> Prompt:
     """Where a relayed call hangs: by its ids if the endpoint told them, by meaning alone if not."""
-    node = located.node
+    node, context = located.node, located.context
     if seen is None:
-        return Prompt(located, node, NO_IDS, NO_IDS, preamble, cause)
+        return Prompt(located, node, context.ids if context is not None else NO_IDS, NO_IDS, preamble, cause)
+    if context is not None and np.array_equal(path_ids(context), seen):
+        return Prompt(located, node, context.ids, seen, preamble, cause)
+    # Equal in meaning is not equal in ids: the endpoint renders as it likes.
+    apart = Located(node, located.start, None, located.reading)
     if node is None:
-        return Prompt(located, None, seen, seen, preamble, cause)
+        return Prompt(apart, None, seen, seen, preamble, cause)
     if len(seen) > node.length and np.array_equal(seen[: node.length], path_ids(node)):
-        return Prompt(located, node, seen[node.length :], seen, preamble, cause)
+        return Prompt(apart, node, seen[node.length :], seen, preamble, cause)
     return Prompt(Located(None, 0, None, located.reading), None, seen, seen, preamble, "template")
 
 
-def context_info(prompt: Prompt) -> ContextInfo:
+def context_info(prompt: Prompt, cause: Cause | None) -> ContextInfo:
     """What the tree keeps of the messages that a prompt adds."""
     reading, start = prompt.located.reading, prompt.start
     return ContextInfo(
@@ -110,7 +120,7 @@ def context_info(prompt: Prompt) -> ContextInfo:
         meanings=reading.meanings(start, len(reading)),
         roles="".join(_ROLE_LETTER[reading.messages(i)[-1].role] for i in range(start, len(reading))),
         has_tools=bool(prompt.preamble.tools),
-        cause=prompt.cause,
+        cause=cause,
     )
 
 
@@ -141,7 +151,8 @@ def _bridge(
         return None  # words that were put into the model's mouth: only the template can say how they read
     message = located.reading.assistant(located.start - 1)
     assert message is not None, "a located turn is an assistant's message"
-    last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open)
+    system = next((m.content for m in located.reading.messages(0) if m.role == "system"), "")
+    last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open, system)
     return renderer.bridge(last, new, tools, kwargs)
 
 

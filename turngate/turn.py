@@ -41,9 +41,10 @@ from turngate.prompt import Preamble, Prompt, Prompts, context_info, observed
 from turngate.render import Reader, Renderer
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
-from turngate.trace.meaning import meaning, reasoning_digest
+from turngate.trace import fork
+from turngate.trace.meaning import exact_digest, meaning, reasoning_digest
 from turngate.trace.session import LimitMet, Session
-from turngate.trace.tree import Context, Sampled, SampledInfo
+from turngate.trace.tree import Cause, Context, Sampled, SampledInfo, Trace
 from turngate.types import (
     Call,
     CallDelta,
@@ -83,6 +84,8 @@ class Draft:
         self.version_start = version
         self.version_end = version
         self.capture: Capture = "tokens"
+        self.biases: tuple[str, ...] = ()  # besides those of the sampling itself
+        self.counted = False  # its tokens are in the session's count, no longer in its live ones
 
     def take(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: int) -> None:
         if not self.ids:
@@ -174,7 +177,7 @@ class Turns:
 
     def _at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
         """The end of a session reads as a normal last answer: an empty or failed one would be retried."""
-        session.stop = limit
+        self._note_stop(session, limit)
         if session.config.at_limit == "conflict":
             raise Conflict(f"this session is completed (limit {limit}); open a new one")
         self._notify(session, "limit", {"limit": limit})
@@ -182,6 +185,11 @@ class Turns:
             f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
         )
         return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
+
+    def _note_stop(self, session: Session, limit: str) -> None:
+        if session.stop != limit:
+            session.stop = limit
+            self._journal.note_stop(session.key, limit)
 
     # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,6 +205,26 @@ class Turns:
             prompt.added, prompt.preamble.tools, call.stop, call.constraint, not call.parallel_tool_calls
         )
         draft = Draft(self._fence.version)
+        try:
+            steps = self._generated(session, call, prompt, request, reader, draft, engine, sampling)
+            async with aclosing(steps):
+                async for events in steps:
+                    yield events
+        finally:
+            if not draft.counted:
+                session.live_tokens -= len(draft.ids)
+
+    async def _generated(
+        self,
+        session: Session,
+        call: Call,
+        prompt: Prompt,
+        request: Generate,
+        reader: Reader,
+        draft: Draft,
+        engine: Engine,
+        sampling: Sampling,
+    ) -> AsyncGenerator[Sequence[ReplyEvent], None]:
         finish: Finish = "abort"
         fault = ""
         try:
@@ -235,7 +263,7 @@ class Turns:
         limit, most = session.config.limits.context_tokens, self._settings.max_context
         if limit is not None and size >= limit:
             session.truncated = True
-            session.stop = "context_tokens"
+            self._note_stop(session, "context_tokens")
             if session.config.at_limit == "conflict":
                 raise _overflow(limit, size)
             raise LimitMet("context_tokens")
@@ -274,17 +302,16 @@ class Turns:
         # Calls at once share what the session may still sample, so it may run out in the middle of one.
         end = len(ids) if session.tokens_left is None else min(len(ids), session.tokens_left)
         events: list[Delta | CallDelta] = []
-        if call.stop or not call.parallel_tool_calls:
+        by_token = bool(call.stop) or not call.parallel_tool_calls
+        if by_token:
             for n in range(end):
                 events += reader.feed(ids[n : n + 1])
                 if reader.satisfied:
                     end = n + 1
                     break
-        else:
-            events = reader.feed(ids[:end])
         draft.take(ids[:end], None if logprobs is None else logprobs[:end], self._fence.version)
         session.live_tokens += end
-        return events
+        return events if by_token else reader.feed(ids[:end])
 
     # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -301,6 +328,8 @@ class Turns:
         )
         draft = Draft(self._fence.version)
         draft.capture = "text"
+        draft.biases = () if pinned is not None else ("the endpoint's own sampling",)
+        holes = False  # something was said without its ids
         seen: Ids | None = None
         collected = Collected()
         finish: Finish = "abort"
@@ -320,6 +349,7 @@ class Turns:
                         draft.take(chunk.ids, chunk.logprobs, self._fence.version)
                     elif chunk.logprobs:
                         draft.capture = "logprobs"
+                    holes = holes or bool(chunk.events and not chunk.ids)
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the endpoint gave this generation up")
                     usage = chunk.usage or usage
@@ -331,8 +361,9 @@ class Turns:
             raise
         finally:
             prompt = observed(located, seen, preamble, cause)
-            if seen is None and draft.capture == "tokens":
-                draft.capture = "logprobs"  # without the prompt's ids the sampled ones hang in the air
+            counted = usage is None or usage.completion_tokens == len(draft.ids)
+            if draft.capture == "tokens" and (seen is None or holes or not counted):
+                draft.capture = "logprobs"  # ids that hang in the air, or not all of them: evidence, but no row
             if finish == "abort" and (not collected.empty or not fault):
                 await self._commit(
                     session, call, prompt, draft, collected.message(), "abort", sampling, fault=fault or "aborted"
@@ -359,18 +390,24 @@ class Turns:
         trace = session.trace
         reading = prompt.located.reading
         context = prompt.located.context or trace.same_context(prompt.parent, prompt.added, reading, prompt.start)
-        new_context = context is None
         if context is None:
-            context = Context(trace.reserve(), prompt.parent, prompt.added, context_info(prompt))
+            context = Context(
+                trace.reserve(), prompt.parent, prompt.added, context_info(prompt, self._cause(trace, prompt))
+            )
+            context.stored = False
+            # Known from now on, so that an equal call that ends meanwhile hangs itself there too.
+            trace.add_context(context)
+        assert np.array_equal(context.ids, prompt.added), "a turn hangs on the ids that were sent"
         info = SampledInfo(
             meaning=meaning((message,), {}),
             reasoning=reasoning_digest(message.reasoning),
+            exact=exact_digest(message),
             finish=finish,
             version_start=draft.version_start,
             version_end=draft.version_end,
             started=draft.started,
             ended=time.time(),
-            biases=sampling.biases() + ((f"constrained: {call.constraint.kind}",) if call.constraint else ()),
+            biases=draft.biases + sampling.biases() + _constrained(call),
             sampling=msgspec.json.encode(sampling),
             reasoning_open=reasoning_open,
             cause=prompt.cause,
@@ -386,11 +423,11 @@ class Turns:
         sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
         turn = NewTurn(
             session=session.key,
-            context=context if new_context else None,
+            context=None if context.stored else context,
             context_messages=b"[" + b",".join(reading.raws[prompt.start :]) + b"]",
             sampled=sampled,
             message=msgspec.json.encode(message),
-            preamble=_stored(prompt.preamble) if new_context and prompt.parent is None else None,
+            preamble=None if context.stored or prompt.parent is not None else _stored(prompt.preamble),
         )
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -398,13 +435,17 @@ class Turns:
         except asyncio.CancelledError as error:
             cancelled = error  # durable all the same, so the tree has to know it; but nobody will be told of it
             sampled.delivered = False
-            self._journal.mark_undelivered(session.key, sampled.id)
-        if new_context:
-            trace.add_context(context)
-        trace.remember(context, reading, prompt.ids)
+        except TurngateError:
+            trace.drop_context(context)
+            raise
+        trace.keep_context(context)
         trace.add_sampled(sampled)
+        trace.remember(context, reading, prompt.ids)
         session.count(sampled)
-        session.live_tokens = max(0, session.live_tokens - len(sampled.ids))
+        session.live_tokens -= len(draft.ids)
+        draft.counted = True
+        if not sampled.delivered:
+            self._journal.mark_undelivered(session.key, sampled.id)
         if cancelled is not None:
             raise cancelled
         self._notify(
@@ -420,6 +461,12 @@ class Turns:
             },
         )
         return sampled.id
+
+    def _cause(self, trace: Trace, prompt: Prompt) -> Cause | None:
+        """Why this context forks, as of now: calls that began together do not know of each other when they are located."""
+        if prompt.cause is None and prompt.parent is None and trace.roots:
+            return fork.new_root(trace, prompt.located.reading, bool(prompt.preamble.tools))
+        return prompt.cause
 
 
 class Collected:
@@ -488,6 +535,10 @@ def _check(chunk: Chunk, request: Generate) -> None:
         raise EngineError("the engine says that it saw another prompt than the one it was sent; the turn is refused")
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
         raise EngineError(f"the engine gave {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
+
+
+def _constrained(call: Call) -> tuple[str, ...]:
+    return (f"constrained: {call.constraint.kind}",) if call.constraint is not None else ()
 
 
 def _stored(preamble: Preamble) -> tuple[bytes, bytes, bytes]:

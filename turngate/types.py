@@ -130,6 +130,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     parallel_tool_calls: bool = True
     template_kwargs: dict[str, Json] = {}
+    template_hints: dict[str, Json] = {}  # likewise, but only where the template knows them
     stream: bool = False
     include_usage: bool = False
     retried: bool = False  # the client says that this repeats a call that failed

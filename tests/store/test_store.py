@@ -126,7 +126,7 @@ def new_turn(key: int, number: int) -> NewTurn:
         np.arange(3, dtype=np.int32),
         ContextInfo(b"p", b"m" * 16, "u", False),
     )
-    info = SampledInfo(b"m", b"", "stop", 0, 0, 0.0, 0.0)
+    info = SampledInfo(b"m", b"", b"", "stop", 0, 0, 0.0, 0.0)
     sampled = Sampled(2 * number + 2, context, np.arange(2, dtype=np.int32), np.zeros(2, np.float32), info)
     return NewTurn(key, context, b"[]", sampled, b"{}")
 

@@ -169,8 +169,6 @@ class Chat:
             raise BadRequest("messages: must hold at least one message", param="messages")
         tools = ChatTools(bytes(request.tools)) if _given(request.tools) and bytes(request.tools) != b"[]" else None
         kwargs = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         constraint, offered = _constraint(request, tools)
         return Call(
             model=request.model,
@@ -182,6 +180,7 @@ class Chat:
             constraint=constraint,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             template_kwargs=kwargs,
+            template_hints={} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort},
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             retried=headers.get("x-stainless-retry-count", "0") not in ("", "0"),

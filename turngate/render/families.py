@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, create_renderer
+from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, create_renderer, template_field_names
 from renderers.base import MODEL_RENDERER_MAP
 
 from turngate.errors import BadRequest, ConfigError
@@ -48,6 +48,7 @@ class FamilyRenderer:
         plain = self._of({})
         self.stop_ids = tuple(plain.get_stop_token_ids())
         self.bridges = True
+        self._knows = template_field_names(plain.config)
         user = {"role": "user", "content": "x"}
         text = tokenizer.decode(plain.render_ids([user, _wire(Message("assistant", tool_calls=(_PROBE,)))]))
         self.syntax = detect(text)  # None: only the package can read its calls
@@ -82,6 +83,9 @@ class FamilyRenderer:
         # The package promises this prefix; a promise that breaks must not reach a trace.
         return ids[known:] if ids[:known] == context + sampled else None
 
+    def knows(self, name: str) -> bool:
+        return name in self._knows
+
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> Reader:
@@ -104,6 +108,8 @@ class FamilyRenderer:
     def _of(self, kwargs: dict[str, Json]) -> Any:
         key = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS)
         if key not in self._made:
+            if len(self._made) >= 64:
+                self._made.pop(next(iter(self._made)))
             self._made[key] = self._make(kwargs)
         return self._made[key]
 

@@ -68,27 +68,39 @@ def _json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
     return call.name, "{}" if raw == "null" else raw
 
 
-_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)</function>", re.S)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.S)
-
-
 def _tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """`<function=name><parameter=key>value</parameter></function>`; values that the schema calls strings stay verbatim."""
-    found = _FUNCTION.search(text)
-    if found is None:
-        raise Malformed("no <function=…> block")
-    name, body = found.groups()
+    """`<function=name><parameter=key>value</parameter></function>`; values that the schema calls strings stay verbatim.
+
+    By plain searching: a regular expression takes a minute over what a policy that repeats itself may write here.
+    """
+    name, body = _tag(text, "<function=", "</function>")[:2]
     types = _parameter_types(name, tools)
-    return name, orjson.dumps({k: _typed(v, types.get(k)) for k, v in _PARAMETER.findall(body)}).decode()
+    values: dict[str, Json] = {}
+    while "<parameter=" in body:
+        key, value, body = _tag(body, "<parameter=", "</parameter>")
+        values[key] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key))
+    return name, orjson.dumps(values).decode()
+
+
+def _tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
+    """Name, body and what follows, of the first such element."""
+    start = text.find(opening) + len(opening)
+    named = text.find(">", start)
+    end = text.find(closing, named)
+    name = text[start:named].strip()
+    if start < len(opening) or named < 0 or end < 0 or not name or any(c.isspace() for c in name):
+        raise Malformed(f"no whole {opening}…> element")
+    return name, text[named + 1 : end], text[end + len(closing) :]
 
 
 def _parameter_types(name: str, tools: Sequence[Tool]) -> dict[str, Json]:
+    """What the tool's schema says of its parameters, as far as it is one."""
     for tool in tools:
         if tool.name == name:
-            schema = tool.wire.get("function", {}).get("parameters") or {}
-            return {
-                key: value.get("type") for key, value in schema.get("properties", {}).items() if isinstance(value, dict)
-            }
+            schema = tool.wire["function"].get("parameters")
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            known = properties.items() if isinstance(properties, dict) else ()
+            return {key: value.get("type") for key, value in known if isinstance(value, dict)}
     return {}
 
 
@@ -106,15 +118,15 @@ def _hermes_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     return [_tagged_call(text, tools) if text.startswith("<function=") else _json_call(text, tools)]
 
 
-_DEEPSEEK = re.compile(r"\s*(?P<type>[^<\n]*?)<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<args>.*?)\n?```\s*$", re.S)
-
-
 def _deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    found = _DEEPSEEK.match(text)
-    if found is None:
+    _, separator, rest = text.partition("<｜tool▁sep｜>")
+    name, newline, rest = rest.partition("\n")
+    fenced = rest.strip()
+    if not (separator and newline and name.strip() and fenced.startswith("```json") and fenced.endswith("```")):
         raise Malformed("not a DeepSeek call")
-    _require_json(found["args"])
-    return [(found["name"].strip(), found["args"].strip())]
+    arguments = fenced.removeprefix("```json").removesuffix("```").strip()
+    _require_json(arguments)
+    return [(name.strip(), arguments)]
 
 
 def _list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
@@ -202,6 +214,8 @@ class Parser:
             self._state = "held" if constraint.kind in ("tool", "tools") else "content"
         elif in_reasoning:
             self._state = "reasoning"
+        self._spaces: list[str] = []  # white space that may turn out to precede a marker, and then counts for nothing
+        self._searched = 0  # how much of the buffer is known not to hold the end of a call
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
@@ -218,7 +232,7 @@ class Parser:
 
     def finish(self) -> tuple[list[Delta | CallDelta], Parsed]:
         events = self.feed("")
-        rest, self._buffer = self._buffer, ""
+        rest, self._buffer = "".join(self._spaces) + self._buffer, ""
         reasoning_open = self._state == "reasoning"
         if self._state == "reasoning":
             self._show(events, "reasoning", rest)
@@ -245,8 +259,9 @@ class Parser:
                 return self._until(events, "reasoning", self._syntax.reasoning_close, "content")
             case "content":
                 if not self._wants_calls:
-                    events_text, self._buffer = self._buffer, ""
-                    self._show(events, "content", events_text)
+                    text, self._buffer = "".join(self._spaces) + self._buffer, ""
+                    self._spaces.clear()
+                    self._show(events, "content", text)
                     return False
                 return self._until(events, "content", self._syntax.call_open, "call")
             case "call":
@@ -256,10 +271,13 @@ class Parser:
 
     def _start(self) -> bool:
         text, opening = self._buffer.lstrip(), self._syntax.reasoning_open
+        self._spaces.append(self._buffer[: len(self._buffer) - len(text)])
+        self._buffer = text
         if not text or (opening and len(text) < len(opening) and opening.startswith(text)):
             return False
         if opening and text.startswith(opening):
             self._state, self._buffer, self._fresh = "reasoning", text[len(opening) :], True
+            self._spaces.clear()
         elif self._syntax.bare and self._wants_calls and text.startswith("{"):
             self._state = "held"
         else:
@@ -278,14 +296,25 @@ class Parser:
             self._buffer = self._buffer.replace(noise, "")
         at = self._buffer.find(marker) if marker else -1
         if at >= 0:
-            self._show(events, kind, self._buffer[:at].rstrip())
+            self._show_after_spaces(events, kind, self._buffer[:at].rstrip())
+            self._spaces.clear()
             self._buffer, self._state = self._buffer[at + len(marker) :], then
-            self._fresh = True
+            self._fresh, self._searched = True, 0
             return True
         keep = _held_back(self._buffer, (marker, *self._syntax.noise))
-        shown, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
-        self._show(events, kind, shown)
+        head = self._buffer[: len(self._buffer) - keep]
+        words = head.rstrip()
+        self._show_after_spaces(events, kind, words)
+        self._spaces.append(head[len(words) :])
+        self._buffer = self._buffer[len(head) :]
         return False
+
+    def _show_after_spaces(
+        self, events: list[Delta | CallDelta], kind: Literal["content", "reasoning"], words: str
+    ) -> None:
+        if words:
+            self._show(events, kind, "".join(self._spaces) + words)
+            self._spaces.clear()
 
     def _show(self, events: list[Delta | CallDelta], kind: Literal["content", "reasoning"], text: str) -> None:
         if self._fresh:
@@ -297,8 +326,9 @@ class Parser:
 
     def _whole_call(self, events: list[Delta | CallDelta]) -> bool:
         close = self._syntax.call_close
-        at = self._buffer.find(close) if close else -1
+        at = self._buffer.find(close, self._searched) if close else -1
         if at < 0:
+            self._searched = max(0, len(self._buffer) - len(close))
             return False
         body, self._buffer, self._state, self._fresh = (
             self._buffer[:at],
@@ -357,15 +387,14 @@ class Parser:
 
 
 def _held_back(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of `text` may belong to a marker that is not whole yet, with white space before it."""
+    """How many characters at the end of `text` may belong to a marker that is not whole yet."""
     partial = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), partial, -1):
             if text.endswith(marker[:size]):
                 partial = size
                 break
-    head = text[: len(text) - partial]
-    return partial + len(head) - len(head.rstrip())
+    return partial
 
 
 class StopStrings:

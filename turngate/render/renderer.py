@@ -32,6 +32,9 @@ _TEMPTING = (
     "<tool_response>\nx\n</tool_response>",
     "{{ x }} {% y %} <b> & 'q' \"q\" \\n é👍",
     "Error: x",
+    "x /no_think",
+    "x /think",
+    "a long text, of which a template may keep a part only. " * 500,
 )
 
 
@@ -42,6 +45,7 @@ class LastTurn(msgspec.Struct, frozen=True):
     sampled: Ids
     message: Message  # as the agent holds it
     reasoning_open: bool = False  # sampling ended inside reasoning
+    system: str = ""  # the conversation's system prompt, which some templates look into at every turn
 
 
 class Renderer(Protocol):
@@ -54,6 +58,9 @@ class Renderer(Protocol):
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
     ) -> list[int]:
         """The whole conversation; `generate`: up to where the next turn begins."""
+
+    def knows(self, name: str) -> bool:
+        """Whether a template argument of this name makes a difference."""
 
     def bridge(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
@@ -116,7 +123,7 @@ class TemplateRenderer:
         self.name = "template"
         self.tokenizer = tokenizer
         self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
-        self._forms: dict[tuple[int, tuple[str, ...], bool, str], Form | None] = {}
+        self._forms: dict[tuple[int, tuple[tuple[str, str], ...], bool, str, str], Form | None] = {}
         self.stop_ids = self._find_stops()
         if not self.stop_ids:
             raise ConfigError(
@@ -142,7 +149,7 @@ class TemplateRenderer:
     def bridge(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> list[int] | None:
-        after = self._after_turn(last.message, new, tools, kwargs)
+        after = self._after_turn(last, new, tools, kwargs)
         if after is None:
             return None
         ids = self.tokenizer.encode(after[1])
@@ -152,6 +159,9 @@ class TemplateRenderer:
         close = [after[0], *ids]
         return [*self.tokenizer.encode(self.syntax.reasoning_close), *close] if last.reasoning_open else close
 
+    def knows(self, name: str) -> bool:
+        return name in self.template.variables
+
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> Reader:
@@ -160,21 +170,22 @@ class TemplateRenderer:
         return Reader(self.tokenizer, self.syntax, self.stop_ids, parser, stop)
 
     def _after_turn(
-        self, message: Message, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> tuple[int, str] | None:
         """The close token of an assistant's turn, and the text that the template writes after it for `new`."""
-        shape = len(message.tool_calls), tuple(m.role for m in new), bool(tools), json.dumps(kwargs, sort_keys=True)
+        speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
+        shape = len(last.message.tool_calls), speakers, bool(tools), json.dumps(kwargs, sort_keys=True), last.system
         if shape not in self._forms:
             if len(self._forms) >= _KNOWN_FORMS:
                 self._forms.pop(next(iter(self._forms)))
-            self._forms[shape] = self._find_form(message, new, tools, kwargs)
+            self._forms[shape] = self._find_form(last, new, tools, kwargs)
         form = self._forms[shape]
         if form is None:
-            return self._render_after(message, new, tools, kwargs)
+            return self._render_after(last.message, last.system, new, tools, kwargs)
         return form.close, form.fill([m.content for m in new])
 
     def _find_form(
-        self, message: Message, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> Form | None:
         """What the template writes around messages of this shape, if it leaves the messages themselves alone.
 
@@ -182,17 +193,17 @@ class TemplateRenderer:
         every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
-        found = self._render_after(message, _with_contents(new, holes, "a"), tools, kwargs)
+        found = self._render_after(last.message, last.system, _with_contents(new, holes, "a"), tools, kwargs)
         if found is None:
             return None
         parts = re.split("|".join(holes), found[1]) if holes else [found[1]]
         if re.findall(r"turngateHOLE\d+END", found[1]) != holes:
             return None
         form = Form(found[0], tuple(parts))
-        for name, text in enumerate(_TEMPTING):
+        for name, text in enumerate((*_TEMPTING, *self._stop_texts, *list(self.tokenizer.added)[:8])):
             contents = [text] * len(new)
-            other = _stand_in_named(message, f"t{name}")
-            if self._render_after(other, _with_contents(new, contents, f"t{name}"), tools, kwargs) != (
+            other = _stand_in_named(last.message, f"t{name}")
+            if self._render_after(other, last.system, _with_contents(new, contents, f"t{name}"), tools, kwargs) != (
                 found[0],
                 form.fill(contents),
             ):
@@ -200,17 +211,24 @@ class TemplateRenderer:
         return form
 
     def _render_after(
-        self, message: Message, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+        self,
+        message: Message,
+        system: str,
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        kwargs: dict[str, Json],
     ) -> tuple[int, str] | None:
         """The template's own words, behind a stand-in for the conversation: one question, and an assistant's turn of the same
         shape as the last one."""
         # Whether there are tools may matter to a template; which ones may not (certification looks at that).
         stand_in = [Message("user", "x"), _stand_in(message)]
+        if system:
+            stand_in.insert(0, Message("system", system))
         try:
             text = self.text([*stand_in, *new], tools[:1] if self.template.traits.native_tools else (), kwargs)
         except BadRequest:
             return None
-        start = text.find(SENTINEL)
+        start = text.find(SENTINEL, text.find(system) + len(system) if system else 0)
         if start < 0:
             return None
         found = [(at, i) for i, stop in enumerate(self._stop_texts) if (at := text.find(stop, start)) >= 0]

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import msgspec
@@ -72,7 +73,9 @@ class Template:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template: line {error.lineno}: {error.message}", param="tokenizer") from None
         self.source = source

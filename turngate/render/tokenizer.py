@@ -83,7 +83,9 @@ class Tokenizer:
         return self._slow(text) if fast is None else fast
 
     def _slow(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # The batch call gives up the interpreter lock, the single one does not: a megabyte would stop everything for a second.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def decode(self, token_ids: Sequence[int] | int, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

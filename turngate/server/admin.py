@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -39,7 +39,7 @@ class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int | None = None
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
 
 
 class Admin:

@@ -90,6 +90,7 @@ class Gateway:
         self._paths: dict[str, Dialect] = {path: dialect for dialect in DIALECTS for path in dialect.paths}
         self._other = self._starlette()
         self._expiry: asyncio.Task[None] | None = None
+        self._seen: tuple[float, list[Health]] = (float("-inf"), [])
 
     def _modes(self) -> tuple[Mode, ...]:
         exact: tuple[Mode, ...] = ("exact",) if self.engine is not None else ()
@@ -191,6 +192,13 @@ class Gateway:
         )
 
     async def _engines(self) -> list[Health]:
+        """As seen at most two seconds ago: anybody may ask, and must not make us ask a provider each time."""
+        now = time.monotonic()
+        if now - self._seen[0] > 2:
+            self._seen = now, await self._ask_engines()
+        return self._seen[1]
+
+    async def _ask_engines(self) -> list[Health]:
         return [h for part in (self.engine, self.relay) if part is not None for h in await part.health()]
 
     async def _models(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from turngate.errors import TooLarge
@@ -15,6 +16,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+STALL_S = 60.0  # a caller that takes nothing for this long counts as gone
 JSON = (b"content-type", b"application/json")
 
 
@@ -48,7 +50,16 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
 async def respond(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
     fields = [JSON, (b"content-length", str(len(body)).encode()), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": body})
+    await taken(send, {"type": "http.response.body", "body": body})
+
+
+async def taken(send: Send, message: MutableMapping[str, Any]) -> None:
+    """Send, but do not wait for ever: a frozen sandbox must not hold an engine, a fence or a session."""
+    try:
+        async with asyncio.timeout(STALL_S):
+            await send(message)
+    except TimeoutError:
+        raise HungUp from None
 
 
 class Watch:
@@ -113,13 +124,13 @@ class EventStream:
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": fields})
             data = self._begin() + data
-        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        await taken(self._send, {"type": "http.response.body", "body": data, "more_body": not last})
 
     def _on_beat(self) -> None:
         if self._over:
             return
         silent = self._loop.time() - self._last
-        if silent >= self._alive_s * 0.95:
+        if silent >= self._alive_s * 0.95 and not self._beats:
             beat = self._loop.create_task(self._sign())
             self._beats.add(beat)
             beat.add_done_callback(self._beats.discard)
@@ -129,4 +140,5 @@ class EventStream:
     async def _sign(self) -> None:
         # The reply may have ended between the timer and this task; nothing may follow its last event.
         if not self._over:
-            await self.write(self._alive() if self.started else b"")
+            with suppress(HungUp):  # the turn's own writing will find out
+                await self.write(self._alive() if self.started else b"")

@@ -90,7 +90,7 @@ class ModelCalls:
         """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
         try:
             yield
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, HungUp):
             if done.node is not None:
                 self._control.undelivered(session, done.node)
             raise
@@ -101,7 +101,7 @@ def _faults_told() -> Iterator[None]:
     """The last line of defence: a fault of ours must still read as an error in the caller's own format."""
     try:
         yield
-    except TurngateError:
+    except (TurngateError, HungUp):
         raise
     except Exception as error:
         log.exception("a model call failed unexpectedly")

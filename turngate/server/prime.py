@@ -22,7 +22,8 @@ from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.explain import explain
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, body, error_reply, reply
-from turngate.trace.roles import roles
+from turngate.trace.roles import TurnRole, roles
+from turngate.trace.sample import untrainable
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Sampled, path, path_ids
 from turngate.types import Json, Limits, Message, Sampling
@@ -94,7 +95,7 @@ class Prime:
         session = self._control.find(request.path_params["id"])
         nodes = self._control.trace(session.id)["nodes"]
         texts = {node["id"]: node.get("message") or node.get("messages") for node in nodes}
-        steps = [_step(turn, texts, session) for turn in _main_turns(session)]
+        steps = [_step(turn, role, texts, session) for turn, role in _main_turns(session)]
         first, last = (steps[0], steps[-1]) if steps else (None, None)
         prompt = first["prompt"] if first else []
         completion = (last["prompt"] + last["completion"])[len(prompt) :] if last else []
@@ -154,12 +155,12 @@ def _max_tokens(params: dict[str, Any]) -> int | None:
     return value
 
 
-def _main_turns(session: Session) -> list[Sampled]:
+def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
     role_of = roles(session.trace)
-    return [turn for turn in session.trace.turns() if role_of[turn.id] not in ("aborted", "superseded")]
+    return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in ("main", "subagent")]
 
 
-def _step(turn: Sampled, texts: dict[int, bytes], session: Session) -> dict[str, Json]:
+def _step(turn: Sampled, role: TurnRole, texts: dict[int, bytes], session: Session) -> dict[str, Json]:
     prompt: list[Json] = []
     for node in path(turn)[:-1]:
         wire = orjson.loads(bytes(texts[node.id]))
@@ -167,12 +168,13 @@ def _step(turn: Sampled, texts: dict[int, bytes], session: Session) -> dict[str,
     before = path_ids(turn.parent)
     limit = session.config.limits.context_tokens
     truncated = turn.info.finish == "length"
+    reason = untrainable(turn, role, session.config.policy)
     logprobs: Json = [] if turn.logprobs is None else turn.logprobs
     tokens = {
         "prompt_ids": before,
         "prompt_mask": [0] * len(before),
         "completion_ids": turn.ids,
-        "completion_mask": [1] * len(turn.ids),
+        "completion_mask": [0 if reason else 1] * len(turn.ids),
         "completion_logprobs": logprobs,
         "overlong_prompt": limit is not None and len(before) > limit,
         "is_truncated": truncated,
@@ -189,7 +191,7 @@ def _step(turn: Sampled, texts: dict[int, bytes], session: Session) -> dict[str,
         "extras": {
             "node": turn.id,
             "biases": turn.info.biases,
-            "fault": turn.info.fault,
+            "untrained": reason,
             "version": turn.info.version_end,
         },
     }

@@ -41,6 +41,9 @@ class Journal:
         """The turn is stored, but its last byte never reached the agent."""
         self._store.mark_undelivered(session, node)
 
+    def note_stop(self, session: int, stop: str) -> None:
+        self._store.note_stop(session, stop)
+
     def require_writable(self) -> None:
         """Refuse a call early when the last write failed and the store still cannot be written."""
         if self._failed:
@@ -53,6 +56,10 @@ class Journal:
         except StoreError:
             self._failed = True
             raise
+        except Exception as error:
+            # Whoever waits must learn of it, whatever it is: a turn that cannot be written is a turn that is refused.
+            self._failed = True
+            raise StoreError(f"the turn cannot be recorded ({type(error).__name__}: {error})") from error
 
     async def _write_waiting(self) -> None:
         while self._waiting:

@@ -8,6 +8,7 @@ checksum, so that a damaged trace is refused and never trained on. What each dur
 from __future__ import annotations
 
 import fcntl
+import logging
 import sqlite3
 import threading
 import zlib
@@ -29,7 +30,7 @@ SCHEMA_VERSION = 1
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
-    key INTEGER PRIMARY KEY,
+    key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given out twice
     id TEXT NOT NULL UNIQUE,
     secret BLOB NOT NULL UNIQUE,  -- sha256 of it; the secret itself is nowhere
     config BLOB NOT NULL,         -- JSON
@@ -62,6 +63,7 @@ CREATE TABLE IF NOT EXISTS preambles (
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 
+log = logging.getLogger("turngate")
 _context_info = msgspec.msgpack.Decoder(ContextInfo)
 _sampled_info = msgspec.msgpack.Decoder(SampledInfo)
 _encode_info = msgspec.msgpack.Encoder().encode
@@ -164,6 +166,11 @@ class Store:
         with self._writing() as db:
             db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
 
+    def note_stop(self, key: int, stop: str) -> None:
+        """A limit was met. The session stays open, but will not forget it."""
+        with self._writing() as db:
+            db.execute("UPDATE sessions SET stop=? WHERE key=?", (stop, key))
+
     def delete_session(self, key: int) -> None:
         with self._writing() as db:
             for table in ("nodes", "preambles"):
@@ -202,12 +209,14 @@ class Store:
         """Make turns durable. All or none."""
         with self._writing() as db:
             for turn in turns:
+                if db.execute("SELECT 1 FROM sessions WHERE key=?", (turn.session,)).fetchone() is None:
+                    raise StoreError("the session was deleted; its turn cannot be recorded")
                 if turn.preamble is not None:
                     db.execute("INSERT OR IGNORE INTO preambles VALUES (?,?,?,?)", (turn.session, *turn.preamble))
-                rows = [_node_row(turn.session, turn.sampled, turn.message)]
-                if turn.context is not None:
-                    rows.insert(0, _node_row(turn.session, turn.context, turn.context_messages))
-                db.executemany(_INSERT_NODE, rows)
+                if turn.context is not None:  # another call of the same request may have stored it meanwhile
+                    row = _node_row(turn.session, turn.context, turn.context_messages)
+                    db.execute(_INSERT_NODE.replace("INSERT", "INSERT OR IGNORE", 1), row)
+                db.execute(_INSERT_NODE, _node_row(turn.session, turn.sampled, turn.message))
 
     def mark_undelivered(self, session: int, node: int) -> None:
         with self._writing() as db:
@@ -233,7 +242,8 @@ class Store:
         by_id: dict[int, Node] = {}
         trace: Trace = session.trace
         for node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum in rows:
-            if checksum != _checksum(ids, logprobs, info, messages):
+            place = _place(session.key, node_id, parent_id, kind)
+            if checksum != _checksum(place, ids, logprobs, info, messages):
                 raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; its trace cannot be used")
             parent = None if parent_id is None else by_id.get(parent_id)
             tokens = np.frombuffer(ids, type_of_ids)
@@ -297,8 +307,11 @@ class Store:
                 raise
 
     def _roll_back(self) -> None:
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
+        try:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+        except sqlite3.Error as error:  # what led here is what the caller has to know
+            log.warning("a transaction could not be rolled back: %s", error)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -332,7 +345,22 @@ def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
     logprobs = node.logprobs.tobytes() if isinstance(node, Sampled) and node.logprobs is not None else None
     parent = None if node.parent is None else node.parent.id
     kind = "sampled" if sampled else "context"
-    return session, node.id, parent, kind, ids, logprobs, info, messages, _checksum(ids, logprobs, info, messages)
+    place = _place(session, node.id, parent, kind)
+    return (
+        session,
+        node.id,
+        parent,
+        kind,
+        ids,
+        logprobs,
+        info,
+        messages,
+        _checksum(place, ids, logprobs, info, messages),
+    )
+
+
+def _place(session: int, node: int, parent: int | None, kind: str) -> bytes:
+    return f"{session}/{node}/{parent}/{kind}".encode()
 
 
 def _checksum(*blobs: bytes | None) -> int:

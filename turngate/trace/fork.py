@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turngate.trace.meaning import DIGEST, Reading
-from turngate.trace.tree import Cause, Context, Located, Trace, path
+from turngate.trace.tree import Cause, Context, Located, Trace
 
 
 def cause(trace: Trace, located: Located, *, has_tools: bool, retried: bool, idempotency_key: str = "") -> Cause | None:
@@ -17,10 +17,10 @@ def cause(trace: Trace, located: Located, *, has_tools: bool, retried: bool, ide
     if located.node is not None:
         foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
         return "edited" if foreign else ("branch" if located.node.children else None)
-    return _new_root(trace, located.reading, has_tools) if trace.roots else None
+    return new_root(trace, located.reading, has_tools) if trace.roots else None
 
 
-def _new_root(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
+def new_root(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
     """A conversation that shares no sampled turn with what is known."""
     head = reading.meaning(0)
     asks = _first_question(reading)
@@ -45,7 +45,7 @@ def _new_root(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
         return "subagent"
     if any(_first_user(root) == asks for root in same_head):
         return "edited"
-    longest = max((node.count for node in trace.nodes if path(node)[0] in same_head), default=0)
+    longest = max((node.count for node in trace.nodes if node.root in same_head), default=0)
     return "compaction" if longest > len(reading) or _answered(reading) else "subagent"
 
 

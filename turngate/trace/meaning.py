@@ -27,6 +27,7 @@ class Reading:
         self.raws = [bytes(raw) for raw in history.raws]
         self._messages: dict[int, tuple[Message, ...]] = {}
         self._meanings: dict[int, bytes] = {}
+        self._orders: dict[int, dict[str, int]] = {}  # before each message, the calls of the last assistant's turn
 
     def __len__(self) -> int:
         return len(self.raws)
@@ -59,11 +60,16 @@ class Reading:
         """Call ids of the assistant's turn that this message answers, by position: ids may be renamed, positions not."""
         if not any(m.role == "tool" for m in self.messages(index)):
             return {}
-        for before in range(index - 1, -1, -1):
-            for message in reversed(self.messages(before)):
+        start = index
+        while start > 0 and start not in self._orders:
+            start -= 1
+        for at in range(start, index):
+            order = self._orders.get(at, {})
+            for message in self.messages(at):
                 if message.role == "assistant":
-                    return {call.id: n for n, call in enumerate(message.tool_calls)}
-        return {}
+                    order = {call.id: n for n, call in enumerate(message.tool_calls)}
+            self._orders[at + 1] = order
+        return self._orders.get(index, {})
 
 
 def meaning(messages: Sequence[Message], call_order: dict[str, int]) -> bytes:
@@ -78,18 +84,26 @@ def reasoning_digest(reasoning: str) -> bytes:
     )
 
 
+def exact_digest(message: Message) -> bytes:
+    """Of the very words and call ids, to tell answers apart that mean the same."""
+    said = [_encodable(message.content), [call.id for call in message.tool_calls]]
+    return blake2b(orjson.dumps(said), digest_size=8).digest()
+
+
 def tools_meaning(wire: Json) -> bytes:
     # The standard library's encoder, since schemas may hold numbers that no 64 bits can.
     return blake2b(json.dumps(wire, sort_keys=True).encode(), digest_size=DIGEST).digest()
 
 
 def _plain(message: Message, call_order: dict[str, int]) -> list[Json]:
-    text = _encodable(message.content.strip())
+    if message.role == "assistant":
+        text = _encodable(message.content.strip())
+        return ["assistant", text, [[call.name, plain_arguments(call.arguments)] for call in message.tool_calls]]
+    # Of what others say, the beginning of a line may be indentation: only the end may have been trimmed.
+    text = _encodable(message.content.rstrip())
     if message.role == "tool":
         return ["tool", text, call_order.get(message.tool_call_id, message.tool_call_id)]
-    if message.role == "assistant":
-        return ["assistant", text, [[call.name, plain_arguments(call.arguments)] for call in message.tool_calls]]
-    return [message.role, text]
+    return [message.role, text, message.name]
 
 
 def plain_arguments(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from turngate.trace.tree import Context, Sampled, Trace, path
+from turngate.trace.tree import Context, Sampled, Trace
 
 TurnRole = Literal["main", "subagent", "side", "superseded", "aborted"]
 ROLES: tuple[TurnRole, ...] = ("main", "subagent", "side", "superseded", "aborted")
@@ -25,14 +25,18 @@ def roles(trace: Trace) -> dict[int, TurnRole]:
         elif turn.id in superseded or (not turn.delivered and not turn.children):
             found[turn.id] = "superseded"
         else:
-            found[turn.id] = lines[path(turn)[0].id]
+            found[turn.id] = lines[turn.root.id]
     return found
 
 
 def _lines(trace: Trace) -> dict[int, TurnRole]:
     """The role of each root's whole conversation."""
-    # An agent may ask for a title before it begins: the main line is the first one that has tools, if any has.
-    main = next((root for root in trace.roots if root.info.has_tools), trace.roots[0] if trace.roots else None)
+    # An agent may ask for a title before it begins: the main line is the first one that has tools, or else the longest.
+    sizes: dict[int, int] = {}
+    for turn in trace.turns():
+        sizes[turn.root.id] = sizes.get(turn.root.id, 0) + 1
+    longest = max(trace.roots, key=lambda root: sizes.get(root.id, 0), default=None)
+    main = next((root for root in trace.roots if root.info.has_tools), longest)
     found: dict[int, TurnRole] = {}
     for root in trace.roots:
         if root is main or root.info.cause in ("compaction", "system", "tools", "template", "edited"):
@@ -52,12 +56,11 @@ def _superseded(trace: Trace) -> set[int]:
         if len(answers) < 2:
             continue
         kept = [s for s in answers if s.children]
-        for n, answer in enumerate(answers):
-            if answer.children:
-                continue
-            retried = any(_repeats(later) for later in answers[n + 1 :])
-            if kept or retried:
+        retried = False
+        for answer in reversed(answers):
+            if not answer.children and (kept or retried):
                 out.add(answer.id)
+            retried = retried or _repeats(answer)
     return out
 
 

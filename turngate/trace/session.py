@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.errors import Conflict
+from turngate.errors import Conflict, Stopping
 from turngate.trace.sample import Policy
 from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
@@ -60,7 +60,8 @@ class Session:
         self.idle = asyncio.Event()
         self.idle.set()
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
-        self.ending = ""  # why those were aborted, if they were
+        self.ending = ""  # why those were aborted, if they were; no more are let in
+        self.ending_lock = asyncio.Lock()
         self.live_tokens = 0  # sampled by calls in flight, not stored yet
         self.vocabulary = ""  # digest of the tokenizer it is recorded with
 
@@ -84,6 +85,10 @@ class Session:
             self.idle.set()
 
     def require_open(self) -> None:
+        if self.ending == "stopping":
+            raise Stopping("the gateway is being stopped; repeat this call in a moment")
+        if self.status == "open" and self.ending:
+            raise Conflict(f"this session is {self.ending}; open a new one")
         if self.status != "open":
             raise Conflict(f"this session is {self.status}{f' ({self.stop})' if self.stop else ''}; open a new one")
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from turngate.trace.meaning import DIGEST, Reading, reasoning_digest
+from turngate.trace.meaning import DIGEST, Reading, exact_digest, reasoning_digest
 from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, type_of_ids
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
@@ -39,6 +39,7 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 
     meaning: bytes
     reasoning: bytes
+    exact: bytes
     finish: Finish
     version_start: int
     version_end: int
@@ -57,13 +58,15 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 class Context:
     """New messages and the generation prompt, as ids that were sent."""
 
-    __slots__ = ("added", "children", "count", "id", "ids", "info", "length", "parent")
+    __slots__ = ("added", "children", "count", "id", "ids", "info", "length", "parent", "root", "stored")
 
     def __init__(self, node_id: int, parent: Sampled | None, ids: Ids, info: ContextInfo) -> None:
         self.id = node_id
         self.parent = parent
+        self.root: Context = self if parent is None else parent.root
         self.ids = ids
         self.info = info
+        self.stored = True
         self.children: list[Sampled] = []
         self.length: int = (parent.length if parent else 0) + len(ids)  # tokens from the root to here
         self.added: int = len(info.meanings) // DIGEST  # messages it stands for
@@ -73,11 +76,12 @@ class Context:
 class Sampled:
     """What the model answered: one turn."""
 
-    __slots__ = ("children", "count", "delivered", "id", "ids", "info", "length", "logprobs", "parent")
+    __slots__ = ("children", "count", "delivered", "id", "ids", "info", "length", "logprobs", "parent", "root")
 
     def __init__(self, node_id: int, parent: Context, ids: Ids, logprobs: Logprobs | None, info: SampledInfo) -> None:
         self.id = node_id
         self.parent = parent
+        self.root: Context = parent.root
         self.ids = ids
         self.logprobs = logprobs
         self.info = info
@@ -177,10 +181,13 @@ class Trace:
         if isinstance(node, Context):
             yield from _replies(node, reading, at)
             return
-        # The newest first: after a fork, the agent goes on from there.
-        for context in reversed(self.roots if node is None else node.children):
-            fits = context.info.preamble == reading.preamble and 0 < context.added <= len(reading) - at
-            if fits and context.info.meanings == reading.meanings(at, at + context.added):
+        # The newest first: after a fork, the agent goes on from there. Contexts without a message (a turn that was asked to go
+        # on) fit anywhere, so they come last.
+        fitting = [
+            c for c in reversed(self.roots if node is None else node.children) if c.info.preamble == reading.preamble
+        ]
+        for context in sorted(fitting, key=lambda c: c.added == 0):
+            if context.added <= len(reading) - at and context.info.meanings == reading.meanings(at, at + context.added):
                 yield context
 
     def reserve(self) -> int:
@@ -192,6 +199,19 @@ class Trace:
         (self.roots if context.parent is None else context.parent.children).append(context)
         self.nodes.append(context)
         self._next_id = max(self._next_id, context.id)
+
+    def keep_context(self, context: Context) -> None:
+        """It is stored, though another call that shared it may have failed and dropped it meanwhile."""
+        if not context.stored:
+            context.stored = True
+            if context not in self.nodes:
+                self.add_context(context)
+
+    def drop_context(self, context: Context) -> None:
+        """It could not be stored, and nothing hangs on it."""
+        if not context.children and not context.stored and context in self.nodes:
+            (self.roots if context.parent is None else context.parent.children).remove(context)
+            self.nodes.remove(context)
 
     def add_sampled(self, sampled: Sampled) -> None:
         sampled.parent.children.append(sampled)
@@ -231,11 +251,16 @@ def path_ids(node: Node | None) -> Ids:
 def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
     """The answers to `context` that the message at `at` repeats, likeliest first.
 
-    Answers of one meaning may differ in their reasoning, which decides if the agent kept it; else the one it last got.
+    Answers of one meaning may differ in their call ids, their very words or their reasoning, which decide as far as the agent kept
+    them; else it is the one it last got.
     """
     message = reading.assistant(at) if context.children else None
     if message is None:
         return []
-    digest = reasoning_digest(message.reasoning)
+    digest, exact = reasoning_digest(message.reasoning), exact_digest(message)
     same = [s for s in context.children if s.info.meaning == reading.meaning(at)]
-    return sorted(same, key=lambda s: (digest != b"" and s.info.reasoning == digest, s.delivered, s.id), reverse=True)
+
+    def likelihood(turn: Sampled) -> tuple[bool, bool, bool, int]:
+        return (turn.info.exact == exact, digest != b"" and turn.info.reasoning == digest, turn.delivered, turn.id)
+
+    return sorted(same, key=likelihood, reverse=True)

@@ -1,0 +1,311 @@
+"""What hostile eyes found once: each was a wrong row, a stall or a leak, and stays mended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.exact.agent import World, asgi
+from tests.exact.invariants import check
+from tests.exact.test_rows import SYSTEM, causes, role_list, say, talk, user
+from tests.render.test_template import CHATML, folder_with
+from turngate.engines.base import RelayChunk
+from turngate.engines.scripted import Turn
+from turngate.errors import StoreError
+from turngate.prompt import observed
+from turngate.render import LastTurn, load
+from turngate.render.parse import DEEPSEEK, HERMES, Parser
+from turngate.trace.roles import roles
+from turngate.trace.sample import samples
+from turngate.types import Delta, Limits, Message, Tool
+
+
+@pytest.fixture
+async def world(tmp_path: Path, renderers: Any):
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        yield world
+
+
+async def until(condition: Any) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+@pytest.mark.parametrize("durability", ["process", "disk"])
+async def test_cancelling_and_deleting_at_once_leaves_nothing_for_the_next_session(
+    durability: str, tmp_path: Path, renderers: Any
+) -> None:
+    async with World.of(tmp_path, renderers("builtin"), durability=durability) as world:
+        first = world.agent()
+        first.messages = [SYSTEM, user("SECRET of the first session")]
+        turn = say(world, "one two three four five")
+        call = asyncio.create_task(first.call(Turn(turn.ids, delay_s=0.3)))
+        await until(lambda: world.engine.in_flight)
+        control = world.gateway.control
+        await asyncio.gather(control.cancel(first.session_id), control.delete(first.session_id))
+        await call
+        second = world.agent()
+        second.messages = [SYSTEM, user("work")]
+        await talk(second, "a")
+        stored = world.gateway.store.load(world.gateway.store.find(second.session_id))
+        assert len(stored.trace.nodes) == 2
+        assert b"SECRET" not in b"".join(world.gateway.store.messages(stored.key).values())
+
+
+async def test_a_seal_that_cannot_be_written_did_not_happen(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    await talk(agent, "a")
+    original = world.gateway.store.close_session
+
+    def fails(*_: Any) -> None:
+        raise StoreError("disk full")
+
+    world.gateway.store.close_session = fails  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            await world.gateway.control.seal(agent.session_id)
+    world.gateway.store.close_session = original  # type: ignore[method-assign]
+    await talk(agent, "b")
+    assert (await world.gateway.control.seal(agent.session_id)).status == "sealed"
+
+
+async def test_an_unexpected_fault_of_the_writer_reaches_every_caller(tmp_path: Path, renderers: Any) -> None:
+    async with World.of(tmp_path, renderers("builtin"), durability="disk") as world:
+        agent = world.agent()
+        agent.messages = [SYSTEM, user("work")]
+
+        def breaks(turns: Any) -> None:
+            raise OverflowError("int too large")
+
+        original, world.gateway.store.commit = world.gateway.store.commit, breaks  # type: ignore[method-assign]
+        replies = await asyncio.wait_for(asyncio.gather(*(agent.call(say(world, "x")) for _ in range(3))), 5)
+        assert {r.status for r in replies} == {503}
+        world.gateway.store.commit = original  # type: ignore[method-assign]
+        assert agent.session.live_tokens == 0
+        assert agent.session.trace.nodes == []
+        assert (await agent.call(say(world, "y"))).status == 200
+
+
+async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_meaning_is_known(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("hi")]
+    await talk(agent, "a")
+    from turngate.dialects import Chat
+    from turngate.prompt import Prompts
+
+    body = b'{"messages": [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": "hi "}], "tools": []}'
+    agent.tools = None
+    located, preamble, cause = Prompts().locate(agent.session, Chat().decode(body, {}))
+    prompt = observed(located, np.array([1, 2, 99, 3], np.int32), preamble, cause)
+    assert prompt.ids.tolist() == [1, 2, 99, 3]
+    assert prompt.added.tolist() == [1, 2, 99, 3]
+    assert prompt.located.context is None
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, "<tool_call><function=a>" + "<parameter=x>\n1" * 20_000 + "</function></tool_call>"),
+        (HERMES, "<tool_call>" + "<function=a>" * 20_000 + "</tool_call>"),
+        (DEEPSEEK, "<｜tool▁call▁begin｜>" + " " * 100_000 + "<｜tool▁call▁end｜>"),
+        (HERMES, "<" * 100_000),
+        (HERMES, "[" * 100_000),
+    ],
+)
+def test_a_policy_that_repeats_itself_does_not_stall_the_parser(syntax: Any, text: str) -> None:
+    tools = (Tool("a", {"function": {"name": "a", "parameters": {"properties": None}}}),)
+    began = time.process_time()
+    parser = Parser(syntax, tools=tools)
+    events = parser.feed(text)
+    rest, parsed = parser.finish()
+    assert "".join(e.text for e in [*events, *rest] if isinstance(e, Delta)) == parsed.message.content
+    assert time.process_time() - began < 2  # not a measurement: the mended ones took half a minute
+
+
+def test_a_stream_of_white_space_is_not_read_again_and_again() -> None:
+    began = time.process_time()
+    parser = Parser(HERMES, tools=(Tool("a", {"function": {"name": "a"}}),))
+    for _ in range(40_000):
+        parser.feed(" " * 20)
+    _, parsed = parser.finish()
+    assert len(parsed.message.content) == 800_000
+    assert time.process_time() - began < 5
+
+
+async def test_many_tool_results_are_read_once(world: World) -> None:
+    agent = world.agent()
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "read", "arguments": "{}"}} for n in range(3000)]
+    agent.messages = [SYSTEM, user("x"), {"role": "assistant", "content": None, "tool_calls": calls}]
+    agent.messages += [{"role": "tool", "tool_call_id": f"c{n}", "content": "x"} for n in range(3000)]
+    began = time.process_time()
+    assert (await agent.call(say(world, "ok"))).status == 200
+    assert time.process_time() - began < 3
+
+
+async def test_the_call_id_says_which_of_two_equal_answers_was_used(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    call = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
+    first = await agent.call(say(world, f"<think>\nfirst\n</think>\n\n{call}"))
+    await agent.call(say(world, f"<think>\nsecond\n</think>\n\n{call}"))
+    kept = {k: v for k, v in first.message.items() if not k.startswith("reasoning")}
+    agent.messages += [kept, {"role": "tool", "tool_call_id": kept["tool_calls"][0]["id"], "content": "x"}]
+    await agent.call(say(world, "done"))
+    turns = list(agent.session.trace.turns())
+    assert turns[2].parent.parent is turns[0]
+    assert role_list(agent) == ["main", "superseded", "main"]
+
+
+async def test_indentation_of_a_tool_result_matters(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("        return x")]
+    await agent.call(say(world, "a"))
+    agent.messages = [SYSTEM, user("return x")]
+    await agent.call(say(world, "b"))
+    texts = [world.gateway.renderer.tokenizer.decode(g.prompt.tolist()) for g in world.engine.received]
+    assert "        return x" in texts[0]
+    assert "        return x" not in texts[1]
+
+
+async def test_a_turn_that_was_asked_to_go_on_is_found_again_however_it_is_spelled(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("work")]
+    first = await agent.call(say(world, "half of"), max_tokens=2)
+    agent.messages.append(first.message)
+    second = await agent.call(say(world, "it"))
+    agent.messages += [second.message, user("next")]
+    agent.messages = [dict(sorted(m.items())) for m in agent.messages]
+    await agent.call(say(world, "done"))
+    assert causes(agent) == []
+    check(agent.session, [g.prompt for g in world.engine.received])
+
+
+async def test_equal_first_calls_at_once_share_one_line(tmp_path: Path, renderers: Any) -> None:
+    async with World.of(tmp_path, renderers("builtin"), durability="disk") as world:
+        agent = world.agent()
+        agent.messages = [SYSTEM, user("work")]
+        replies = await asyncio.gather(*(agent.call(say(world, f"answer {n}")) for n in range(4)))
+        assert len(agent.session.trace.roots) == 1
+        agent.messages += [replies[3].message, user("more")]
+        await agent.call(say(world, "end"))
+        assert role_list(agent)[-1] == "main"
+        check(agent.session, [g.prompt for g in world.engine.received])
+
+
+async def test_without_tools_the_longest_line_is_the_main_one(world: World) -> None:
+    agent = world.agent()
+    agent.tools = None
+    title, work = [{"role": "system", "content": "Write a title."}, user("x")], [SYSTEM, user("x")]
+    slow = say(world, "a")
+    calls = agent.call(say(world, "Title"), messages=title), agent.call(Turn(slow.ids, delay_s=0.05), messages=work)
+    _, reply = await asyncio.gather(*calls)
+    agent.messages = [*work, reply.message, user("go on")]
+    await talk(agent, "b", "c")
+    assert role_list(agent) == ["side", "main", "main", "main"] or role_list(agent)[1:] == ["main"] * 3
+
+
+async def test_a_failed_write_gives_its_tokens_back(world: World) -> None:
+    agent = world.agent(limits=Limits(sampled_tokens=20))
+    agent.messages = [SYSTEM, user("work")]
+    original = world.gateway.store.commit
+
+    def fails(turns: Any) -> None:
+        raise StoreError("disk full")
+
+    world.gateway.store.commit = fails  # type: ignore[method-assign]
+    assert (await agent.call(say(world, "one two three"))).status == 503
+    world.gateway.store.commit = original  # type: ignore[method-assign]
+    assert agent.session.tokens_left == 20
+
+
+@pytest.mark.parametrize(
+    "twist",
+    [
+        ("{{ m.content }}", "{{ m.content[:500] }}"),
+        ("{{ m.content }}", "{{ m.content | replace('<|im_end|>', '') }}"),
+        (
+            "<|im_start|>assistant\n{% endif %}",
+            "<|im_start|>assistant\n{% if '/no_think' in messages[0].content %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+        ),
+    ],
+    ids=["shortens", "cleans", "looks at the system prompt"],
+)
+def test_what_a_template_does_to_a_text_the_bridge_does_too(twist: tuple[str, str], tmp_path: Path) -> None:
+    template = CHATML.replace(*twist)
+    assert template != CHATML
+    renderer, _ = load(folder_with(tmp_path, template))
+    system, long = "Be brief. /no_think", "word " * 400 + "<|im_end|> tail"
+    history = [Message("system", system), Message("user", "x"), Message("assistant", "y"), Message("user", long)]
+    whole = renderer.render(history, (), {})
+    for _ in range(2):  # asked for the first time, and remembered
+        last = LastTurn(np.array([0], np.int32), np.array([renderer.stop_ids[0]], np.int32), history[2], system=system)
+        bridge = renderer.bridge(last, history[3:], (), {})
+        assert bridge is not None
+        assert whole[-len(bridge) :] == bridge
+        assert renderer.tokenizer.decode(whole[: -len(bridge)]).endswith("y<|im_end|>")
+
+
+class _Endpoint:
+    """An endpoint whose stream leaves out the ids of one event."""
+
+    name = "endpoint"
+
+    def __init__(self, chunks: list[RelayChunk]) -> None:
+        self._chunks = chunks
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def health(self) -> list[Any]:
+        return []
+
+    def relay(self, request: Any) -> Any:
+        from contextlib import asynccontextmanager
+
+        @asynccontextmanager
+        async def relayed() -> Any:
+            async def chunks() -> Any:
+                for chunk in self._chunks:
+                    yield chunk
+
+            yield chunks()
+
+        return relayed()
+
+
+async def test_an_observed_turn_with_holes_is_no_row(tmp_path: Path) -> None:
+    from turngate.config import ServeConfig
+    from turngate.server.app import Gateway
+    from turngate.trace.session import SessionConfig
+
+    chunks = [
+        RelayChunk((Delta("content", "a"),), [10], [-0.1], [1, 2, 3]),
+        RelayChunk((Delta("content", "b"),)),
+        RelayChunk((Delta("content", "c"),), [12], [-0.1], finish="stop"),
+    ]
+    config = ServeConfig(data=str(tmp_path), engine="openai", engine_url=["http://127.0.0.1:1"])
+    gateway = Gateway(config, relay=_Endpoint(chunks))
+    await gateway.start()
+    try:
+        session, key = gateway.control.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
+        body = b'{"messages": [{"role": "user", "content": "x"}]}'
+        status, _ = await asgi(
+            gateway, "POST", "/v1/chat/completions", body, [(b"authorization", f"Bearer {key}".encode())]
+        )
+        assert status == 200
+        (turn,) = session.trace.turns()
+        assert turn.info.capture == "logprobs"
+        assert samples(session.trace) == []
+        assert roles(session.trace)[turn.id] == "main"
+    finally:
+        await gateway.stop()
