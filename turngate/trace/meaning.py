@@ -62,13 +62,13 @@ class Reading:
             return {}
         start = index
         while start > 0 and start not in self._orders:
-            start -= 1
-        for at in range(start, index):
-            order = self._orders.get(at, {})
-            for message in self.messages(at):
-                if message.role == "assistant":
-                    order = {call.id: n for n, call in enumerate(message.tool_calls)}
-            self._orders[at + 1] = order
+            answered = [m for m in self.messages(start - 1) if m.role == "assistant"]
+            if answered:
+                self._orders[start] = {call.id: n for n, call in enumerate(answered[-1].tool_calls)}
+            else:
+                start -= 1
+        for at in range(start, index):  # results in a row answer the same turn; each is looked at once
+            self._orders[at + 1] = self._orders.get(start, {})
         return self._orders.get(index, {})
 
 
