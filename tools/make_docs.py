@@ -38,6 +38,9 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     head, _, rest = page.partition(BEGIN)
     made = head + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if left := re.findall(r"^[A-Z]+_[A-Z_]+$", readme, re.M):
+        raise SystemExit(f"README.md: {left[0]} is a placeholder that was not filled in")
     if "--check" in sys.argv:
         if made != page:
             raise SystemExit(f"{PAGE.relative_to(ROOT)} is not up to date; run: make format")
