@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-Boundary = Literal["client", "engine", "store", "config", "gateway"]
+Boundary = Literal["client", "engine", "store", "config", "gateway", "sandbox", "agent", "task"]
 
 
 class TurngateError(Exception):
@@ -41,6 +41,13 @@ class ContextOverflow(BadRequest):
     """The prompt does not fit. Every dialect must say this the way its provider does, so that agents compact."""
 
     kind = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, most: int | None = None, size: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.most = most  # tokens that fit, and tokens that there are; None where only the engine knows
+        self.size = size
 
 
 class Unauthorized(TurngateError):
@@ -126,3 +133,37 @@ class StoreError(TurngateError):
     boundary = "store"
     status = 503
     kind = "store_error"
+
+
+class SandboxError(TurngateError):
+    """The sandbox failed: not the agent's fault, and never scored as if it were."""
+
+    boundary = "sandbox"
+    kind = "sandbox_error"
+    retry_safe = True
+
+
+class SandboxUnavailable(SandboxError):
+    """No sandbox of this kind can be made here. The message says what is missing and how to get it."""
+
+    retry_safe = False
+
+
+class SandboxFileMissing(SandboxError):
+    """There is no such file in the sandbox."""
+
+    retry_safe = False
+
+
+class AgentError(TurngateError):
+    """The agent's description is wrong, or it cannot be installed or started."""
+
+    boundary = "agent"
+    kind = "agent_error"
+
+
+class TaskError(TurngateError):
+    """The task's description is wrong, or its setup failed."""
+
+    boundary = "task"
+    kind = "task_error"

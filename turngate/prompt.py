@@ -68,6 +68,7 @@ class Prompts:
             has_tools=bool(preamble.tools),
             retried=call.retried,
             idempotency_key=call.idempotency_key,
+            told=call.told,
         )
         return located, preamble, cause
 
@@ -112,7 +113,7 @@ def observed(located: Located, seen: Ids | None, preamble: Preamble, cause: Caus
     return Prompt(Located(None, 0, None, located.reading), None, seen, seen, preamble, "template")
 
 
-def context_info(prompt: Prompt, cause: Cause | None) -> ContextInfo:
+def context_info(prompt: Prompt, cause: Cause | None, call: Call) -> ContextInfo:
     """What the tree keeps of the messages that a prompt adds."""
     reading, start = prompt.located.reading, prompt.start
     return ContextInfo(
@@ -121,6 +122,8 @@ def context_info(prompt: Prompt, cause: Cause | None) -> ContextInfo:
         roles="".join(_ROLE_LETTER[reading.messages(i)[-1].role] for i in range(start, len(reading))),
         has_tools=bool(prompt.preamble.tools),
         cause=cause,
+        dialect=call.dialect,
+        told=call.told,
     )
 
 

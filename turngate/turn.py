@@ -44,6 +44,7 @@ from turngate.store.sqlite import NewTurn
 from turngate.trace import fork
 from turngate.trace.meaning import exact_digest, meaning, reasoning_digest
 from turngate.trace.session import LimitMet, Session
+from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Sampled, SampledInfo, Trace
 from turngate.types import (
     Call,
@@ -169,11 +170,22 @@ class Turns:
             )
         session.last_used = time.time()
         names = (session.config.model,) if session.config.model else self._settings.models
-        if names and call.model and call.model not in names:
+        if names and call.model and call.model not in names and not alias(session.config.signals, call.model):
             raise NotFound(
                 f"model: {call.model!r} does not exist here; this session serves {', '.join(names)}", param="model"
             )
         self._journal.require_writable()
+
+    async def count(self, session: Session, call: Call) -> int:
+        """How many tokens the prompt of this call has. Nothing is sampled or recorded."""
+        self._admit(session, call)
+        if session.config.mode == "observe":
+            if self._relay is None:
+                raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
+            return await self._relay.count(RelayRequest(call=call, model=session.config.model, session=session.id))
+        if self._renderer is None:
+            raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
+        return len((await self._prompts.render(session, call, self._renderer)).ids)
 
     def _at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
         """The end of a session reads as a normal last answer: an empty or failed one would be retried."""
@@ -256,7 +268,8 @@ class Turns:
         node = await self._commit(
             session, call, prompt, draft, parsed.message, finish, sampling, reasoning_open=parsed.reasoning_open
         )
-        yield [*rest, Done(finish, parsed.message, Usage(len(prompt.ids), len(draft.ids)), node)]
+        usage = Usage(len(prompt.ids), len(draft.ids))
+        yield [*rest, Done(finish, parsed.message, usage, node, reader.stopped_by)]
 
     def _room(self, session: Session, call: Call, size: int) -> int:
         """How many tokens may be sampled after a prompt of `size`."""
@@ -324,7 +337,7 @@ class Turns:
         pinned = sampling if session.config.sampling else None
         asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
         request = RelayRequest(
-            body=call.body, model=session.config.model or "", sampling=pinned, max_tokens=asked, session=session.id
+            call=call, model=session.config.model or "", sampling=pinned, max_tokens=asked, session=session.id
         )
         draft = Draft(self._fence.version)
         draft.capture = "text"
@@ -392,7 +405,10 @@ class Turns:
         context = prompt.located.context or trace.same_context(prompt.parent, prompt.added, reading, prompt.start)
         if context is None:
             context = Context(
-                trace.reserve(), prompt.parent, prompt.added, context_info(prompt, self._cause(trace, prompt))
+                trace.reserve(),
+                prompt.parent,
+                prompt.added,
+                context_info(prompt, self._cause(trace, prompt, call), call),
             )
             context.stored = False
             # Known from now on, so that an equal call that ends meanwhile hangs itself there too.
@@ -462,10 +478,10 @@ class Turns:
         )
         return sampled.id
 
-    def _cause(self, trace: Trace, prompt: Prompt) -> Cause | None:
+    def _cause(self, trace: Trace, prompt: Prompt, call: Call) -> Cause | None:
         """Why this context forks, as of now: calls that began together do not know of each other when they are located."""
         if prompt.cause is None and prompt.parent is None and trace.roots:
-            return fork.new_root(trace, prompt.located.reading, bool(prompt.preamble.tools))
+            return fork.new_root(trace, prompt.located.reading, bool(prompt.preamble.tools), call.told)
         return prompt.cause
 
 
@@ -473,7 +489,7 @@ class Collected:
     """A reply, gathered from its events."""
 
     def __init__(self) -> None:
-        self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._text: dict[str, list[str]] = {"content": [], "reasoning": [], "seal": []}
         self._calls: list[CallDelta] = []
 
     def add(self, event: Delta | CallDelta) -> None:
@@ -488,7 +504,8 @@ class Collected:
 
     def message(self) -> Message:
         calls = tuple(event.call for event in self._calls)
-        return Message("assistant", "".join(self._text["content"]), "".join(self._text["reasoning"]), calls)
+        content, reasoning, seal = ("".join(self._text[kind]) for kind in ("content", "reasoning", "seal"))
+        return Message("assistant", content, reasoning, calls, seal=seal)
 
 
 async def _until(
@@ -556,4 +573,6 @@ def _overflow(most: int, size: int) -> ContextOverflow:
         f"This model's maximum context length is {most} tokens. However, your messages resulted in {size} tokens. "
         "Please reduce the length of the messages.",
         param="messages",
+        most=most,
+        size=size,
     )

@@ -6,7 +6,7 @@ except where a JSON value is the data itself (tool schemas, tool wire form).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -31,12 +31,17 @@ NO_IDS: Ids = np.empty(0, type_of_ids)
 NO_LOGPROBS: Logprobs = np.empty(0, type_of_logprobs)
 
 
-class ToolCall(msgspec.Struct, frozen=True):
-    """One function call by the model. `arguments` is the JSON text as the model wrote it."""
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One function call by the model. `arguments` is the JSON text as the model wrote it.
+
+    `seal` is a provider's opaque word about its thinking (observe mode), which the agent has to give back. It is not part of what
+    was said.
+    """
 
     id: str
     name: str
     arguments: str
+    seal: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,6 +53,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    seal: str = ""  # likewise, of the reasoning
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -109,6 +115,14 @@ class History(Protocol):
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
 
+class Told(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """What the agent's program itself says about a call, where it says anything: which conversation it belongs to, and whose."""
+
+    thread: str = ""
+    parent: str = ""
+    role: Literal["", "main", "subagent", "side"] = ""
+
+
 class Tools(Protocol):
     """The tools of a call, likewise raw until needed."""
 
@@ -135,7 +149,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     retried: bool = False  # the client says that this repeats a call that failed
     idempotency_key: str = ""
+    dialect: str = "chat"
     body: bytes = b""  # the request as it came, for observe mode
+    passed: Mapping[str, str] = {}  # headers that go along to a provider of the same dialect
+    wire: object = None  # what the dialect needs of the request to answer it; nobody else looks inside
+    told: Told = Told()
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -146,9 +164,9 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Some text, as it is sampled."""
+    """Some text, as it is sampled. A `seal` closes the reasoning before it (observe mode)."""
 
-    kind: Literal["content", "reasoning"]
+    kind: Literal["content", "reasoning", "seal"]
     text: str
 
 
@@ -170,6 +188,7 @@ class Done(msgspec.Struct, frozen=True):
     message: Message
     usage: Usage | None
     node: int | None = None  # the turn in the trace; None where nothing was sampled
+    stopped_by: str = ""  # the stop string that ended it, if one did
 
 
 ReplyEvent = Delta | CallDelta | Alive | Done

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from turngate.dialects.chat import Chat, models_body
+from turngate.dialects.base import Wire
+from turngate.dialects.chat import Chat
 from turngate.errors import (
     BadRequest,
     Conflict,
@@ -33,7 +34,7 @@ chat = Chat()
 
 
 def decoded(headers: dict[str, str] | None = None, **body: Json) -> Call:
-    return chat.decode(json.dumps({"model": "m", "messages": [HI], **body}).encode(), headers or {})
+    return chat.decode(Wire(json.dumps({"model": "m", "messages": [HI], **body}).encode(), headers or {}))
 
 
 def message(wire: Json) -> Message:
@@ -174,14 +175,14 @@ def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
 def test_the_raw_messages_are_the_bytes_that_were_sent() -> None:
     raws = [b'{ "role":"user" ,"content": "a\\u00e9" }', b'{"content":"b","role":"user"}']
     body = b' {"stop": null, "messages" : [ ' + b" ,\n".join(raws) + b' ], "model":"m"}'
-    assert [bytes(raw) for raw in chat.decode(body, {}).history.raws] == raws
+    assert [bytes(raw) for raw in chat.decode(Wire(body)).history.raws] == raws
 
 
 # ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_request_with_nothing_in_it_but_messages() -> None:
-    got = chat.decode(b'{"messages": [{"role": "user", "content": "Hi"}]}', {})
+    got = chat.decode(Wire(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
     assert (got.model, got.tools, got.sampling, got.max_tokens, got.stop) == ("", None, {}, None, ())
     assert (got.constraint, got.stream, got.include_usage, got.retried) == (None, False, False, False)
     assert got.parallel_tool_calls and got.template_kwargs == {} and got.idempotency_key == ""
@@ -249,8 +250,8 @@ def test_keys() -> None:
         ("Bearer", ""),
         ("", ""),
     ]:
-        assert chat.key({"authorization": header}) == key
-    assert chat.key({}) == ""
+        assert chat.key({"authorization": header}, {}) == key
+    assert chat.key({}, {}) == ""
 
 
 def test_template_arguments() -> None:
@@ -409,6 +410,6 @@ def test_errors(error: TurngateError, status: int, kind: str, code: str, retry: 
 
 
 def test_models() -> None:
-    got = json.loads(models_body(["a", "b"], 5))
+    got = json.loads(chat.models(["a", "b"], 5))
     assert got["object"] == "list" and [m["id"] for m in got["data"]] == ["a", "b"]
     assert got["data"][0] == {"id": "a", "object": "model", "created": 5, "owned_by": "turngate"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from turngate.dialects.chat import ChatHistory
 from turngate.engines.base import RelayChunk, RelayRequest
 from turngate.engines.openai import OpenAIRelay
 from turngate.errors import (
@@ -21,7 +22,7 @@ from turngate.errors import (
     EngineTimeout,
     EngineUnavailable,
 )
-from turngate.types import CallDelta, Capture, Delta, Sampling, ToolCall, Usage
+from turngate.types import Call, CallDelta, Capture, Delta, Sampling, ToolCall, Usage
 
 from .standins import DONE, Answer, StandIn, event, says, serving, streams
 
@@ -68,8 +69,13 @@ async def relayed(answer: Answer, body: dict[str, Any] | None = None, **settings
         return await ask_chat(relay, body or BODY | {"stream": True})
 
 
+def call_of(body: bytes) -> Call:
+    """A call in the endpoint's own dialect: only its body counts."""
+    return Call(model="", history=ChatHistory([]), body=body)
+
+
 async def ask_chat(relay: OpenAIRelay, body: dict[str, Any], **fields: Any) -> list[RelayChunk]:
-    async with relay.relay(RelayRequest(body=json.dumps(body).encode(), **fields)) as chunks:
+    async with relay.relay(RelayRequest(call=call_of(json.dumps(body).encode()), **fields)) as chunks:
         seen = [chunk async for chunk in chunks]
     assert seen[-1].finish is not None and all(chunk.finish is None for chunk in seen[:-1])
     return seen
@@ -85,7 +91,12 @@ async def test_the_request_is_the_agents_own_with_ours_over_it() -> None:
     raw = b'{"messages": ' + messages + b', "temperature": 0.2, "top_k": 5, "max_tokens": 9}'
     async with serving(server), relay_of(server) as relay:
         request = RelayRequest(
-            body=raw, model="m", sampling=Sampling(temperature=0.5, seed=3), max_tokens=7, session="s", request_id="r"
+            call=call_of(raw),
+            model="m",
+            sampling=Sampling(temperature=0.5, seed=3),
+            max_tokens=7,
+            session="s",
+            request_id="r",
         )
         async with relay.relay(request) as chunks:
             assert [chunk async for chunk in chunks][-1].finish == "stop"
@@ -339,7 +350,7 @@ async def test_errors() -> None:
     server = StandIn()
     async with serving(server), relay_of(server) as relay:
         with pytest.raises(BadRequest):
-            async with relay.relay(RelayRequest(body=b"[]")) as chunks:
+            async with relay.relay(RelayRequest(call=call_of(b"[]"))) as chunks:
                 await anext(chunks)
         with pytest.raises(BadRequest, match="stream_options"):
             await ask_chat(relay, BODY | {"stream": True, "stream_options": [1]})
@@ -348,7 +359,7 @@ async def test_errors() -> None:
 async def test_leaving_early_hangs_up() -> None:
     server = StandIn(streams(event(part({"content": "a"})), 30.0))
     async with serving(server), relay_of(server) as relay:
-        async with relay.relay(RelayRequest(body=json.dumps(BODY | {"stream": True}).encode())) as chunks:
+        async with relay.relay(RelayRequest(call=call_of(json.dumps(BODY | {"stream": True}).encode()))) as chunks:
             await anext(chunks)
         await asyncio.wait_for(server.hung_up.wait(), 2)
 

@@ -99,12 +99,12 @@ async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_mea
     agent = world.agent()
     agent.messages = [SYSTEM, user("hi")]
     await talk(agent, "a")
-    from turngate.dialects import Chat
+    from turngate.dialects import Chat, Wire
     from turngate.prompt import Prompts
 
     body = b'{"messages": [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": "hi "}], "tools": []}'
     agent.tools = None
-    located, preamble, cause = Prompts().locate(agent.session, Chat().decode(body, {}))
+    located, preamble, cause = Prompts().locate(agent.session, Chat().decode(Wire(body)))
     prompt = observed(located, np.array([1, 2, 99, 3], np.int32), preamble, cause)
     assert prompt.ids.tolist() == [1, 2, 99, 3]
     assert prompt.added.tolist() == [1, 2, 99, 3]

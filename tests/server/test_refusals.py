@@ -164,7 +164,7 @@ async def test_the_route_tells_the_wrong_method_and_the_wrong_place() -> None:
     async with gateway() as g:
         session = await g.open()
         http = g.http(session.key)
-        for method, path in (("GET", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/")):
+        for method, path in (("GET", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/nowhere")):
             response = await http.request(method, path)
             assert response.status_code == 404 and path in response.json()["error"]["message"]
 

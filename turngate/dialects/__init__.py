@@ -1,8 +1,22 @@
 """Wire formats. A new dialect is one file and one line here."""
 
-from turngate.dialects.base import Dialect, Stream
+from __future__ import annotations
+
+import msgspec
+
+from turngate.dialects.base import Dialect, Route, Stream, Verb, Wire
 from turngate.dialects.chat import Chat
+from turngate.types import Message
 
 DIALECTS: tuple[Dialect, ...] = (Chat(),)
+_by_name = {dialect.name: dialect for dialect in DIALECTS}
+_pieces = msgspec.json.Decoder(list[msgspec.Raw])
 
-__all__ = ["DIALECTS", "Chat", "Dialect", "Stream"]
+
+def recorded(dialect: str, raw: bytes) -> list[Message]:
+    """The messages of a stored JSON list in the dialect that they came in."""
+    history = _by_name[dialect].history([bytes(piece) for piece in _pieces.decode(raw)])
+    return [message for index in range(len(history.raws)) for message in history.decode(index)]
+
+
+__all__ = ["DIALECTS", "Chat", "Dialect", "Route", "Stream", "Verb", "Wire", "recorded"]

@@ -1,16 +1,45 @@
-"""What a dialect is: one wire format, without I/O. The server loops over them; `turn.py` never sees one."""
+"""What a dialect is: one wire format, without I/O. The server loops over them; `turn.py` never sees one.
+
+A dialect declares its routes, where its callers put their key, what its errors look like and how its streams end. Everything else
+about a call is the same for all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
 
 from turngate.errors import TurngateError
-from turngate.types import Call, Done, ReplyEvent
+from turngate.types import Call, Done, History, ReplyEvent
+
+Verb = Literal["generate", "stream", "count"]
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A path relative to a base URL. `{model}` in it stands for a model's name. All are POST."""
+
+    path: str
+    verb: Verb = "generate"
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """One request as it came."""
+
+    body: bytes
+    headers: Mapping[str, str] = {}
+    query: Mapping[str, str] = {}
+    verb: Verb = "generate"
+    model: str = ""  # named by the path
 
 
 class Stream(Protocol):
     """Encodes one streamed reply, event by event."""
+
+    @property
+    def media(self) -> str:
+        """Content type of the reply."""
 
     def begin(self) -> bytes: ...
 
@@ -25,17 +54,40 @@ class Dialect(Protocol):
     def name(self) -> str: ...
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """Where agents call it, relative to a base URL."""
+    def routes(self) -> tuple[Route, ...]: ...
 
-    def key(self, headers: Mapping[str, str]) -> str:
+    @property
+    def area(self) -> str:
+        """Paths that begin like this are meant for it: what is not there is refused in its words."""
+
+    @property
+    def id_header(self) -> str:
+        """The response header in which its provider names the request; empty: none."""
+
+    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         """The secret that the caller presents; empty if none."""
 
-    def decode(self, body: bytes, headers: Mapping[str, str]) -> Call: ...
+    def decode(self, wire: Wire) -> Call: ...
+
+    def history(self, raws: Sequence[bytes]) -> History:
+        """Messages as they were recorded, to be read again."""
 
     def stream(self, call: Call) -> Stream: ...
 
     def whole(self, call: Call, done: Done) -> bytes:
         """A reply that was not asked to be streamed."""
 
+    def count(self, tokens: int) -> bytes:
+        """The reply to a call that only asks how many tokens its prompt has."""
+
+    def models(self, names: Sequence[str], created: int) -> bytes: ...
+
+    def model(self, name: str, created: int) -> bytes: ...
+
+    def status(self, error: TurngateError) -> int:
+        """The HTTP status under which its provider reports such an error."""
+
     def error(self, error: TurngateError) -> bytes: ...
+
+    def in_stream(self, error: TurngateError) -> bool:
+        """Whether its provider tells such an error to a streaming caller inside a stream, even as its first word."""

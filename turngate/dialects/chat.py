@@ -7,7 +7,6 @@ wrong one is refused by name in OpenAI's own error shape.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,6 +14,21 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
+from turngate.dialects.base import Route, Wire
+from turngate.dialects.wire import (
+    ABSENT,
+    UNREADABLE,
+    any_tool,
+    bearer,
+    checked_sampling,
+    checked_stops,
+    given,
+    one_tool,
+    param,
+    reason,
+    refused,
+    retried,
+)
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import (
     Alive,
@@ -26,16 +40,10 @@ from turngate.types import (
     Json,
     Message,
     ReplyEvent,
-    Sampling,
     Tool,
     ToolCall,
     Usage,
 )
-
-# A raw field that was left out reads like one that is null.
-ABSENT = msgspec.Raw(b"null")
-# What decoding raises: wrong types or syntax, bytes that are no UTF-8, nesting without end.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -129,7 +137,7 @@ class ChatHistory:
         try:
             wire = _message.decode(self.raws[index])
         except UNREADABLE as error:
-            raise BadRequest(f"{where}: {_reason(error)}", param=where) from None
+            raise BadRequest(f"{where}: {reason(error)}", param=where) from None
         return (_decode_message(wire, where),)
 
 
@@ -143,7 +151,7 @@ class ChatTools:
         try:
             wires = msgspec.json.decode(self.raw, type=list[dict[str, Any]])
         except UNREADABLE as error:
-            raise BadRequest(f"tools: {_reason(error)}", param="tools") from None
+            raise BadRequest(f"tools: {reason(error)}", param="tools") from None
         return tuple(_decode_tool(wire, f"tools[{n}]") for n, wire in enumerate(wires))
 
 
@@ -151,42 +159,49 @@ class Chat:
     """The dialect."""
 
     name = "chat"
-    paths = ("/v1/chat/completions", "/chat/completions")
+    routes = (Route("/v1/chat/completions"), Route("/chat/completions"))
+    area = "/"
+    id_header = "x-request-id"
 
-    def key(self, headers: Mapping[str, str]) -> str:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        return token.strip() if scheme.lower() == "bearer" else ""
+    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+        return bearer(headers)
 
-    def decode(self, body: bytes, headers: Mapping[str, str]) -> Call:
+    def decode(self, wire: Wire) -> Call:
+        headers = wire.headers
         try:
-            request = _request.decode(body)
+            request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
-            raise BadRequest(_reason(error), param=_param(error)) from None
+            raise BadRequest(reason(error), param=param(error)) from None
         except UNREADABLE as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_what_we_do_not_do(request)
         if not request.messages:
             raise BadRequest("messages: must hold at least one message", param="messages")
-        tools = ChatTools(bytes(request.tools)) if _given(request.tools) and bytes(request.tools) != b"[]" else None
+        tools = ChatTools(bytes(request.tools)) if given(request.tools) and bytes(request.tools) != b"[]" else None
         kwargs = dict(request.chat_template_kwargs or {})
         constraint, offered = _constraint(request, tools)
         return Call(
             model=request.model,
             history=ChatHistory(request.messages),
             tools=tools if offered else None,
-            sampling=_sampling(request),
+            sampling=checked_sampling(
+                {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+            ),
             max_tokens=_max_tokens(request),
-            stop=_stops(request.stop),
+            stop=checked_stops("stop", request.stop),
             constraint=constraint,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             template_kwargs=kwargs,
             template_hints={} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort},
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            retried=headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+            retried=retried(headers),
             idempotency_key=headers.get("idempotency-key", ""),
-            body=body,
+            body=wire.body,
         )
+
+    def history(self, raws: Sequence[bytes]) -> ChatHistory:
+        return ChatHistory(raws)
 
     def stream(self, call: Call) -> ChatStream:
         return ChatStream(call)
@@ -202,12 +217,29 @@ class Chat:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(done)}
         return orjson.dumps({**_head(call, "chat.completion"), "choices": [choice], "usage": _usage(done.usage)})
 
+    def count(self, tokens: int) -> bytes:
+        raise AssertionError("this dialect has no route that counts")
+
+    def models(self, names: Sequence[str], created: int) -> bytes:
+        return orjson.dumps({"object": "list", "data": [_model(name, created) for name in names]})
+
+    def model(self, name: str, created: int) -> bytes:
+        return orjson.dumps(_model(name, created))
+
+    def status(self, error: TurngateError) -> int:
+        return error.status
+
     def error(self, error: TurngateError) -> bytes:
         return orjson.dumps(_error(error))
+
+    def in_stream(self, error: TurngateError) -> bool:
+        return False
 
 
 class ChatStream:
     """One streamed reply as server-sent events."""
+
+    media = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
         self._head = _head(call, "chat.completion.chunk")
@@ -220,8 +252,10 @@ class ChatStream:
         match event:
             case Delta(kind="content", text=text):
                 return self._chunk({"content": text})
-            case Delta(text=text):
+            case Delta(kind="reasoning", text=text):
                 return self._chunk({"reasoning": text, "reasoning_content": text})
+            case Delta():
+                return b""  # this format has no place for a seal
             case CallDelta(index=index, call=call):
                 return self._chunk({"tool_calls": [{"index": index, **_wire_call(call)}]})
             case Alive():
@@ -247,18 +281,26 @@ class ChatStream:
         return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": _usage(done.usage)}) + b"\n\n"
 
 
-def models_body(names: Sequence[str], created: int) -> bytes:
-    """`GET /v1/models`."""
-    data = [{"id": name, "object": "model", "created": created, "owned_by": "turngate"} for name in names]
-    return orjson.dumps({"object": "list", "data": data})
+def wire_message(message: Message) -> dict[str, Json]:
+    """A message in this format."""
+    wire: dict[str, Json] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["tool_calls"] = [_wire_call(call) for call in message.tool_calls]
+    if message.role == "tool":
+        wire["tool_call_id"] = message.tool_call_id
+    if message.name:
+        wire["name"] = message.name
+    return wire
 
 
-def _given(raw: msgspec.Raw) -> bool:
-    return bytes(raw) != b"null"
+def _model(name: str, created: int) -> dict[str, Json]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "turngate"}
 
 
 def _decode_message(wire: _WireMessage, where: str) -> Message:
-    if _given(wire.function_call):
+    if given(wire.function_call):
         raise BadRequest(f"{where}.function_call: is the old form; use tool_calls", param=f"{where}.function_call")
     text = _text(wire.content, where)
     match wire.role:
@@ -322,35 +364,21 @@ def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
 
 
 def _refuse_what_we_do_not_do(request: _Request) -> None:
-    def refuse(field: str, why: str) -> BadRequest:
-        return BadRequest(f"{field}: {why}", param=field)
-
     if request.n is not None and request.n != 1:
-        raise refuse("n", f"{request.n} choices are not supported, only 1; send the call several times instead")
+        raise refused("n", f"{request.n} choices are not supported, only 1; send the call several times instead")
     if request.logprobs or request.top_logprobs:
-        raise refuse("logprobs", "log-probabilities are recorded by the gateway and not given to agents; leave it out")
+        raise refused("logprobs", "log-probabilities are recorded by the gateway and not given to agents; leave it out")
     if request.logit_bias:
-        raise refuse("logit_bias", "is not supported, since it would bias what is recorded; leave it out")
+        raise refused("logit_bias", "is not supported, since it would bias what is recorded; leave it out")
     for name, value in (("functions", request.functions), ("function_call", request.function_call)):
-        if _given(value):
-            raise refuse(name, "is the old form and not supported; use tools and tool_choice")
-    if _given(request.audio):
-        raise refuse("audio", "is not supported; this gateway answers in text")
+        if given(value):
+            raise refused(name, "is the old form and not supported; use tools and tool_choice")
+    if given(request.audio):
+        raise refused("audio", "is not supported; this gateway answers in text")
     if request.modalities and request.modalities != ["text"]:
-        raise refuse("modalities", "only ['text'] is supported")
-    if _given(request.web_search_options):
-        raise refuse("web_search_options", "is not supported; give the model a search tool of your own")
-
-
-def _sampling(request: _Request) -> dict[str, Any]:
-    found = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
-    if found.get("top_k") == -1:
-        found["top_k"] = 0  # the other way to say that it is off
-    try:
-        msgspec.convert(found, Sampling)
-    except msgspec.ValidationError as error:
-        raise BadRequest(_reason(error), param=_param(error)) from None
-    return found
+        raise refused("modalities", "only ['text'] is supported")
+    if given(request.web_search_options):
+        raise refused("web_search_options", "is not supported; give the model a search tool of your own")
 
 
 def _max_tokens(request: _Request) -> int | None:
@@ -361,21 +389,12 @@ def _max_tokens(request: _Request) -> int | None:
     return value
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if any(not s for s in stops):
-        raise BadRequest("stop: an empty string would stop at once", param="stop")
-    if len(stops) > 16:
-        raise BadRequest(f"stop: {len(stops)} strings are more than 16", param="stop")
-    return stops
-
-
 def _constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
     """What the output is forced into, and whether the tools are offered at all."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
     except UNREADABLE as error:
-        raise BadRequest(f"tool_choice: {_reason(error)}", param="tool_choice") from None
+        raise BadRequest(f"tool_choice: {reason(error)}", param="tool_choice") from None
     forced = _tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     shape = _response_format(request)
     if forced is not None and shape is not None:
@@ -390,15 +409,9 @@ def _tool_choice(choice: Json, tools: ChatTools | None, *, parallel: bool) -> Co
         case None | "auto" | "none":
             return None
         case "required":
-            offered = _offered(tools)
-            calls = [_call_schema(tool) for tool in offered]
-            most = {} if parallel else {"maxItems": 1}
-            return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
+            return any_tool(_offered(tools), parallel=parallel)
         case {"type": "function", "function": {"name": str(name)}}:
-            tool = next((t for t in _offered(tools) if t.name == name), None)
-            if tool is None:
-                raise BadRequest(f"tool_choice: {name!r} is not among the tools", param="tool_choice")
-            return Constraint("tool", _parameters(tool), name)
+            return one_tool(_offered(tools), name, "tool_choice")
         case _:
             raise BadRequest(
                 "tool_choice: must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}",
@@ -412,20 +425,6 @@ def _offered(tools: ChatTools | None) -> tuple[Tool, ...]:
     return tools.decode()
 
 
-def _parameters(tool: Tool) -> Json:
-    return tool.wire["function"].get("parameters") or {"type": "object"}
-
-
-def _call_schema(tool: Tool) -> Json:
-    properties = {"name": {"const": tool.name}, "arguments": _parameters(tool)}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
 class _JsonSchema(msgspec.Struct):
     name: str = ""
     schema: dict[str, Any] | None = None
@@ -437,12 +436,12 @@ class _ResponseFormat(msgspec.Struct):
 
 
 def _response_format(request: _Request) -> Constraint | None:
-    if not _given(request.response_format):
+    if not given(request.response_format):
         return None
     try:
         form = msgspec.json.decode(request.response_format, type=_ResponseFormat)
     except UNREADABLE as error:
-        raise BadRequest(f"response_format: {_reason(error)}", param="response_format") from None
+        raise BadRequest(f"response_format: {reason(error)}", param="response_format") from None
     if form.type == "text":
         return None
     if form.type == "json_object":
@@ -488,15 +487,3 @@ _TYPES = {
 def _error(error: TurngateError) -> Json:
     kind = _TYPES.get(error.status, "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.kind}}
-
-
-def _reason(error: Exception) -> str:
-    """msgspec's message with our field names: `max_tokens: Expected `int | null`, got `str``."""
-    text = str(error)
-    found = re.search(r" - at `\$?\.?(.*)`$", text)
-    return f"{found[1]}: {text[: found.start()]}" if found else text
-
-
-def _param(error: msgspec.DecodeError) -> str | None:
-    found = re.search(r" - at `\$?\.?([^`]*)`$", str(error)) or re.search(r"required field `(\w+)`", str(error))
-    return found[1] if found else None

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from turngate.types import CallDelta, Constraint, Delta, Finish, Ids, Sampling, Usage
+from turngate.types import Call, CallDelta, Constraint, Delta, Finish, Ids, Sampling, Usage
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +77,12 @@ class Engine(Protocol):
 
 
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One call to relay as it came (observe mode): the agent's own chat body, with the gateway's model and sampling laid over it."""
+    """One call to relay (observe mode), with the gateway's model and sampling laid over it.
 
-    body: bytes
+    To an endpoint of its own dialect it goes as it came (`call.body`); to another one, as what it means.
+    """
+
+    call: Call
     model: str = ""  # empty: as the agent asked
     sampling: Sampling | None = None  # the session's pinned sampling, if any
     max_tokens: int | None = None
@@ -99,7 +102,7 @@ class RelayChunk(msgspec.Struct, frozen=True):
 
 
 class Relay(Protocol):
-    """The observe-mode seam: a chat endpoint that renders and parses by itself."""
+    """The observe-mode seam: an endpoint that renders and parses by itself."""
 
     name: str
 
@@ -110,3 +113,6 @@ class Relay(Protocol):
     async def health(self) -> list[Health]: ...
 
     def relay(self, request: RelayRequest) -> AbstractAsyncContextManager[AsyncIterator[RelayChunk]]: ...
+
+    async def count(self, request: RelayRequest) -> int:
+        """How many tokens the prompt has; `NotFound` where the endpoint cannot tell."""

@@ -19,7 +19,7 @@ import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
 from turngate.engines.http import Client, Reply, happened, known, paired
-from turngate.errors import BadRequest, EngineError, EngineRejected, EngineUnavailable, TurngateError
+from turngate.errors import BadRequest, EngineError, EngineRejected, EngineUnavailable, NotFound, TurngateError
 from turngate.types import CallDelta, Capture, Delta, Finish, Sampling, ToolCall, Usage
 
 # What each level adds to the body. `tokens` is vLLM's; there, its own sampling fields are understood too.
@@ -160,6 +160,9 @@ class OpenAIRelay:
             return [seen]
         return [msgspec.structs.replace(seen, model=models.data[0].id, max_context=models.data[0].max_model_len)]
 
+    async def count(self, request: RelayRequest) -> int:
+        raise NotFound("an OpenAI-compatible endpoint does not count tokens; estimate them")
+
     @asynccontextmanager
     async def relay(self, request: RelayRequest) -> AsyncIterator[AsyncIterator[RelayChunk]]:
         headers = {"X-Request-Id": request.request_id, "X-Session-ID": request.session}
@@ -182,7 +185,7 @@ class OpenAIRelay:
 
     async def _open(self, reply: Reply, request: RelayRequest) -> bool:
         """Send, and again with less where the endpoint refuses what the relay added. Whether the answer is a stream."""
-        body = _fields("the body", request.body)
+        body = _fields("the body", request.call.body)
         streamed = bytes(body.get("stream", msgspec.Raw())) == b"true"
         while True:
             asked = self._asks

@@ -403,16 +403,20 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._buffer = ""
-        self.hit = False
+        self.met = ""  # which one was found
+
+    @property
+    def hit(self) -> bool:
+        return bool(self.met)
 
     def feed(self, text: str) -> str:
         if not self._stops or self.hit:
             return "" if self.hit else text
         self._buffer += text
-        found = [at for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if found:
-            self.hit = True
-            shown, self._buffer = self._buffer[: min(found)], ""
+            at, self.met = min(found)
+            shown, self._buffer = self._buffer[:at], ""
             return shown
         keep = 0
         for stop in self._stops:

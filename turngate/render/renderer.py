@@ -89,6 +89,11 @@ class Reader:
         """Nothing more is wanted: a stop string was met, or the one call that was asked for is whole."""
         return self._stops.hit or self._parser.satisfied
 
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that was met, if one was."""
+        return self._stops.met
+
     def feed(self, ids: Sequence[int]) -> list[Delta | CallDelta]:
         text = self._decoder.feed(i for i in ids if i not in self._hidden)
         return self._parser.feed(self._stops.feed(text)) if text else []

@@ -20,7 +20,6 @@ from starlette.routing import Route
 from turngate.config import ServeConfig
 from turngate.control import Control
 from turngate.dialects import DIALECTS, Dialect
-from turngate.dialects.chat import Chat, models_body
 from turngate.engines.base import Engine, Health, Relay
 from turngate.engines.openai import OpenAIRelay
 from turngate.engines.pool import Pool
@@ -32,9 +31,9 @@ from turngate.events import Events
 from turngate.fence import Fence
 from turngate.render import Certificate, Renderer, find, load
 from turngate.server.admin import Admin
-from turngate.server.asgi import Receive, Scope, Send
+from turngate.server.asgi import Receive, Scope, Send, answered
 from turngate.server.auth import Auth, admin_key
-from turngate.server.calls import ModelCalls
+from turngate.server.calls import ModelCalls, Paths
 from turngate.server.http import reply, route
 from turngate.server.prime import Prime
 from turngate.store.journal import Journal
@@ -44,8 +43,8 @@ from turngate.types import Mode
 
 log = logging.getLogger("turngate")
 BUILTIN_TOKENIZER = Path(__file__).parents[1] / "render" / "builtin"
-_chat = Chat()
 _NAMED = re.compile(r"/(s|v1/rollouts)/([^/]+)(/.+)")
+_AREA = re.compile(r"^/(s|v1/rollouts)/[^/]+")
 
 
 class Gateway:
@@ -87,7 +86,7 @@ class Gateway:
         self.started = time.time()
         self.turns = self._turns(config.max_context)
         self._calls = self._model_calls()
-        self._paths: dict[str, Dialect] = {path: dialect for dialect in DIALECTS for path in dialect.paths}
+        self._paths = Paths(DIALECTS)
         self._other = self._starlette()
         self._expiry: asyncio.Task[None] | None = None
         self._seen: tuple[float, list[Health]] = (float("-inf"), [])
@@ -147,32 +146,35 @@ class Gateway:
             await self._other(scope, receive, send)
             return
         path = scope["path"]
-        dialect = self._paths.get(path)
-        if dialect is not None and scope["method"] == "POST":
-            await self._calls.serve(scope, receive, send, dialect)
-            return
-        named = _NAMED.fullmatch(path)
-        if named is not None and scope["method"] == "POST":
-            area, session_id, rest = named.groups()
-            dialect = self._paths.get(rest)
-            if dialect is not None:
-                await self._calls.serve(scope, receive, send, dialect, session_id, prime=area != "s")
+        if scope["method"] == "POST":
+            found = self._paths.find(path)
+            if found is not None:
+                await self._calls.serve(scope, receive, send, found)
                 return
-        await self._other(scope, receive, send)
+            named = _NAMED.fullmatch(path)
+            if named is not None:
+                area, session_id, rest = named.groups()
+                found = self._paths.find(rest)
+                if found is not None:
+                    await self._calls.serve(scope, receive, send, found, session_id, prime=area != "s")
+                    return
+        await self._other(scope, receive, answered(send))
 
     def _starlette(self) -> Starlette:
         async def missing(request: Request, error: Exception) -> Response:
+            dialect = _speaks(request)
             wrong = NotFound(f"there is no {request.method} {request.url.path} here{_hint(request)}")
-            return Response(_chat.error(wrong), status_code=404, media_type="application/json")
+            return Response(dialect.error(wrong), status_code=404, media_type="application/json")
 
         routes = [
             route("/health", "GET", self._health, None),
-            Route("/v1/models", self._models),
-            Route("/s/{id}/v1/models", self._models),
-            Route("/v1/rollouts/{id}/models", self._models),
-            Route("/v1/models/{model:path}", self._models),
-            Route("/s/{id}/v1/models/{model:path}", self._models),
-            Route("/v1/rollouts/{id}/models/{model:path}", self._models),
+            Route("/", self._probe),
+            Route("/s/{id}", self._probe),
+            *(
+                Route(base + path, self._models)
+                for base in ("/v1", "/s/{id}/v1", "/v1/rollouts/{id}", "/v1beta", "/s/{id}/v1beta")
+                for path in ("/models", "/models/{model:path}")
+            ),
             *Admin(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
         ]
@@ -201,9 +203,14 @@ class Gateway:
     async def _ask_engines(self) -> list[Health]:
         return [h for part in (self.engine, self.relay) if part is not None for h in await part.health()]
 
+    async def _probe(self, request: Request) -> Response:
+        """Some agents look whether anybody is there before they begin."""
+        return reply({"turngate": "model calls are served here"})
+
     async def _models(self, request: Request) -> Response:
+        dialect = _speaks(request)
         try:
-            key = _chat.key(request.headers)
+            key = dialect.key(request.headers, request.query_params)
             if not self.auth.is_admin(key):
                 session = self.auth.session(key, request.path_params.get("id"))
                 names = [session.config.model or self.config.model]
@@ -214,22 +221,30 @@ class Gateway:
             if wanted is not None:
                 if wanted not in names:
                     raise NotFound(f"The model {wanted!r} does not exist", param="model")
-                return Response(
-                    msgspec.json.encode(msgspec.json.decode(models_body([wanted], int(self.started)))["data"][0]),
-                    media_type="application/json",
-                )
-            return Response(models_body(list(dict.fromkeys(names)), int(self.started)), media_type="application/json")
+                return Response(dialect.model(wanted, int(self.started)), media_type="application/json")
+            listed = dialect.models(list(dict.fromkeys(names)), int(self.started))
+            return Response(listed, media_type="application/json")
         except TurngateError as error:
-            return Response(_chat.error(error), status_code=error.status, media_type="application/json")
+            return Response(dialect.error(error), status_code=dialect.status(error), media_type="application/json")
+
+
+def _speaks(request: Request) -> Dialect:
+    """The dialect of somebody who asks for something that is no model call: the one whose area it is."""
+    path = _AREA.sub("", request.url.path) or "/"
+    fitting = [dialect for dialect in DIALECTS if path.startswith(dialect.area)]
+    if "anthropic-version" in request.headers:
+        fitting += [dialect for dialect in DIALECTS if dialect.name == "messages"]
+        return fitting[-1]
+    return max(fitting, key=lambda dialect: len(dialect.area))
 
 
 def _hint(request: Request) -> str:
     """What somebody may have meant who asked for a path that is not there."""
-    if request.url.path.endswith(
-        ("/responses", "/messages", "/completions", ":generateContent", ":streamGenerateContent")
+    if request.url.path.endswith("/v1/completions"):
+        return "; text completions are not served, only chat: POST /v1/chat/completions"
+    if request.method != "POST" and request.url.path.endswith(
+        ("/seal", "/cancel", "/pause", "/resume", "/register", "/unregister")
     ):
-        return "; only OpenAI's chat dialect is served so far: POST /v1/chat/completions"
-    if request.url.path.endswith(("/seal", "/cancel", "/pause", "/resume", "/register", "/unregister")):
         return "; use POST"
     return ""
 

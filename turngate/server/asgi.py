@@ -6,9 +6,10 @@ Plain ASGI, since this is the hot path: a framework's request and response objec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import parse_qsl
 
 from turngate.errors import TooLarge
 
@@ -18,6 +19,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 STALL_S = 60.0  # a caller that takes nothing for this long counts as gone
 JSON = (b"content-type", b"application/json")
+# On every reply: the relay in a sandbox knows by it that the gateway has answered, and not a dead tunnel in between.
+ANSWERED = (b"x-turngate", b"1")
 
 
 class HungUp(Exception):
@@ -26,6 +29,22 @@ class HungUp(Exception):
 
 def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def query_of(scope: Scope) -> dict[str, str]:
+    raw = scope.get("query_string", b"")
+    return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}
+
+
+def answered(send: Send) -> Send:
+    """The same, with our header on it: for replies that others write."""
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), ANSWERED]
+        await send(message)
+
+    return wrapped
 
 
 async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
@@ -47,8 +66,8 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def respond(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-    fields = [JSON, (b"content-length", str(len(body)).encode()), *(headers or [])]
+async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    fields = [JSON, (b"content-length", str(len(body)).encode()), ANSWERED, *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await taken(send, {"type": "http.response.body", "body": body})
 
@@ -90,8 +109,16 @@ class Watch:
 class EventStream:
     """A server-sent-event response that begins when there is something to send, and shows signs of life in between."""
 
-    def __init__(self, send: Send, begin: Callable[[], bytes], alive: Callable[[], bytes], alive_s: float) -> None:
+    def __init__(
+        self,
+        send: Send,
+        begin: Callable[[], bytes],
+        alive: Callable[[], bytes],
+        alive_s: float,
+        headers: Sequence[tuple[bytes, bytes]],
+    ) -> None:
         self._send = send
+        self._headers = headers
         self._begin = begin
         self._alive = alive
         self._alive_s = alive_s
@@ -118,9 +145,10 @@ class EventStream:
         if not self.started:
             self.started = True
             fields = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
+                ANSWERED,
+                *self._headers,
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": fields})
             data = self._begin() + data

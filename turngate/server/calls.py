@@ -7,19 +7,65 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
+import msgspec
+
 from turngate.control import Control
-from turngate.dialects import Dialect
+from turngate.dialects import Dialect, Verb, Wire
 from turngate.errors import Conflict, Stopping, TurngateError
-from turngate.server.asgi import EventStream, HungUp, Receive, Scope, Send, Watch, headers_of, read_body, respond
+from turngate.server.asgi import (
+    EventStream,
+    HungUp,
+    Receive,
+    Scope,
+    Send,
+    Watch,
+    headers_of,
+    query_of,
+    read_body,
+    respond,
+)
 from turngate.server.auth import Auth
 from turngate.trace.session import Session
+from turngate.trace.signals import read
 from turngate.turn import Turns
 from turngate.types import Alive, Call, Done, ReplyEvent
 
 log = logging.getLogger("turngate")
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a path asks for."""
+
+    dialect: Dialect
+    verb: Verb
+    model: str = ""
+
+
+class Paths:
+    """The routes of all dialects."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
+        self._plain = {route.path: Found(dialect, route.verb) for dialect, route in routes if "{" not in route.path}
+        self._patterns = [
+            (re.compile(re.escape(route.path).replace(r"\{model\}", "(.+)")), Found(dialect, route.verb))
+            for dialect, route in routes
+            if "{" in route.path
+        ]
+
+    def find(self, path: str) -> Found | None:
+        found = self._plain.get(path)
+        if found is not None:
+            return found
+        for pattern, found in self._patterns:
+            if match := pattern.fullmatch(path):
+                return msgspec.structs.replace(found, model=match[1])
+        return None
 
 
 class ModelCalls:
@@ -35,23 +81,30 @@ class ModelCalls:
         scope: Scope,
         receive: Receive,
         send: Send,
-        dialect: Dialect,
+        found: Found,
         session_id: str | None = None,
         *,
         prime: bool = False,
     ) -> None:
         """One call. `session_id`: the session that the path names, if it names one."""
+        dialect = found.dialect
         try:
-            headers = headers_of(scope)
-            key = dialect.key(headers)
+            headers, query = headers_of(scope), query_of(scope)
+            key = dialect.key(headers, query)
             if prime and session_id is not None and self._auth.trusts(key, client_of(scope)):
                 session = self._control.find(session_id)
             else:
                 session = self._auth.session(key, session_id)
             body = await read_body(receive, headers, self._max_body)
-            call = dialect.decode(body, headers)
+            call = dialect.decode(Wire(body, headers, query, found.verb, found.model))
+            if session.config.signals:
+                told = read(session.config.signals, headers, body, call.model)
+                call = msgspec.structs.replace(call, told=told)
             with Watch(receive) as watch, _faults_told():
-                await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch)
+                if found.verb == "count":
+                    await self._count(session, call, dialect, send, watch)
+                else:
+                    await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch)
         except TurngateError as error:
             await respond_error(send, dialect, error)
         except HungUp:
@@ -65,11 +118,16 @@ class ModelCalls:
                     done = events[-1]
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
-                await respond(send, 200, dialect.whole(call, done))
+                await respond(send, 200, dialect.whole(call, done), _named(dialect))
+
+    async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
+        with _cancellation_told(session, watch):
+            await respond(send, 200, dialect.count(await self._turns.count(session, call)), _named(dialect))
 
     async def _stream(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         encoder = dialect.stream(call)
-        with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s) as stream:
+        headers = [(b"content-type", encoder.media.encode()), *_named(dialect)]
+        with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s, headers) as stream:
             try:
                 with _cancellation_told(session, watch), _faults_told():
                     async with aclosing(self._turns.take(session, call)) as batches:
@@ -81,7 +139,7 @@ class ModelCalls:
                             else:
                                 await stream.write(data)
             except TurngateError as error:
-                if not stream.started:
+                if not stream.started and not dialect.in_stream(error):
                     raise
                 await stream.write(encoder.error(error), last=True)
 
@@ -127,12 +185,19 @@ def _cancellation_told(session: Session, watch: Watch) -> Iterator[None]:
 
 
 async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> None:
-    headers = [] if error.retry_safe else [(b"x-should-retry", b"false")]
+    headers = _named(dialect)
+    if not error.retry_safe:
+        headers.append((b"x-should-retry", b"false"))
     if error.status == 429:
         headers.append((b"retry-after", b"1"))
     if error.status >= 500:
         log.warning("%s error: %s", error.boundary, error.message)
-    await respond(send, error.status, dialect.error(error), headers)
+    await respond(send, dialect.status(error), dialect.error(error), headers)
+
+
+def _named(dialect: Dialect) -> list[tuple[bytes, bytes]]:
+    """The header by which the provider's SDK knows the request."""
+    return [(dialect.id_header.encode(), f"req_{os.urandom(12).hex()}".encode())] if dialect.id_header else []
 
 
 def client_of(scope: Scope) -> str:

@@ -63,7 +63,7 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Rout
     async def guarded(request: Request) -> Response:
         try:
             if auth is not None:
-                auth.require_admin(_chat.key(request.headers))
+                auth.require_admin(_chat.key(request.headers, {}))
             return await endpoint(request)
         except TurngateError as error:
             return error_reply(error)

@@ -17,7 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.control import Control
-from turngate.dialects import Chat
+from turngate.dialects import Chat, recorded
+from turngate.dialects.chat import wire_message
 from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.explain import explain
 from turngate.server.auth import Auth
@@ -25,7 +26,7 @@ from turngate.server.http import Endpoint, body, error_reply, reply
 from turngate.trace.roles import TurnRole, roles
 from turngate.trace.sample import untrainable
 from turngate.trace.session import Session, SessionConfig
-from turngate.trace.tree import Sampled, path, path_ids
+from turngate.trace.tree import Context, Sampled, path, path_ids
 from turngate.types import Json, Limits, Message, Sampling
 
 PREFIX = "/v1/rollouts/"
@@ -56,7 +57,7 @@ class Prime:
     def _route(self, path_: str, method: str, endpoint: Endpoint) -> Route:
         async def guarded(request: Request) -> Response:
             try:
-                key = _chat.key(request.headers)
+                key = _chat.key(request.headers, {})
                 if not self._auth.trusts(key, request.client.host if request.client else ""):
                     self._auth.require_admin(key)
                 return await endpoint(request)
@@ -163,8 +164,7 @@ def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
 def _step(turn: Sampled, role: TurnRole, texts: dict[int, bytes], session: Session) -> dict[str, Json]:
     prompt: list[Json] = []
     for node in path(turn)[:-1]:
-        wire = orjson.loads(bytes(texts[node.id]))
-        prompt += [_wire(wire)] if isinstance(node, Sampled) else wire
+        prompt += [_wire(orjson.loads(bytes(texts[node.id])))] if isinstance(node, Sampled) else _asked(node, texts)
     before = path_ids(turn.parent)
     limit = session.config.limits.context_tokens
     truncated = turn.info.finish == "length"
@@ -195,6 +195,14 @@ def _step(turn: Sampled, role: TurnRole, texts: dict[int, bytes], session: Sessi
             "version": turn.info.version_end,
         },
     }
+
+
+def _asked(node: Context, texts: dict[int, bytes]) -> list[Json]:
+    """What a context added, in OpenAI's form: as it came where it came so."""
+    raw = bytes(texts[node.id])
+    if node.info.dialect == _chat.name:
+        return list(orjson.loads(raw))
+    return [wire_message(message) for message in recorded(node.info.dialect, raw)]
 
 
 def _wire(stored: Json) -> Json:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from turngate.trace.meaning import DIGEST, Reading
 from turngate.trace.tree import Cause, Context, Located, Trace
+from turngate.types import Told
 
 
-def cause(trace: Trace, located: Located, *, has_tools: bool, retried: bool, idempotency_key: str = "") -> Cause | None:
+def cause(
+    trace: Trace,
+    located: Located,
+    *,
+    has_tools: bool,
+    retried: bool,
+    idempotency_key: str = "",
+    told: Told = Told(),
+) -> Cause | None:
     """None: this call extends the tip of a branch, or is the first one."""
     if located.context is not None and located.context.children:
         # Equal bodies alone prove nothing (a compacting agent repeats itself): only the client's word or a lost reply does.
@@ -17,11 +26,26 @@ def cause(trace: Trace, located: Located, *, has_tools: bool, retried: bool, ide
     if located.node is not None:
         foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
         return "edited" if foreign else ("branch" if located.node.children else None)
-    return new_root(trace, located.reading, has_tools) if trace.roots else None
+    return new_root(trace, located.reading, has_tools, told) if trace.roots else None
 
 
-def new_root(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
-    """A conversation that shares no sampled turn with what is known."""
+def new_root(trace: Trace, reading: Reading, has_tools: bool, told: Told = Told()) -> Cause:
+    """A conversation that shares no sampled turn with what is known: what the agent's program says of it, or what it looks like."""
+    if told.role == "side":
+        return "side"
+    if told.role == "subagent" or (told.parent and told.parent != told.thread):
+        return "subagent"
+    cause = _looks_like(trace, reading, has_tools)
+    known = [root.info.told.thread for root in trace.roots if root.info.told.thread]
+    if not told.thread or not known:
+        return cause
+    if told.thread in known:
+        # The same conversation went on with another beginning: that is its own doing, not a helper's.
+        return "compaction" if cause == "subagent" else cause
+    return "subagent" if has_tools else "side"
+
+
+def _looks_like(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
     head = reading.meaning(0)
     asks = _first_question(reading)
     for root in trace.roots:

@@ -36,10 +36,13 @@ def _lines(trace: Trace) -> dict[int, TurnRole]:
     for turn in trace.turns():
         sizes[turn.root.id] = sizes.get(turn.root.id, 0) + 1
     longest = max(trace.roots, key=lambda root: sizes.get(root.id, 0), default=None)
-    main = next((root for root in trace.roots if root.info.has_tools), longest)
+    own = [root for root in trace.roots if root.info.told.role in ("", "main") and not root.info.told.parent]
+    main = next((root for root in own if root.info.has_tools), longest)
     found: dict[int, TurnRole] = {}
     for root in trace.roots:
-        if root is main or root.info.cause in ("compaction", "system", "tools", "template", "edited"):
+        if root.info.told.role:
+            found[root.id] = root.info.told.role
+        elif root is main or root.info.cause in ("compaction", "system", "tools", "template", "edited"):
             found[root.id] = "main"
         elif root.info.cause == "subagent":
             found[root.id] = "subagent"

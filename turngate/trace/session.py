@@ -9,6 +9,7 @@ import msgspec
 
 from turngate.errors import Conflict, Stopping
 from turngate.trace.sample import Policy
+from turngate.trace.signals import Signals
 from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
 
@@ -39,6 +40,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     metadata: dict[str, Json] = {}
     max_tokens: int | None = None  # per turn; overrides the agent's
     at_limit: Literal["final_message", "conflict"] = "final_message"  # how a call past a limit is answered
+    signals: Signals = Signals()  # where the agent's program tells what a call is for
 
 
 class Session:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from turngate.trace.meaning import DIGEST, Reading, exact_digest, reasoning_digest
-from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, type_of_ids
+from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, Told, type_of_ids
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
 
@@ -32,6 +32,8 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     roles: str  # one letter per message it adds: s, u, a, t; several in one raw message are joined by the last
     has_tools: bool
     cause: Cause | None = None
+    dialect: str = "chat"  # in which its messages were recorded
+    told: Told = Told()  # what the agent's program said about the call that added it
 
 
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):

@@ -1,0 +1,109 @@
+"""What all dialects need to read wire JSON: absent fields, clear reasons, checked sampling, tools and forced tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from turngate.errors import BadRequest
+from turngate.types import Constraint, Json, Sampling, Tool
+
+# A raw field that was left out reads like one that is null.
+ABSENT = msgspec.Raw(b"null")
+# What decoding raises: wrong types or syntax, bytes that are no UTF-8, nesting without end.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def given(raw: msgspec.Raw) -> bool:
+    return bytes(raw) != b"null"
+
+
+def reason(error: Exception) -> str:
+    """msgspec's message with our field names: `max_tokens: Expected `int | null`, got `str``."""
+    text = str(error)
+    found = re.search(r" - at `\$?\.?(.*)`$", text)
+    return f"{found[1]}: {text[: found.start()]}" if found else text
+
+
+def param(error: msgspec.DecodeError) -> str | None:
+    found = re.search(r" - at `\$?\.?([^`]*)`$", str(error)) or re.search(r"required field `(\w+)`", str(error))
+    return found[1] if found else None
+
+
+def refused(field: str, why: str) -> BadRequest:
+    return BadRequest(f"{field}: {why}", param=field)
+
+
+def bearer(headers: Mapping[str, str]) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def retried(headers: Mapping[str, str]) -> bool:
+    """The client says that it repeats a call: by the header of the providers' own SDKs, or by our relay's."""
+    return headers.get("x-stainless-retry-count", "0") not in ("", "0") or headers.get(
+        "x-turngate-attempt", "1"
+    ) not in ("", "1")
+
+
+def checked_sampling(found: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """`Sampling` fields, in range. `names`: what the dialect calls them, where it has other names."""
+    if found.get("top_k") == -1:
+        found = {**found, "top_k": 0}  # the other way to say that it is off
+    try:
+        msgspec.convert(found, Sampling)
+    except msgspec.ValidationError as error:
+        field = param(error) or ""
+        called = (names or {}).get(field, field)
+        raise BadRequest(reason(error).replace(field, called, 1), param=called) from None
+    return found
+
+
+def checked_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if any(not s for s in stops):
+        raise refused(field, "an empty string would stop at once")
+    if len(stops) > 16:
+        raise refused(field, f"{len(stops)} strings are more than 16")
+    return stops
+
+
+def function_tool(name: str, description: str | None, parameters: Json) -> Tool:
+    """A tool in the form that chat templates know."""
+    function: dict[str, Json] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return Tool(name, {"type": "function", "function": function})
+
+
+def any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
+    """The reply has to be calls of some of these tools."""
+    calls = [_call_schema(tool) for tool in tools]
+    most = {} if parallel else {"maxItems": 1}
+    return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
+
+
+def one_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
+    """The reply has to be a call of this tool."""
+    tool = next((t for t in tools if t.name == name), None)
+    if tool is None:
+        raise refused(field, f"{name!r} is not among the tools")
+    return Constraint("tool", _parameters(tool), name)
+
+
+def _parameters(tool: Tool) -> Json:
+    return tool.wire["function"].get("parameters") or {"type": "object"}
+
+
+def _call_schema(tool: Tool) -> Json:
+    properties = {"name": {"const": tool.name}, "arguments": _parameters(tool)}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
