@@ -42,7 +42,7 @@ from turngate.render import Reader, Renderer
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
 from turngate.trace import fork
-from turngate.trace.meaning import exact_digest, meaning, reasoning_digest
+from turngate.trace.meaning import argument_names, exact_digest, meaning, reasoning_digest
 from turngate.trace.session import LimitMet, Session
 from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Sampled, SampledInfo, Trace
@@ -430,6 +430,7 @@ class Turns:
             idempotency_key=call.idempotency_key,
             capture=draft.capture,
             fault=fault,
+            arguments=argument_names(message),
         )
         logprobs = (
             None

@@ -68,6 +68,10 @@ class Gateway:
                 _engine(config, self.renderer) if engine is None and relay is None else (engine, relay)
             )
             undo.keep()
+        if self.renderer is not None:
+            # So that whoever looks at a trace later can read its ids.
+            tokenizer = self.renderer.tokenizer
+            self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
         self.fence = Fence(int(self.store.setting("policy_version") or 0))
         self.events = Events()
         self.control = Control(

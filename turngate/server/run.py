@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -18,6 +21,7 @@ from turngate.errors import ConfigError
 from turngate.server.app import Gateway
 
 log = logging.getLogger("turngate")
+_SERVING = "gateway.json"
 
 
 def run(config: ServeConfig) -> None:
@@ -28,7 +32,58 @@ def run(config: ServeConfig) -> None:
         gateway.store.close()
         raise
     _settle_memory()
-    uvicorn_config = uvicorn.Config(
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(gateway, _Server(_settings(gateway), gateway), listener))
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a running gateway is reached, and who may command it."""
+
+    url: str
+    admin_key: str
+
+
+@asynccontextmanager
+async def embedded(config: ServeConfig) -> AsyncIterator[Address]:
+    """A gateway that lives in this process, beside whatever else it does: for `turngate run`."""
+    gateway = Gateway(config)
+    try:
+        listener = _listen(config)
+    except ConfigError:
+        gateway.store.close()
+        raise
+    server = _Embedded(_settings(gateway), gateway)
+    serving = asyncio.create_task(_serve(gateway, server, listener, announce=False))
+    try:
+        while not server.started:
+            if serving.done():
+                serving.result()
+            await asyncio.sleep(0.01)
+        yield Address(_url(listener), gateway.admin_key)
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """Left in the data folder by a gateway that serves it, for others on the machine to find it."""
+
+    url: str
+    pid: int
+
+
+def serving(data: Path) -> Serving | None:
+    """The gateway that serves this data folder at present, as far as it can be told."""
+    try:
+        found = msgspec.json.decode((data / _SERVING).read_bytes(), type=Serving)
+        os.kill(found.pid, 0)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found
+
+
+def _settings(gateway: Gateway) -> uvicorn.Config:
+    return uvicorn.Config(
         gateway,
         http="httptools",
         lifespan="off",
@@ -39,8 +94,6 @@ def run(config: ServeConfig) -> None:
         server_header=False,
         proxy_headers=False,  # nobody in front is trusted to say who calls
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(gateway, _Server(uvicorn_config, gateway), listener))
 
 
 class _Server(uvicorn.Server):
@@ -64,13 +117,34 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:
-    await gateway.start()
+class _Embedded(_Server):
+    """Leaves signals to its host."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket, *, announce: bool = True) -> None:
+    note = Path(gateway.config.data) / _SERVING
     try:
-        _announce(gateway, listener)
+        await gateway.start()
+        if announce:
+            _announce(gateway, listener)
+            note.write_bytes(msgspec.json.encode(Serving(_url(listener), os.getpid())))
         await server.serve(sockets=[listener])
     finally:
+        if announce:
+            with suppress(OSError):
+                note.unlink(missing_ok=True)
         await gateway.stop()
+
+
+def _url(listener: socket.socket) -> str:
+    """As seen from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _settle_memory() -> None:

@@ -99,7 +99,7 @@ class Store:
     def __init__(self, folder: Path, durability: Durability = "process") -> None:
         self.path = folder / "turngate.db"
         self.durability = durability
-        self._lock_file = _lock(folder)
+        self._lock_file: IO[bytes] | None = _lock(folder)
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
             try:
@@ -119,10 +119,36 @@ class Store:
         self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
-        self._checkpoints = threading.Thread(
+        self._checkpoints: threading.Thread | None = threading.Thread(
             target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
         )
         self._checkpoints.start()
+
+    @classmethod
+    def reading(cls, folder: Path) -> Store:
+        """Of a folder that another process may be writing to: to look, not to touch."""
+        path = folder / "turngate.db"
+        if not path.is_file():
+            raise ConfigError(f"data: there is no {path}; give the --data folder of a gateway", param="data")
+        store = cls.__new__(cls)
+        store.path = path
+        store.durability = "process"
+        try:
+            store._db = store._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+            store._reader.execute("PRAGMA query_only=ON")
+            (version,) = store._reader.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
+        if version != SCHEMA_VERSION:
+            store._reader.close()
+            raise ConfigError(
+                f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
+                param="data",
+            )
+        store._mutex = threading.Lock()
+        store._checkpoints = None
+        store._lock_file = None
+        return store
 
     def _prepare(self) -> None:
         self.path.chmod(0o600)
@@ -140,12 +166,14 @@ class Store:
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def close(self) -> None:
-        self._stopping.set()
-        self._checkpoints.join()
+        if self._checkpoints is not None:
+            self._stopping.set()
+            self._checkpoints.join()
         with self._mutex:
             self._db.close()
         self._reader.close()
-        self._lock_file.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
 
     def add_session(
         self, session_id: str, secret: bytes, config: SessionConfig, opened: float, vocabulary: str = ""

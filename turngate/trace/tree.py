@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from turngate.trace.meaning import DIGEST, Reading, exact_digest, reasoning_digest
-from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, Told, type_of_ids
+from turngate.trace.meaning import DIGEST, Reading, exact_digest, meaning, only_arguments, reasoning_digest
+from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, Message, Told, type_of_ids
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
 
@@ -55,6 +55,7 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     capture: Capture = "tokens"
     fault: str = ""  # why this turn is not whole: missing log-probabilities, an engine that failed
     engine: str = ""
+    arguments: tuple[tuple[str, ...], ...] = ()  # of each call, the names of the arguments that the model gave
 
 
 class Context:
@@ -131,12 +132,20 @@ class Trace:
         return Located(node, at, None, reading)
 
     def _from_tip(self, reading: Reading) -> tuple[Node | None, int]:
-        """The fast path: where a request led that this one begins with, byte for byte."""
+        """The fast path: as far along an earlier request as this one repeats it byte for byte."""
         best: tuple[Node | None, int] = (None, 0)
         for tip in self._tips:
+            if tip.preamble != reading.preamble:
+                continue
             size = len(tip.raws)
-            if size > best[1] and tip.preamble == reading.preamble and reading.raws[:size] == tip.raws:
-                best = (tip.context, size)
+            node: Node | None = tip.context
+            if reading.raws[:size] != tip.raws:
+                # Agents touch up the end of their history (a cache mark that moves); what lies before it is still known.
+                same = next(n for n in range(size) if n >= len(reading.raws) or reading.raws[n] != tip.raws[n])
+                while node is not None and node.count > same:
+                    node = node.parent
+            if node is not None and node.count > best[1]:
+                best = (node, node.count)
         return best
 
     def remember(self, context: Context, reading: Reading, prompt: Ids) -> None:
@@ -250,6 +259,13 @@ def path_ids(node: Node | None) -> Ids:
     return np.concatenate(parts) if parts else NO_IDS
 
 
+def _filled_in(message: Message, info: SampledInfo) -> bool:
+    """Whether this is the turn, by its words and call ids, with nothing changed but arguments added: some agents write defaults in."""
+    if not message.tool_calls or len(message.tool_calls) != len(info.arguments):
+        return False
+    return meaning((only_arguments(message, info.arguments),), {}) == info.meaning
+
+
 def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
     """The answers to `context` that the message at `at` repeats, likeliest first.
 
@@ -260,7 +276,11 @@ def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
     if message is None:
         return []
     digest, exact = reasoning_digest(message.reasoning), exact_digest(message)
-    same = [s for s in context.children if s.info.meaning == reading.meaning(at)]
+    same = [
+        s
+        for s in context.children
+        if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _filled_in(message, s.info))
+    ]
 
     def likelihood(turn: Sampled) -> tuple[bool, bool, bool, int]:
         return (turn.info.exact == exact, digest != b"" and turn.info.reasoning == digest, turn.delivered, turn.id)

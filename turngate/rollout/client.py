@@ -1,0 +1,112 @@
+"""A gateway seen from a rollout: its admin API over HTTP, whether it lives in this process or elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import msgspec
+
+from turngate.errors import ConfigError, EngineUnavailable, TurngateError, Unauthorized
+from turngate.types import Json
+
+
+class Opened(msgspec.Struct, frozen=True):
+    id: str
+    key: str  # the secret
+
+
+class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
+    def __init__(self, url: str, admin_key: str) -> None:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+            raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
+        self.url = url.rstrip("/")
+        self._key = admin_key
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> GatewayClient:
+        self._http = aiohttp.ClientSession(
+            headers={"authorization": f"Bearer {self._key}"}, timeout=aiohttp.ClientTimeout(total=60)
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def open(self, config: dict[str, Json]) -> Opened:
+        opened = await self._ask("POST", "/admin/sessions", config)
+        return Opened(opened["id"], opened["api_key"])
+
+    async def show(self, session: str) -> Json:
+        return await self._ask("GET", f"/admin/sessions/{quote(session)}")
+
+    async def trace(self, session: str) -> Json:
+        return await self._ask("GET", f"/admin/sessions/{quote(session)}/trace")
+
+    async def samples(self, session: str, *, everything: bool = False) -> list[Json]:
+        suffix = "?all=1" if everything else ""
+        found: list[Json] = (await self._ask("GET", f"/admin/sessions/{quote(session)}/samples{suffix}"))["samples"]
+        return found
+
+    async def seal(self, session: str, stop: str = "") -> Json:
+        return await self._ask("POST", f"/admin/sessions/{quote(session)}/seal", {"stop": stop})
+
+    async def cancel(self, session: str) -> Json:
+        return await self._ask("POST", f"/admin/sessions/{quote(session)}/cancel")
+
+    async def events(self, session: str) -> AsyncIterator[Json]:
+        """What happens in a session, from its beginning, for as long as the gateway answers. A lost connection is taken up again."""
+        assert self._http is not None
+        after = 0
+        while True:
+            try:
+                url = f"{self.url}/admin/sessions/{quote(session)}/events?after={after}"
+                async with self._http.get(url, timeout=aiohttp.ClientTimeout(sock_read=60)) as response:
+                    if response.status != 200:
+                        return
+                    async for line in response.content:
+                        if line.startswith(b"data: "):
+                            event = msgspec.json.decode(line[6:])
+                            after = event["seq"]
+                            yield event
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            await asyncio.sleep(0.5)
+
+    async def _ask(self, method: str, path: str, body: Json = None) -> Any:
+        assert self._http is not None, "use it as a context manager"
+        try:
+            async with self._http.request(method, self.url + path, json=body) as response:
+                raw = await response.read()
+                answered = "x-turngate" in response.headers
+        except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
+            raise EngineUnavailable(f"gateway: {self.url} cannot be reached ({error or type(error).__name__})") from None
+        try:
+            value = msgspec.json.decode(raw)
+        except msgspec.DecodeError:
+            value = None
+        if response.status < 400 and answered and value is not None:
+            return value
+        if not answered:
+            raise ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
+        message = value["error"]["message"] if isinstance(value, dict) and "error" in value else f"{response.status}"
+        if response.status == 401:
+            raise Unauthorized(f"gateway: {message} (set TURNGATE_ADMIN_KEY)")
+        raise Refused(message, response.status)
+
+
+class Refused(TurngateError):
+    """The gateway said no."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(f"gateway: {message}")
+        self.answered = status
