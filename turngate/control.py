@@ -168,6 +168,7 @@ class Control:
             "status": session.status,
             "stop": session.stop,
             "config": session.config,
+            "vocabulary": session.vocabulary,
             "preambles": preambles,
             "nodes": nodes,
         }
@@ -321,6 +322,8 @@ def _context_view(node: Context, texts: dict[int, bytes]) -> dict[str, Json]:
         "messages": msgspec.Raw(texts[node.id]),
         "preamble": node.info.preamble.hex(),
         "cause": node.info.cause,
+        "dialect": node.info.dialect,
+        "told": {name: value for name, value in msgspec.structs.asdict(node.info.told).items() if value},
     }
 
 

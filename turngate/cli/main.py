@@ -1,4 +1,4 @@
-"""`turngate serve` and `turngate certify`. Heavy imports wait until a command needs them, so that `--help` is quick."""
+"""The commands. Heavy imports wait until a command needs them, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -112,6 +112,24 @@ def certify(
 
     if not _or_exit(lambda: report(tokenizer, model, family, as_json)):
         raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    session: Annotated[str, typer.Argument(help="A session's id, the beginning of it, or `last`.")] = "last",
+    data: Annotated[str, typer.Option(help="The data folder that it was recorded in.")] = "turngate-data",
+    gateway: Annotated[
+        str, typer.Option(help="Ask a running gateway instead; its key comes from TURNGATE_ADMIN_KEY.")
+    ] = "",
+    tokens: Annotated[bool, typer.Option("--tokens", help="Tokens, coloured by log-probability.")] = False,
+    tokenizer: Annotated[str, typer.Option(help="Read ids with this one, if the recorded one is not here.")] = "",
+    full: Annotated[bool, typer.Option("--full", help="Long messages as a whole.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Print a session's conversation, roles, branches and rows."""
+    from turngate.cli.show import report
+
+    _or_exit(lambda: report(session, data, gateway, tokens, tokenizer, full, as_json))
 
 
 def _or_exit(action: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -14,6 +15,7 @@ import aiohttp
 import msgspec
 
 from turngate.errors import ConfigError, EngineUnavailable, TurngateError, Unauthorized
+from turngate.server.auth import ADMIN_KEY
 from turngate.types import Json
 
 
@@ -45,6 +47,10 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     async def open(self, config: dict[str, Json]) -> Opened:
         opened = await self._ask("POST", "/admin/sessions", config)
         return Opened(opened["id"], opened["api_key"])
+
+    async def sessions(self) -> list[str]:
+        """Ids, newest first."""
+        return [session["id"] for session in (await self._ask("GET", "/admin/sessions?limit=1000"))["sessions"]]
 
     async def show(self, session: str) -> Json:
         return await self._ask("GET", f"/admin/sessions/{quote(session)}")
@@ -89,7 +95,9 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
                 raw = await response.read()
                 answered = "x-turngate" in response.headers
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
-            raise EngineUnavailable(f"gateway: {self.url} cannot be reached ({error or type(error).__name__})") from None
+            raise EngineUnavailable(
+                f"gateway: {self.url} cannot be reached ({error or type(error).__name__})"
+            ) from None
         try:
             value = msgspec.json.decode(raw)
         except msgspec.DecodeError:
@@ -102,6 +110,14 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         if response.status == 401:
             raise Unauthorized(f"gateway: {message} (set TURNGATE_ADMIN_KEY)")
         raise Refused(message, response.status)
+
+
+def admin_key_given() -> str:
+    """For a gateway that runs elsewhere. From the environment: a key in an argument could be read by everybody on the machine."""
+    key = os.environ.get(ADMIN_KEY, "").strip()
+    if not key:
+        raise ConfigError(f"{ADMIN_KEY}: is not set; it has to hold the admin key of the gateway", param=ADMIN_KEY)
+    return key
 
 
 class Refused(TurngateError):

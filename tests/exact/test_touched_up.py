@@ -1,0 +1,81 @@
+"""Agents touch up their history: marks that move, defaults that are written in. Neither makes another conversation of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.exact.agent import Agent, World
+from tests.exact.invariants import check
+from tests.exact.test_rows import SYSTEM, say, user
+from tests.kit import calls
+from turngate.trace.meaning import Reading
+
+
+@pytest.fixture
+async def world(tmp_path: Any, renderers: Any):
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        yield world
+
+
+async def work(agent: Agent, text: str, **changed: Any) -> dict[str, Any]:
+    """One turn, put into the history with `changed` fields of its arguments, and answered."""
+    reply = await agent.call(say(agent.world, text))
+    message = reply.message
+    for call in message.get("tool_calls", []):
+        arguments = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.dumps({**changed, **arguments} if "path" not in changed else changed)
+        agent.messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "ok"}]
+    return message
+
+
+async def test_defaults_that_an_agent_writes_into_its_calls_do_not_fork(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("Fix it.")]
+    for n in range(4):
+        await work(agent, calls(("write", {"path": f"f{n}"})), replace_all=False, n=0)
+    await agent.call(say(world, "Done."))
+    [root] = agent.session.trace.roots
+    assert all(n.info.cause is None for n in agent.session.trace.nodes)
+    check(agent.session, [g.prompt for g in agent.world.engine.received])
+
+
+async def test_arguments_that_were_changed_do_fork(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("Fix it.")]
+    await work(agent, calls(("write", {"path": "a"})), path="b")
+    await agent.call(say(world, "Done."))
+    assert [t.info.cause for t in agent.session.trace.turns()] == [None, "edited"]
+    check(agent.session, [g.prompt for g in agent.world.engine.received])
+
+
+async def test_defaults_under_another_call_id_do_fork(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("Fix it.")]
+    await work(agent, calls(("write", {"path": "a"})), n=0)
+    agent.messages[-2]["tool_calls"][0]["id"] = agent.messages[-1]["tool_call_id"] = "another"
+    await agent.call(say(world, "Done."))
+    assert [t.info.cause for t in agent.session.trace.turns()] == [None, "edited"]
+    check(agent.session, [g.prompt for g in agent.world.engine.received])
+
+
+async def test_a_mark_that_moves_along_costs_only_the_end_of_the_history(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("Fix it.")]
+    read: list[int] = []
+    original = Reading.messages
+    monkeypatch.setattr(Reading, "messages", lambda self, at: read.append(at) or original(self, at))
+    for n in range(30):
+        marked = [*agent.messages[:-1], {**agent.messages[-1], "cache": "here"}]
+        reply = await agent.call(say(world, f"Step {n}."), messages=marked)
+        agent.messages += [reply.message, user(f"next {n}")]
+    last = 2 * 29 + 1
+    # Of the last request, of sixty messages, only the newest were looked into; and the very first, for its system prompt.
+    lookups = read[-20:]
+    assert {at for at in lookups if at != 0} <= set(range(last - 4, last + 1))
+    [root] = agent.session.trace.roots
+    check(agent.session, [g.prompt for g in agent.world.engine.received])
