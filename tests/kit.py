@@ -329,15 +329,22 @@ class Running:
 
 @asynccontextmanager
 async def gateway(
-    script: Script | Sequence[Turn] = (), *, engine: Scripted | None = None, data: Path | None = None, **config: Any
+    script: Script | Sequence[Turn] = (),
+    *,
+    engine: Scripted | None = None,
+    observe: str = "",
+    data: Path | None = None,
+    **config: Any,
 ) -> AsyncIterator[Running]:
     """A gateway with a scripted engine, on a free port, until the block ends. `config`: any setting of `turngate serve`.
 
-    Give `data` to keep the folder, for a gateway that is started again.
+    Give `data` to keep the folder, for a gateway that is started again. `observe`: the kind of endpoint at `engine_url` that it
+    observes, instead of an engine.
     """
     async with AsyncExitStack() as stack:
         folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY)))
-        app = Gateway(ServeConfig(data=str(folder), **config).check(), engine=engine or Scripted(script))
+        settings = ServeConfig(data=str(folder), **config, **({"engine": observe} if observe else {})).check()
+        app = Gateway(settings, engine=None if observe else engine or Scripted(script))
         await app.start()
         stack.push_async_callback(app.stop)
         port = await stack.enter_async_context(_served(app))

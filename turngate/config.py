@@ -12,6 +12,15 @@ import msgspec
 from turngate.errors import ConfigError
 from turngate.explain import explain
 
+EngineKind = Literal["vllm", "sglang", "scripted", "openai", "anthropic", "gemini", "responses"]
+# Engines that are only observed, and how much they can be asked to tell of their tokens.
+OBSERVED: dict[str, tuple[str, ...]] = {
+    "openai": ("auto", "tokens", "logprobs", "text"),
+    "anthropic": ("auto", "text"),
+    "gemini": ("auto", "logprobs", "text"),
+    "responses": ("auto", "logprobs", "text"),
+}
+
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `turngate serve`."""
@@ -19,7 +28,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8700  # port to listen on; 0 takes a free one
     data: str = "turngate-data"  # the folder that holds everything recorded
-    engine: Literal["vllm", "sglang", "scripted", "openai"] = "scripted"  # who generates; openai only observes
+    engine: EngineKind = "scripted"  # who generates; openai (chat), anthropic, gemini and responses are only observed
     engine_url: list[str] = []  # where the engine listens; several are replicas
     engine_api: Literal["completions", "generate"] = "completions"  # the endpoint of vLLM that takes the ids
     engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
@@ -55,6 +64,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for url in self.engine_url:
             if not re.fullmatch(r"https?://[^\s/]+(/[^\s]*)?", url):
                 raise ConfigError(f"engine_url: {url!r} is not an http(s) URL", param="engine_url")
+        if self.capture not in OBSERVED.get(self.engine, (self.capture,)):
+            raise ConfigError(
+                f"capture: the engine {self.engine!r} cannot be asked for {self.capture}; "
+                f"choose {' or '.join(OBSERVED[self.engine])}",
+                param="capture",
+            )
+        if self.engine in OBSERVED and len(self.engine_url) > 1:
+            raise ConfigError(
+                "engine_url: observe mode relays to one endpoint; give one --engine-url", param="engine_url"
+            )
         if self.engine in ("vllm", "sglang") and not self.tokenizer:
             raise ConfigError(
                 "tokenizer: exact sessions need the model's tokenizer folder; give --tokenizer PATH", param="tokenizer"

@@ -347,6 +347,8 @@ def _sampled_view(node: Sampled, texts: dict[int, bytes], role: str) -> dict[str
         "biases": info.biases,
         "capture": info.capture,
         "fault": info.fault,
+        "engine": info.engine,
+        "lost": info.lost,
         "delivered": node.delivered,
     }
 

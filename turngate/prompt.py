@@ -12,6 +12,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
+from turngate.errors import BadRequest
 from turngate.render import LastTurn, Renderer
 from turngate.trace import fork
 from turngate.trace.meaning import DIGEST, Reading, tools_meaning
@@ -54,7 +55,8 @@ class Prompts:
     """Renders calls. Keeps tools decoded, since agents send the same ones with every call."""
 
     def __init__(self) -> None:
-        self._tools: dict[bytes, tuple[tuple[Tool, ...], bytes]] = {}  # raw tools → decoded, and their meaning
+        # dialect and raw tools → decoded, and their meaning
+        self._tools: dict[tuple[str, bytes], tuple[tuple[Tool, ...], bytes]] = {}
 
     def locate(
         self, session: Session, call: Call, renderer: Renderer | None = None
@@ -82,14 +84,14 @@ class Prompts:
 
     def _preamble(self, session: Session, call: Call, renderer: Renderer | None) -> Preamble:
         raw = call.tools.raw if call.tools is not None else b"[]"
-        known = self._tools.get(raw)
+        known = self._tools.get((call.dialect, raw))
         if known is None:
             tools = call.tools.decode() if call.tools is not None else ()
             known = tools, tools_meaning([tool.wire for tool in tools])
             if len(raw) <= _LARGE_TOOLS:  # an agent must not be able to fill our memory with its tools
                 if len(self._tools) >= _KNOWN_TOOLS:
                     self._tools.pop(next(iter(self._tools)))
-                self._tools[raw] = known
+                self._tools[call.dialect, raw] = known
         # What the wire format implies counts only where the template knows it; what was said outright always does.
         implied = {k: v for k, v in call.template_hints.items() if renderer is not None and renderer.knows(k)}
         arguments = {**implied, **call.template_kwargs, **session.config.template_kwargs}
@@ -131,6 +133,9 @@ def _render(session: Session, located: Located, preamble: Preamble, cause: Cause
     if located.context is not None:
         added = located.context.ids
         return Prompt(located, located.node, added, session.trace.prompt(located.node, added), preamble, cause)
+    for message in located.reading.all(located.start):
+        if message.beyond:
+            raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
     kwargs = json.loads(preamble.raw_kwargs)
     bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
     if bridged is not None:

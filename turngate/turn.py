@@ -26,7 +26,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayRequest
+from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayChunk, RelayRequest
 from turngate.errors import (
     BadRequest,
     Conflict,
@@ -42,10 +42,10 @@ from turngate.render import Reader, Renderer
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
 from turngate.trace import fork
-from turngate.trace.meaning import argument_names, exact_digest, meaning, reasoning_digest
+from turngate.trace.meaning import argument_sizes, exact_digest, meaning, reasoning_digest
 from turngate.trace.session import LimitMet, Session
 from turngate.trace.signals import alias
-from turngate.trace.tree import Cause, Context, Sampled, SampledInfo, Trace
+from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
 from turngate.types import (
     Call,
     CallDelta,
@@ -86,6 +86,9 @@ class Draft:
         self.version_end = version
         self.capture: Capture = "tokens"
         self.biases: tuple[str, ...] = ()  # besides those of the sampling itself
+        self.engine = ""  # the endpoint, when it is observed
+        self.lost: tuple[str, ...] = ()
+        self.verbatim = b""
         self.counted = False  # its tokens are in the session's count, no longer in its live ones
 
     def take(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: int) -> None:
@@ -182,7 +185,7 @@ class Turns:
         if session.config.mode == "observe":
             if self._relay is None:
                 raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
-            return await self._relay.count(RelayRequest(call=call, model=session.config.model, session=session.id))
+            return await self._relay.count(self._relay_request(session, call, None))
         if self._renderer is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
         return len((await self._prompts.render(session, call, self._renderer)).ids)
@@ -335,37 +338,42 @@ class Turns:
         located, preamble, cause = self._prompts.locate(session, call)
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
-        asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
-        request = RelayRequest(
-            call=call, model=session.config.model or "", sampling=pinned, max_tokens=asked, session=session.id
-        )
+        request = self._relay_request(session, call, pinned, _verbatim(located.node, relay.name))
         draft = Draft(self._fence.version)
         draft.capture = "text"
+        draft.engine = relay.name
         draft.biases = () if pinned is not None else ("the endpoint's own sampling",)
-        holes = False  # something was said without its ids
-        seen: Ids | None = None
-        collected = Collected()
+        try:
+            steps = self._overheard(session, call, relay.relay(request), draft, (located, preamble, cause), sampling)
+            async with aclosing(steps):
+                async for events in steps:
+                    yield events
+        finally:
+            if not draft.counted:
+                session.live_tokens -= len(draft.ids)
+
+    async def _overheard(
+        self,
+        session: Session,
+        call: Call,
+        reply: AbstractAsyncContextManager[AsyncIterator[RelayChunk]],
+        draft: Draft,
+        place: tuple[Located, Preamble, Cause | None],
+        sampling: Sampling,
+    ) -> AsyncGenerator[Sequence[ReplyEvent], None]:
+        located, preamble, cause = place
+        heard = Heard()
         finish: Finish = "abort"
-        usage: Usage | None = None
         fault = ""
         try:
-            async with aclosing(_until(session.deadline(), relay.relay(request))) as chunks:
+            async with aclosing(_until(session.deadline(), reply)) as chunks:
                 async for chunk in chunks:
-                    for event in chunk.events:
-                        collected.add(event)
+                    heard.add(chunk)
+                    self._tokens(session, draft, chunk)
                     if chunk.events:
                         yield chunk.events
-                    if chunk.prompt is not None:
-                        seen = np.asarray(chunk.prompt, type_of_ids)
-                    if chunk.ids:
-                        draft.capture = "tokens"
-                        draft.take(chunk.ids, chunk.logprobs, self._fence.version)
-                    elif chunk.logprobs:
-                        draft.capture = "logprobs"
-                    holes = holes or bool(chunk.events and not chunk.ids)
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the endpoint gave this generation up")
-                    usage = chunk.usage or usage
                     finish = chunk.finish or finish
         except TimeoutError:
             finish = "length"
@@ -373,16 +381,38 @@ class Turns:
             fault = error.message
             raise
         finally:
-            prompt = observed(located, seen, preamble, cause)
-            counted = usage is None or usage.completion_tokens == len(draft.ids)
-            if draft.capture == "tokens" and (seen is None or holes or not counted):
+            message = heard.message()
+            prompt = observed(located, heard.prompt, preamble, cause)
+            if draft.capture == "tokens" and not heard.accounts_for(draft.ids):
                 draft.capture = "logprobs"  # ids that hang in the air, or not all of them: evidence, but no row
-            if finish == "abort" and (not collected.empty or not fault):
-                await self._commit(
-                    session, call, prompt, draft, collected.message(), "abort", sampling, fault=fault or "aborted"
-                )
-        node = await self._commit(session, call, prompt, draft, collected.message(), finish, sampling)
-        yield [Done(finish, collected.message(), usage, node)]
+            if finish == "abort" and (not heard.empty or not fault):
+                await self._commit(session, call, prompt, draft, message, "abort", sampling, fault=fault or "aborted")
+        node = await self._commit(session, call, prompt, draft, message, finish, sampling, fault=heard.fault)
+        yield [Done(finish, message, heard.usage, node, heard.stopped_by)]
+
+    def _relay_request(
+        self, session: Session, call: Call, pinned: Sampling | None, said: dict[int, bytes] | None = None
+    ) -> RelayRequest:
+        served = self._settings.models
+        return RelayRequest(
+            call=call,
+            model=session.config.model or (served[0] if len(served) == 1 else ""),
+            sampling=pinned,
+            max_tokens=call.max_tokens if session.config.max_tokens is None else session.config.max_tokens,
+            session=session.id,
+            verbatim=said or {},
+        )
+
+    def _tokens(self, session: Session, draft: Draft, chunk: RelayChunk) -> None:
+        """Take what a chunk tells of tokens into the turn."""
+        if chunk.ids:
+            draft.capture = "tokens"
+            draft.take(chunk.ids, chunk.logprobs, self._fence.version)
+            session.live_tokens += len(chunk.ids)
+        elif chunk.logprobs:
+            draft.capture = "logprobs"
+        draft.lost += chunk.lost
+        draft.verbatim = chunk.verbatim or draft.verbatim
 
     # ── commit ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -430,7 +460,10 @@ class Turns:
             idempotency_key=call.idempotency_key,
             capture=draft.capture,
             fault=fault,
-            arguments=argument_names(message),
+            engine=draft.engine,
+            arguments=argument_sizes(message),
+            lost=draft.lost,
+            verbatim=draft.verbatim,
         )
         logprobs = (
             None
@@ -486,18 +519,30 @@ class Turns:
         return prompt.cause
 
 
-class Collected:
-    """A reply, gathered from its events."""
+class Heard:
+    """A relayed reply, gathered from what came of it."""
 
     def __init__(self) -> None:
+        self.prompt: Ids | None = None  # as the endpoint saw it
+        self.usage: Usage | None = None
+        self.stopped_by = ""
+        self.fault = ""
         self._text: dict[str, list[str]] = {"content": [], "reasoning": [], "seal": []}
         self._calls: list[CallDelta] = []
+        self._holes = False  # something was said without its ids
 
-    def add(self, event: Delta | CallDelta) -> None:
-        if isinstance(event, Delta):
-            self._text[event.kind].append(event.text)
-        else:
-            self._calls.append(event)
+    def add(self, chunk: RelayChunk) -> None:
+        for event in chunk.events:
+            if isinstance(event, Delta):
+                self._text[event.kind].append(event.text)
+            else:
+                self._calls.append(event)
+        if chunk.prompt is not None:
+            self.prompt = np.asarray(chunk.prompt, type_of_ids)
+        self._holes = self._holes or bool(chunk.events and chunk.ids is None)
+        self.usage = chunk.usage or self.usage
+        self.stopped_by = chunk.stopped_by or self.stopped_by
+        self.fault = chunk.fault or self.fault
 
     @property
     def empty(self) -> bool:
@@ -507,6 +552,11 @@ class Collected:
         calls = tuple(event.call for event in self._calls)
         content, reasoning, seal = ("".join(self._text[kind]) for kind in ("content", "reasoning", "seal"))
         return Message("assistant", content, reasoning, calls, seal=seal)
+
+    def accounts_for(self, ids: Sequence[int]) -> bool:
+        """Whether these are all the ids that were sampled, after a prompt that is known."""
+        counted = self.usage is None or self.usage.completion_tokens == len(ids)
+        return self.prompt is not None and not self._holes and counted
 
 
 async def _until(
@@ -553,6 +603,12 @@ def _check(chunk: Chunk, request: Generate) -> None:
         raise EngineError("the engine says that it saw another prompt than the one it was sent; the turn is refused")
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
         raise EngineError(f"the engine gave {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
+
+
+def _verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:
+    """The turns on the way to `node` that this endpoint wants back in its own words, by index of their raw piece."""
+    turns = [turn for turn in path(node) if isinstance(turn, Sampled)]
+    return {t.count - 1: t.info.verbatim for t in turns if t.info.verbatim and t.info.engine == endpoint}
 
 
 def _constrained(call: Call) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
     name: str = ""
     seal: str = ""  # likewise, of the reasoning
+    beyond: str = ""  # why it is more than text (an image …): only an endpoint of its own dialect can be given it
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -121,6 +122,7 @@ class Told(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     thread: str = ""
     parent: str = ""
     role: Literal["", "main", "subagent", "side"] = ""
+    why: str = ""
 
 
 class Tools(Protocol):

@@ -42,6 +42,7 @@ class StandIn:
         self.bodies: list[bytes] = []
         self.headers: list[CIMultiDict[str]] = []
         self.paths: list[str] = []
+        self.raw_paths: list[str] = []  # as they came over the wire
         self.hung_up = asyncio.Event()  # a client left before its reply was complete
         self.connections: set[Any] = set()
 
@@ -56,6 +57,7 @@ class StandIn:
         if request.method == "GET":
             return self._document(request.path)
         self.paths.append(request.path)
+        self.raw_paths.append(request.raw_path)
         self.bodies.append(await request.read())
         self.headers.append(request.headers.copy())
         assert self.answer is not None

@@ -315,3 +315,37 @@ async def test_pairing_never_fills_and_never_cuts() -> None:
     for wrong in ([-0.5], [-0.5, -0.5, -0.5], []):
         with pytest.raises(EngineError, match="log-probabilities for 2 tokens"):
             paired("engine", [1, 2], wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "most", "size"),
+    [
+        ("prompt is too long: 208310 tokens > 200000 maximum", 200_000, 208_310),
+        ("input length and `max_tokens` exceed context limit: 188240 + 21333 > 200000, decrease", 200_000, 209_573),
+        ("The input token count (1200) exceeds the maximum number of tokens allowed (1048).", 1048, 1200),
+        ("The input token count exceeds the maximum number of tokens allowed 1048.", 1048, None),
+        (
+            "This model's maximum context length is 8192 tokens. However, your messages resulted in 10000 tokens.",
+            8192,
+            10_000,
+        ),
+        (
+            "This model's maximum context length is 2048 tokens. However, your prompt contains at least 2049 input tokens, which "
+            "exceeds this limit even without any output tokens.",
+            2048,
+            2049,
+        ),
+        (
+            "This model's maximum context length is 2048 tokens. However, your prompt contains 90000 characters (more than 60000 "
+            "characters, which is the upper bound for 2048 input tokens).",
+            2048,
+            None,
+        ),
+        ("The decoder prompt (length 3000) is longer than the maximum model length of 2048.", 2048, 3000),
+        ("The input (9000 tokens) is longer than the model's context length (8192 tokens).", 8192, 9000),
+        ("Your input exceeds the context window of this model.", None, None),
+    ],
+)
+async def test_an_overflow_carries_the_numbers_that_it_tells(words: str, most: int | None, size: int | None) -> None:
+    error = failure("engine", 400, words)
+    assert isinstance(error, ContextOverflow) and (error.most, error.size) == (most, size)

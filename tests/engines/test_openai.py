@@ -21,9 +21,11 @@ from turngate.errors import (
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
+    NotFound,
 )
-from turngate.types import Call, CallDelta, Capture, Delta, Sampling, ToolCall, Usage
+from turngate.types import Call, CallDelta, Capture, Constraint, Delta, Message, Sampling, ToolCall, Usage
 
+from .relays import OTHER, TOOL, answered, any_of, heard, lost, meant, started
 from .standins import DONE, Answer, StandIn, event, says, serving, streams
 
 pytestmark = pytest.mark.asyncio
@@ -380,3 +382,234 @@ async def test_health_and_addresses() -> None:
         [health] = await relay.health()
         assert not health.ok
         await relay.close()
+
+
+# ── calls of other dialects ─────────────────────────────────────────────────────────────────────────────────────────────
+
+HI = Message("user", "hi")
+OK = streams(event(part({"content": "ok"}, "stop")), DONE)
+
+
+def make(url: str) -> OpenAIRelay:
+    return OpenAIRelay(url, "sk-secret")
+
+
+async def test_a_call_of_another_dialect_is_written_anew() -> None:
+    call = meant(
+        Message("system", "Be brief."),
+        Message("system", "Be kind."),
+        Message("user", "hi", name="ann"),
+        Message("assistant", "", "why", (ToolCall("a", "bash", '{"c": 1}'), ToolCall("a", "read", ""))),
+        (Message("tool", "out", tool_call_id="a"), Message("user", "go on")),
+        Message("system", "Time passes."),
+        tools=[TOOL, OTHER],
+        stop=("X",),
+        sampling={"temperature": 0.3, "top_k": 5},
+        parallel_tool_calls=False,
+        passed={"openai-beta": "not for this dialect"},
+    )
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        chunks = await heard(relay, call, max_tokens=50, session="s")
+    calls = [
+        {"id": "a", "type": "function", "function": {"name": "bash", "arguments": '{"c": 1}'}},
+        {"id": "a_1", "type": "function", "function": {"name": "read", "arguments": "{}"}},  # an id stands for one call
+    ]
+    assert server.asked == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be brief.\n\nBe kind."},
+            {"role": "user", "content": "hi", "name": "ann"},
+            {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": calls},
+            {"role": "tool", "content": "out", "tool_call_id": "a_1"},
+            {"role": "user", "content": "go on"},
+            {"role": "system", "content": "Time passes."},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "logprobs": True,
+        "max_tokens": 50,
+        "stop": ["X"],
+        "tools": [TOOL, OTHER],
+        "parallel_tool_calls": False,
+        "temperature": 0.3,
+        "top_k": 5,
+    }
+    assert lost(chunks) == () and server.headers[0]["X-Session-ID"] == "s" and "openai-beta" not in server.headers[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        (
+            {"constraint": Constraint("tool", {}, "bash")},
+            {"tool_choice": {"type": "function", "function": {"name": "bash"}}},
+        ),
+        ({"constraint": any_of("bash", "read")}, {"tool_choice": "required"}),
+        (
+            {"constraint": any_of("bash")},
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "required",
+                        "tools": [{"type": "function", "function": {"name": "bash"}}],
+                    },
+                }
+            },
+        ),
+        ({"constraint": Constraint("json_object")}, {"response_format": {"type": "json_object"}}),
+        (
+            {"constraint": Constraint("json_schema", {"type": "object"})},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": {"type": "object"}},
+                }
+            },
+        ),
+        (
+            {"template_hints": {"reasoning_effort": "high", "verbosity": "low", "enable_thinking": True}},
+            {"reasoning_effort": "high", "verbosity": "low"},
+        ),
+        ({"template_hints": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
+    ],
+)
+async def test_forced_shapes_and_thinking(fields: Any, body: Any) -> None:
+    async with serving(StandIn(OK)) as server, started(OpenAIRelay(server.url, capture="text")) as relay:
+        chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], **fields))
+    rest = {
+        k: v for k, v in server.asked.items() if k not in ("model", "messages", "stream", "stream_options", "tools")
+    }
+    assert rest == body and lost(chunks) == ()
+
+
+async def test_what_a_strict_endpoint_does_not_know_is_left_out_and_told() -> None:
+    server = Picky(
+        "return_token_ids", "logprobs", "reasoning_effort", "chat_template_kwargs", "verbosity", "temperature"
+    )
+    hints = {"reasoning_effort": "none", "verbosity": "low", "thinking_budget": 9}
+    call = meant(HI, template_hints=hints, sampling={"temperature": 0.5, "min_p": 0.1, "top_p": 0.9})
+    async with serving(server), started(make(server.url)) as relay:
+        chunks = await heard(relay, call)
+        assert lost(chunks) == (
+            "reasoning_effort",
+            "verbosity",
+            "thinking_budget",
+            "chat_template_kwargs",
+            "temperature",
+            "min_p",
+        )
+        assert set(server.asked) == {"model", "messages", "stream", "stream_options", "top_p"}
+        calls = len(server.bodies)
+        await heard(relay, call)
+        assert len(server.bodies) == calls + 1
+
+
+class Refusing(StandIn):
+    """Refuses by a sign in the body, in given words."""
+
+    def __init__(self, *refusals: tuple[str, str]) -> None:
+        super().__init__(self.judge)
+        self.refused = refusals
+
+    async def judge(self, request: Any) -> Any:
+        for sign, words in self.refused:
+            if sign in self.bodies[-1].decode():
+                return await says({"error": {"message": words}}, 400)(request)
+        return await OK(request)
+
+
+async def test_other_ways_to_say_the_same() -> None:
+    server = Refusing(
+        ('"max_tokens"', "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."),
+        ('"reasoning_content"', "Additional properties are not allowed ('reasoning_content' was unexpected)"),
+        ('"role":"system","content":"Later."', "System message must be at the beginning."),
+    )
+    call = meant(HI, Message("assistant", "a", "why"), Message("system", "Later."))
+    async with serving(server), started(make(server.url)) as relay:
+        chunks = await heard(relay, call, max_tokens=9)
+    assert server.asked["max_completion_tokens"] == 9 and "max_tokens" not in server.asked
+    assert server.asked["messages"][1:] == [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "Later."},
+    ]
+    assert lost(chunks) == ("reasoning of earlier turns", "the role of later system messages")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 3000 output tokens and your prompt contains "
+        "at least 2000 input tokens, for a total of at least 5000 tokens. Please reduce the length of the input prompt.",
+        "'max_tokens' or 'max_completion_tokens' is too large: 3000. This model's maximum context length is 4096 tokens and your "
+        "request has 2000 input tokens (3000 > 4096 - 2000).",
+        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens (2000 in the messages, 3000 in "
+        "the completion).",
+        "Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a total of 5000 tokens: "
+        "2000 tokens from the input messages and 3000 tokens for the completion.",
+    ],
+)
+async def test_a_bound_that_leaves_no_room_is_made_smaller(words: str) -> None:
+    """Agents ask for as much as their own provider's models can give, which is more than most contexts hold."""
+    server = Refusing(("3000", words))
+    async with serving(server), started(make(server.url)) as relay:
+        await heard(relay, meant(HI), max_tokens=3000)
+        assert server.asked["max_tokens"] == 2096
+        with pytest.raises(ContextOverflow) as caught:  # an agent of its own dialect decides by itself
+            await heard(relay, call_of(json.dumps(BODY | {"max_tokens": 3000}).encode()))
+        assert (caught.value.most, caught.value.size) == (4096, 5000)
+
+
+async def test_reasoning_goes_back_whatever_the_agent_dropped() -> None:
+    made = [fragment(0, "bash", "{}", "a")]
+    answer = streams(event(part({"reasoning": "why"})), event(part({"content": "x", "tool_calls": made}, "stop")), DONE)
+    chunks = await answered(make, answer, meant(HI))
+    assert chunks[-1].finish == "tool_calls"  # which is what it means
+    turn = Message("assistant", "x", tool_calls=(ToolCall("renamed", "bash", "{}"),))
+    call = meant(HI, turn, Message("tool", "out", tool_call_id="renamed"))
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        await heard(relay, call, verbatim={1: chunks[-1].verbatim})
+    calls = [{"id": "a", "type": "function", "function": {"name": "bash", "arguments": "{}"}}]
+    assert server.asked["messages"][1:] == [
+        {"role": "assistant", "content": "x", "reasoning_content": "why", "tool_calls": calls},
+        {"role": "tool", "content": "out", "tool_call_id": "a"},
+    ]
+    assert (await relayed(answer))[-1].verbatim == b""  # an agent of its own dialect does as it likes
+
+
+async def test_the_ids_of_a_call_came_with_its_fragments() -> None:
+    """Or they did not: then the call is a hole in what is known."""
+    for ids, told in (([6], []), (None, None)):
+        made = part({"tool_calls": [fragment(0, "bash", "{}", "a")]}, token_ids=ids)
+        chunks = await relayed(
+            streams(event(part({"content": "x"}, token_ids=[5])), event(made), event(part({}, "stop")), DONE)
+        )
+        assert [isinstance(said, CallDelta) for said in chunks[-1].events] == [True] and chunks[-1].ids == told
+
+
+async def test_ends() -> None:
+    chunks = await relayed(streams(event(part({"content": "x"}, "stop", stop_reason="X")), DONE))
+    assert (chunks[-1].finish, chunks[-1].stopped_by) == ("stop", "X")
+    chunks = await relayed(streams(event(part({"content": "x"}, "stop", stop_reason=128009)), DONE))
+    assert chunks[-1].stopped_by == ""
+    chunks = await relayed(streams(event(part({"content": "x"}, "content_filter")), DONE))
+    assert (chunks[-1].finish, chunks[-1].fault) == ("stop", "openai kept its answer back (content_filter)")
+    for reason in ("abort", "error", "insufficient_system_resource"):
+        assert (await relayed(streams(event(part({"content": "x"}, reason)), DONE)))[-1].finish == "abort"
+
+
+async def test_headers_of_its_own_dialect_go_along_but_never_a_key() -> None:
+    passed = {"openai-beta": "b", "authorization": "Bearer tg-agent", "Cookie": "c"}
+    call = Call(model="", history=ChatHistory([]), body=json.dumps(BODY).encode(), passed=passed)
+    async with serving(StandIn(says(message({"content": "x"})))) as server, started(make(server.url)) as relay:
+        await heard(relay, call)
+    assert server.headers[0].getall("Authorization") == ["Bearer sk-secret"] and "Cookie" not in server.headers[0]
+    assert server.headers[0]["openai-beta"] == "b"
+
+
+async def test_tokens_are_not_counted() -> None:
+    async with started(make("http://127.0.0.1:1")) as relay:
+        with pytest.raises(NotFound, match="estimate"):
+            await relay.count(RelayRequest(call=meant(HI)))

@@ -11,9 +11,11 @@ import pytest
 from tests.exact.agent import World
 from tests.exact.invariants import check
 from tests.exact.test_rows import SYSTEM, role_list, say, user
+from tests.kit import tool
+from turngate.dialects.chat import ChatHistory, ChatTools
 from turngate.trace.sample import samples
-from turngate.trace.signals import Signals, alias, read
-from turngate.types import Told
+from turngate.trace.signals import Rule, Signals, alias, read
+from turngate.types import Call, Told
 
 
 @pytest.fixture
@@ -22,30 +24,49 @@ async def world(tmp_path: Any, renderers: Any):
         yield world
 
 
+def call(body: bytes = b"{}", model: str = "m", tools: Any = None, said: tuple[str, ...] = ("Hi",)) -> Call:
+    history = ChatHistory(
+        [json.dumps({"role": "system" if n == 0 else "user", "content": t}).encode() for n, t in enumerate(said)]
+    )
+    return Call(model=model, history=history, body=body, tools=ChatTools(json.dumps(tools).encode()) if tools else None)
+
+
 def test_sources_are_headers_and_paths_into_the_body() -> None:
     signals = Signals(
-        thread=("header:X-Thread", "body:metadata.user_id.session_id", "body:prompt_cache_key"),
+        thread=("header:X-Thread", "header:x-meta.thread", "body:metadata.user_id.session_id", "body:prompt_cache_key"),
         parent=("body:meta.parent",),
-        kind=("header:x-kind",),
-        side=("title*", "summary"),
-        subagent=("review",),
-        models={"*-small": "side"},
     )
     inside = json.dumps({"session_id": "s1"})  # a JSON string, which some programs send
     body = json.dumps({"metadata": {"user_id": inside}, "prompt_cache_key": "k", "meta": {"parent": 7}}).encode()
-    assert read(signals, {"x-thread": "t"}, body, "m") == Told("t", "7", "")
-    assert read(signals, {}, body, "m").thread == "s1"
-    assert read(signals, {}, b'{"prompt_cache_key": "k"}', "m").thread == "k"
-    assert read(signals, {"x-kind": "title-1"}, b"{}", "m").role == "side"
-    assert read(signals, {"x-kind": "review"}, b"{}", "m").role == "subagent"
-    assert read(signals, {"x-kind": "chat"}, b"{}", "m-small").role == "side"
-    assert read(signals, {"x-kind": "chat"}, b"{}", "m").role == ""
+    assert read(signals, {"x-thread": "t"}, call(body)) == Told("t", "7")
+    assert read(signals, {"x-meta": '{"thread": "u"}'}, call(body)).thread == "u"
+    assert read(signals, {"x-meta": "u"}, call(body)).thread == "s1"
+    assert read(signals, {}, call(b'{"prompt_cache_key": "k"}')).thread == "k"
+
+
+def test_rules_say_what_a_call_is_for_and_beat_the_models_name() -> None:
+    signals = Signals(
+        rules=(
+            Rule(role="side", source="header:x-kind", match="title*", why="title"),
+            Rule(role="subagent", source="tool:complete_task"),
+            Rule(role="side", source="last", match="Summarise*"),
+            Rule(role="side", source="system", match="You write titles*"),
+        ),
+        models={"*-small": "side"},
+    )
+    assert read(signals, {"x-kind": "title-1"}, call()) == Told(role="side", why="title")
+    assert read(signals, {}, call(tools=[tool("complete_task")], model="m-small")).role == "subagent"
+    assert read(signals, {}, call(tools=[tool("read"), tool("complete_task_x")])).role == ""
+    assert read(signals, {}, call(said=("You are.", "Summarise it."))).role == "side"
+    assert read(signals, {}, call(said=("You write titles.", "Hi"))).role == "side"
+    assert read(signals, {}, call(model="m-small")) == Told(role="side", why="model m-small")
+    assert read(signals, {}, call()) == Told()
     assert alias(signals, "m-small") and not alias(signals, "m")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"metadata": 3}', b'{"metadata": {"user_id": "{"}}', b"\xff"])
 def test_what_cannot_be_read_is_no_signal(body: bytes) -> None:
-    assert read(Signals(thread=("body:metadata.user_id.session_id",)), {}, body, "m") == Told()
+    assert read(Signals(thread=("body:metadata.user_id.session_id",)), {}, call(body)) == Told()
 
 
 def test_a_source_of_another_kind_is_refused() -> None:

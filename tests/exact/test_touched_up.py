@@ -37,15 +37,24 @@ async def test_defaults_that_an_agent_writes_into_its_calls_do_not_fork(world: W
     for n in range(4):
         await work(agent, calls(("write", {"path": f"f{n}"})), replace_all=False, n=0)
     await agent.call(say(world, "Done."))
-    [root] = agent.session.trace.roots
+    assert len(agent.session.trace.roots) == 1
     assert all(n.info.cause is None for n in agent.session.trace.nodes)
     check(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
-async def test_arguments_that_were_changed_do_fork(world: World) -> None:
+async def test_arguments_that_a_tool_took_otherwise_stay_as_the_model_wrote_them(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
-    await work(agent, calls(("write", {"path": "a"})), path="b")
+    await work(agent, calls(("write", {"path": "a"})), path="/work/a")
+    await agent.call(say(world, "Done."))
+    assert [t.info.cause for t in agent.session.trace.turns()] == [None, None]
+    check(agent.session, [g.prompt for g in agent.world.engine.received])
+
+
+async def test_arguments_that_were_cut_away_do_fork(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("Fix it.")]
+    await work(agent, calls(("write", {"path": "a" * 5000})), path="(cleared)")
     await agent.call(say(world, "Done."))
     assert [t.info.cause for t in agent.session.trace.turns()] == [None, "edited"]
     check(agent.session, [g.prompt for g in agent.world.engine.received])
@@ -77,5 +86,5 @@ async def test_a_mark_that_moves_along_costs_only_the_end_of_the_history(
     # Of the last request, of sixty messages, only the newest were looked into; and the very first, for its system prompt.
     lookups = read[-20:]
     assert {at for at in lookups if at != 0} <= set(range(last - 4, last + 1))
-    [root] = agent.session.trace.roots
+    assert len(agent.session.trace.roots) == 1
     check(agent.session, [g.prompt for g in agent.world.engine.received])

@@ -23,6 +23,10 @@ app = typer.Typer(
 )
 
 
+agents_app = typer.Typer(help="The agents that can be run.")
+app.add_typer(agents_app, name="agents")
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(__version__)
@@ -130,6 +134,90 @@ def show(
     from turngate.cli.show import report
 
     _or_exit(lambda: report(session, data, gateway, tokens, tokenizer, full, as_json))
+
+
+@app.command()
+def run(
+    agent: Annotated[str, typer.Option(help="A name of `turngate agents`, or a file of your own: ./my-agent.toml.")],
+    task: Annotated[str, typer.Option(help="A folder with an instruction.md, or a text file.")] = "",
+    prompt: Annotated[str, typer.Option(help="What is asked, instead of a task.")] = "",
+    sandbox: Annotated[
+        str, typer.Option(help="Where the agent runs: local, bubblewrap, docker, e2b, huggingface.")
+    ] = "local",
+    image: Annotated[str, typer.Option(help="The container image or template to run in.")] = "",
+    network: Annotated[str, typer.Option(help="none (only the gateway) or open.")] = "none",
+    config: Annotated[Optional[Path], typer.Option(help="A TOML file with settings of the gateway.")] = None,
+    gateway: Annotated[str, typer.Option(help="Use a running gateway; its key comes from TURNGATE_ADMIN_KEY.")] = "",
+    data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
+    engine: Annotated[
+        Optional[str],
+        typer.Option(help="vllm, sglang, scripted, or one to observe: openai, anthropic, gemini, responses."),
+    ] = None,
+    engine_url: Annotated[Optional[list[str]], typer.Option(help="Where the engine listens.")] = None,
+    engine_key_env: Annotated[
+        Optional[str], typer.Option(help="Name of the environment variable with the engine's key.")
+    ] = None,
+    model: Annotated[Optional[str], typer.Option(help="The model's name, for agent and engine.")] = None,
+    tokenizer: Annotated[Optional[str], typer.Option(help="Folder with tokenizer.json and a chat template.")] = None,
+    script: Annotated[Optional[str], typer.Option(help="Scripted engine: a JSON list of replies.")] = None,
+    max_context: Annotated[Optional[int], typer.Option(help="The model's context length.")] = None,
+    timeout: Annotated[Optional[float], typer.Option(help="Seconds that the agent has. [the task's, or 1800]")] = None,
+    max_turns: Annotated[Optional[int], typer.Option(help="Turns that the session may have.")] = None,
+    max_tokens: Annotated[Optional[int], typer.Option(help="Tokens that may be sampled in all.")] = None,
+    context_tokens: Annotated[
+        Optional[int], typer.Option(help="What the agent is told that the model can take. [131072]")
+    ] = None,
+    cpus: Annotated[Optional[float], typer.Option(help="CPUs of the sandbox.")] = None,
+    memory_mb: Annotated[Optional[int], typer.Option(help="Memory of the sandbox, in megabytes.")] = None,
+    option: Annotated[
+        Optional[list[str]], typer.Option("--set", help="An option of the agent's own, NAME=VALUE; repeat for more.")
+    ] = None,
+    public_url: Annotated[str, typer.Option(help="Where remote sandboxes reach the gateway.")] = "",
+    tunnel: Annotated[
+        str, typer.Option(help="A command that makes a tunnel to {port} and prints its URL, instead of a public URL.")
+    ] = "",
+    out: Annotated[Optional[Path], typer.Option(help="Folder for what the agent left. [DATA/rollouts]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON.")] = False,
+) -> None:
+    """Run one rollout: an agent on a task, in a sandbox, recorded token by token. Exit code 0: it finished."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    given = {name: value for name, value in locals().items()}
+    from turngate.cli.run import ordered
+
+    raise typer.Exit(_or_exit(lambda: ordered(given)))
+
+
+@agents_app.callback(invoke_without_command=True)
+def agents(context: typer.Context) -> None:
+    """List the agents that are known: presets, and your own files."""
+    if context.invoked_subcommand is None:
+        from turngate.cli.agents import listing
+
+        _or_exit(listing)
+
+
+@agents_app.command("install")
+def agents_install(
+    names: Annotated[list[str], typer.Argument(help="Names of agents.")],
+) -> None:
+    """Put agents into the cache, so that a run need not."""
+    from turngate.cli.agents import install
+
+    _or_exit(lambda: install(names))
+
+
+@agents_app.command("check")
+def agents_check(
+    name: Annotated[str, typer.Argument(help="A name of `turngate agents`, or a file of your own.")],
+    sandbox: Annotated[str, typer.Option(help="Where it runs: local, bubblewrap, docker …")] = "local",
+    image: Annotated[str, typer.Option(help="The container image to run in.")] = "",
+    keep: Annotated[Optional[Path], typer.Option(help="Keep the recording and what the agent left here.")] = None,
+) -> None:
+    """Run an agent against the scripted engine, and say whether it was captured whole. Exit code 1 if not."""
+    from turngate.cli.agents import check
+
+    if not _or_exit(lambda: check(name, sandbox, image, keep)):
+        raise typer.Exit(1)
 
 
 def _or_exit(action: Callable[[], T]) -> T:

@@ -6,9 +6,12 @@ import msgspec
 
 from turngate.dialects.base import Dialect, Route, Stream, Verb, Wire
 from turngate.dialects.chat import Chat
+from turngate.dialects.gemini import Gemini
+from turngate.dialects.messages import Messages
+from turngate.dialects.responses import Responses
 from turngate.types import Message
 
-DIALECTS: tuple[Dialect, ...] = (Chat(),)
+DIALECTS: tuple[Dialect, ...] = (Chat(), Gemini(), Messages(), Responses())
 _by_name = {dialect.name: dialect for dialect in DIALECTS}
 _pieces = msgspec.json.Decoder(list[msgspec.Raw])
 

@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from turngate.dialects.base import Route, Wire
+from turngate.dialects.openai import error_body, model_list, one_model
 from turngate.dialects.wire import (
     ABSENT,
     UNREADABLE,
@@ -28,6 +29,7 @@ from turngate.dialects.wire import (
     reason,
     refused,
     retried,
+    stand_in,
 )
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import (
@@ -64,6 +66,9 @@ class _Part(msgspec.Struct):
     type: str
     text: str = ""
     refusal: str = ""
+    image_url: msgspec.Raw = ABSENT
+    input_audio: msgspec.Raw = ABSENT
+    file: msgspec.Raw = ABSENT
 
 
 class _WireMessage(msgspec.Struct):
@@ -221,16 +226,16 @@ class Chat:
         raise AssertionError("this dialect has no route that counts")
 
     def models(self, names: Sequence[str], created: int) -> bytes:
-        return orjson.dumps({"object": "list", "data": [_model(name, created) for name in names]})
+        return model_list(names, created)
 
     def model(self, name: str, created: int) -> bytes:
-        return orjson.dumps(_model(name, created))
+        return one_model(name, created)
 
     def status(self, error: TurngateError) -> int:
         return error.status
 
     def error(self, error: TurngateError) -> bytes:
-        return orjson.dumps(_error(error))
+        return orjson.dumps(error_body(error))
 
     def in_stream(self, error: TurngateError) -> bool:
         return False
@@ -264,7 +269,7 @@ class ChatStream:
                 return self._chunk({}, _finish(done)) + self._final_usage(done) + b"data: [DONE]\n\n"
 
     def error(self, error: TurngateError) -> bytes:
-        return b"data: " + orjson.dumps(_error(error)) + b"\n\n"
+        return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
     def _chunk(self, delta: dict[str, Json], finish: str | None = None) -> bytes:
         body: dict[str, Json] = {
@@ -295,31 +300,26 @@ def wire_message(message: Message) -> dict[str, Json]:
     return wire
 
 
-def _model(name: str, created: int) -> dict[str, Json]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "turngate"}
-
-
 def _decode_message(wire: _WireMessage, where: str) -> Message:
     if given(wire.function_call):
         raise BadRequest(f"{where}.function_call: is the old form; use tool_calls", param=f"{where}.function_call")
-    text = _text(wire.content, where)
+    text, beyond = _text(wire.content, where)
     match wire.role:
         case "system" | "developer":
-            return Message("system", text)
+            return Message("system", text, beyond=beyond)
         case "user":
-            return Message("user", text, name=wire.name or "")
+            return Message("user", text, name=wire.name or "", beyond=beyond)
         case "assistant":
             calls = tuple(_decode_call(call) for call in wire.tool_calls or ())
-            return Message(
-                "assistant", text or wire.refusal or "", wire.reasoning_content or wire.reasoning or "", calls
-            )
+            reasoning = wire.reasoning_content or wire.reasoning or ""
+            return Message("assistant", text or wire.refusal or "", reasoning, calls, beyond=beyond)
         case "tool":
             if wire.tool_call_id is None:
                 raise BadRequest(
                     f"{where}.tool_call_id: a tool message needs the id of the call it answers",
                     param=f"{where}.tool_call_id",
                 )
-            return Message("tool", text, tool_call_id=wire.tool_call_id, name=wire.name or "")
+            return Message("tool", text, tool_call_id=wire.tool_call_id, name=wire.name or "", beyond=beyond)
         case _:
             raise BadRequest(
                 f"{where}.role: {wire.role!r} is not one of system, developer, user, assistant, tool",
@@ -334,10 +334,12 @@ def _decode_call(wire: _WireCall) -> ToolCall:
     return ToolCall(wire.id, wire.function.name, "{}" if text in ("", "null") else text)
 
 
-def _text(content: str | list[_Part] | None, where: str) -> str:
+def _text(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
+    """The text of some content, and why it is more than text, if it is."""
     if isinstance(content, str):
-        return content
+        return content, ""
     texts = []
+    beyond = ""
     for n, part in enumerate(content or ()):
         if part.type in ("text", "input_text", "output_text"):
             texts.append(part.text)
@@ -345,10 +347,10 @@ def _text(content: str | list[_Part] | None, where: str) -> str:
             texts.append(part.refusal)
         else:
             at = f"{where}.content[{n}]"
-            raise BadRequest(
-                f"{at}.type: {part.type!r} parts are not supported; this gateway takes text only", param=at
-            )
-    return "\n".join(texts)
+            data = b"".join(bytes(raw) for raw in (part.image_url, part.input_audio, part.file))
+            texts.append(stand_in(part.type, data))
+            beyond = beyond or f"{at}: {part.type!r} parts are not supported; this gateway takes text only"
+    return "\n".join(texts), beyond
 
 
 def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
@@ -471,19 +473,3 @@ def _usage(usage: Usage | None) -> Json:
 
 def _head(call: Call, kind: str) -> dict[str, Json]:
     return {"id": f"chatcmpl-{os.urandom(16).hex()}", "object": kind, "created": int(time.time()), "model": call.model}
-
-
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-}
-
-
-def _error(error: TurngateError) -> Json:
-    kind = _TYPES.get(error.status, "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.kind}}

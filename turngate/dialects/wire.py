@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -69,6 +70,11 @@ def checked_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, ..
     if len(stops) > 16:
         raise refused(field, f"{len(stops)} strings are more than 16")
     return stops
+
+
+def stand_in(kind: str, data: bytes) -> str:
+    """What stands in a message's text for something that is no text. Two of them are not the same."""
+    return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
 
 def function_tool(name: str, description: str | None, parameters: Json) -> Tool:

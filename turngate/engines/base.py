@@ -5,7 +5,7 @@ Implementations: `vllm`, `sglang`, `scripted`; `pool` spreads sessions over seve
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
@@ -88,6 +88,9 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     session: str = ""
     request_id: str = ""
+    verbatim: Mapping[
+        int, bytes
+    ] = {}  # by index of the raw piece: turns as this endpoint wrote them (`RelayChunk.verbatim`)
 
 
 class RelayChunk(msgspec.Struct, frozen=True):
@@ -99,6 +102,10 @@ class RelayChunk(msgspec.Struct, frozen=True):
     prompt: Sequence[int] | None = None
     finish: Finish | None = None
     usage: Usage | None = None
+    stopped_by: str = ""  # the stop string that ended it, if one did
+    fault: str = ""  # why the turn is not the model's own last word: a filter of the provider's ended it
+    lost: tuple[str, ...] = ()  # what the agent asked for and this endpoint was not told
+    verbatim: bytes = b""  # the whole turn in the endpoint's own words, where those must be given back as they are
 
 
 class Relay(Protocol):

@@ -1,6 +1,6 @@
 """HTTP to an engine: one client per engine, server-sent events, and every upstream failure as one of our errors.
 
-Used by `vllm`, `sglang` and `openai`. Nothing here knows what an engine's JSON means. Two rules hold throughout:
+Used by every engine and relay that speaks HTTP. Nothing here knows what an engine's JSON means. Two rules hold throughout:
 
 - Leaving `Client.post` before the engine said that it is finished closes the connection, which is how an engine learns
   that it must abort.
@@ -44,13 +44,51 @@ KEEPALIVE_S = 2.0
 NO_LOGPROB = -9999.0
 
 _DONE = b"[DONE]"
-# "Does not fit" in the words of vLLM, SGLang, OpenAI and those who copy them.
+# "Does not fit" in the words of vLLM, SGLang, OpenAI, Anthropic, Gemini and those who copy them.
 _OVERFLOW = re.compile(
     r"context_length_exceeded|maximum context length|maximum model length|model's context length"
-    r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long"
+    r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long|exceed context limit"
+    r"|input token count.{0,20} exceeds the maximum"
     r"|max_tokens must be at least 1, got 0",  # vLLM, of a prompt that leaves no room for a single token
     re.IGNORECASE,
 )
+# The numbers in those words: how much there was, by the total where one is told, and how much fits.
+_SIZES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"exceed context limit: (\d+) \+ (\d+) >",
+        r"max_\w*tokens\W? is too large: (\d+)\..* has (\d+) input tokens",
+        r"total of (?:at least )?(\d+) tokens",
+        r"requested (\d+) tokens",
+        r"(\d+) tokens >",
+        r"input token count \((\d+)\)",
+        r"(?:resulted in|contains|has) (?:at least )?(\d+) (?:input )?tokens",
+        r"\(length (\d+)\)",
+        r"input(?: length)? \((\d+) tokens\)",
+    )
+)
+_MOST = re.compile(
+    r"(?:tokens|\d) > (\d+)|(?:context|model) length (?:is|of) (\d+)|context length \((\d+) tokens\)|tokens allowed \(?(\d+)"
+)
+# Gemini's word for a key that is not valid comes with a 400.
+_NO_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
+# What providers call their failures where they give no number: in a stream, after its status line had said 200.
+_STATUS_OF = {
+    "invalid_request_error": 400,
+    "invalid_prompt": 400,
+    "context_length_exceeded": 400,
+    "authentication_error": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "RESOURCE_EXHAUSTED": 429,
+    "overloaded_error": 529,
+    "timeout_error": 504,
+    "UNAVAILABLE": 503,
+}
 # vLLM and SGLang turn requests away with a 503 when their queues are full. They are up, and merely busy.
 _BUSY = re.compile(r"currently busy|backlog limit|queue is full|higher priority request|overloaded", re.IGNORECASE)
 # vLLM's last words, with a 500, when its engine process has died. The server follows within a second.
@@ -61,20 +99,34 @@ def failure(engine: str, status: int, message: str, evidence: str = "") -> Turng
     """An upstream HTTP status as one of our errors. `message` is the readable part of its body, `evidence` all."""
     said = f"{engine}: {message}" if message else f"{engine} answered {status}"
     words = f"{message} {evidence}"
-    if status == 401:
+    if status == 401 or (status == 400 and _NO_KEY.search(words)):
         # The gateway's own credentials are wrong. Providers quote parts of the key here, so their words stay here.
         return EngineError(f"{engine} refused the gateway's credentials")
-    if status == 403:  # a feature that is switched off, a model that was not bought: not the agent's fault either
+    if status in (
+        402,
+        403,
+    ):  # a feature that is switched off, a model that was not bought: not the agent's fault either
         return EngineError(said)
-    if status == 429:
+    if status in (429, 529):  # 529: Anthropic, of itself
         return EngineBusy(said)
     if status in (408, 504):
         return EngineTimeout(said)
     if 400 <= status < 500:
-        return ContextOverflow(said) if _OVERFLOW.search(words) else EngineRejected(said)
+        return overflow(said, words) if _OVERFLOW.search(words) else EngineRejected(said)
     if status in (502, 503):
         return EngineBusy(said) if _BUSY.search(words) else EngineUnavailable(said)
     return EngineUnavailable(said) if _DYING.search(words) else EngineError(said)
+
+
+def overflow(said: str, words: str) -> ContextOverflow:
+    """A prompt that does not fit, with the numbers that the words tell."""
+    sizes = next((found for pattern in _SIZES if (found := pattern.search(words))), None)
+    size = None if sizes is None else sum(int(n) for n in sizes.groups())
+    mosts = _MOST.search(words)
+    most = None if mosts is None else next(int(n) for n in mosts.groups() if n)
+    if size is not None and most is not None and size <= most:
+        size = None  # another number than the one that was too large
+    return ContextOverflow(said, most=most, size=size)
 
 
 def unbegun(engine: str) -> EngineBusy:
@@ -125,6 +177,8 @@ def _readable(value: Json) -> str:
         for field in ("error", "message", "detail"):
             if value.get(field):
                 return _readable(value[field])
+    if isinstance(value, list) and len(value) == 1:  # how Gemini says it where a stream was asked for
+        return _readable(value[0])
     return msgspec.json.encode(value).decode() if value else ""
 
 
@@ -256,7 +310,10 @@ class Reply:
 
 
 class Client:
-    """One engine's HTTP connections. `silence_s` bounds the time without a single byte; None is no bound."""
+    """One engine's HTTP connections. `silence_s` bounds the time without a single byte; None is no bound.
+
+    `headers` go with every request. Left out, they are the key in the `Authorization` header.
+    """
 
     def __init__(
         self,
@@ -264,6 +321,7 @@ class Client:
         url: str,
         *,
         key: str | None = None,
+        headers: Mapping[str, str] | None = None,
         connect_s: float = 10.0,
         silence_s: float | None = None,
     ) -> None:
@@ -271,6 +329,7 @@ class Client:
         self.url = url.rstrip("/")
         self.in_flight = 0
         self._key = key
+        self._headers = {"Authorization": f"Bearer {key}"} if key and headers is None else dict(headers or {})
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=silence_s)
         self._session: aiohttp.ClientSession | None = None
 
@@ -286,14 +345,11 @@ class Client:
     async def start(self) -> None:
         if self._session is not None:
             return
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=self._timeout,
-            headers=headers,
+            headers={"Content-Type": "application/json", **self._headers},
         )
 
     async def close(self) -> None:
@@ -340,8 +396,9 @@ class Client:
     def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
         """The same for an error that came as an event, after the status line had said 200."""
         value = msgspec.json.decode(error)
-        code = value.get("code") if isinstance(value, dict) else None
-        status = code if isinstance(code, int) and 400 <= code < 600 else default_status
+        told = [value.get(field) for field in ("code", "status", "type")] if isinstance(value, dict) else []
+        statuses = [code if isinstance(code, int) else _STATUS_OF.get(str(code), 0) for code in told]
+        status = next((status for status in statuses if 400 <= status < 600), default_status)
         return self.failure(status, bytes(error))
 
     def shown(self, text: str) -> str:

@@ -1,9 +1,9 @@
-"""Observe mode: the agent's own chat body, relayed to any OpenAI-compatible `/v1/chat/completions`.
+"""Observe mode: calls relayed to any OpenAI-compatible `/v1/chat/completions`.
 
-The endpoint renders and parses; what it can tell about tokens is recorded along. How much that is depends on the
-endpoint, so the relay asks for as much as it gives (`capture`): token ids and log-probabilities from a vLLM,
-log-probabilities from many, text from all. The provider's key is in the `Authorization` header of this file's client,
-and nowhere else.
+A call that came as `chat` goes on as it is; any other is written down anew. The endpoint renders and parses; what it can tell
+about tokens is recorded along. How much that is depends on the endpoint, so the relay asks for as much as it gives (`capture`):
+token ids and log-probabilities from a vLLM, log-probabilities from many, text from all. The provider's key is in the
+`Authorization` header of this file's client, and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,8 +19,39 @@ import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
 from turngate.engines.http import Client, Reply, happened, known, paired
-from turngate.errors import BadRequest, EngineError, EngineRejected, EngineUnavailable, NotFound, TurngateError
-from turngate.types import CallDelta, Capture, Delta, Finish, Sampling, ToolCall, Usage
+from turngate.engines.relay import answered
+from turngate.engines.translate import (
+    Said,
+    Written,
+    allowed,
+    conversation,
+    effort,
+    fields,
+    fitting,
+    kept,
+    offered,
+    opening,
+    passed,
+    thinking,
+    unsayable,
+    wished,
+)
+from turngate.errors import ContextOverflow, EngineError, EngineRejected, NotFound, TurngateError
+from turngate.types import (
+    CallDelta,
+    Capture,
+    Constraint,
+    Delta,
+    Finish,
+    Json,
+    Message,
+    Sampling,
+    Tool,
+    ToolCall,
+    Usage,
+)
+
+_DIALECT = "chat"
 
 # What each level adds to the body. `tokens` is vLLM's; there, its own sampling fields are understood too.
 _ASKS: dict[Capture, dict[str, bool]] = {
@@ -32,7 +63,13 @@ _LEVELS: tuple[Capture, ...] = ("text", "logprobs", "tokens")
 _STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens")
 _BEYOND_OPENAI = re.compile(r"return_token_ids|" + "|".join(_EXTENSIONS))
-_FINISH: dict[str, Finish] = {"length": "length", "tool_calls": "tool_calls", "abort": "abort"}
+_FINISH: dict[str, Finish] = {
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "abort": "abort",
+    "error": "abort",  # OpenRouter, of a provider behind it
+    "insufficient_system_resource": "abort",  # DeepSeek
+}
 
 
 class _Function(msgspec.Struct):
@@ -71,6 +108,7 @@ class _Choice(msgspec.Struct):
     message: _Message | None = None
     delta: _Message | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # vLLM: the stop string that was met
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
 
@@ -109,7 +147,6 @@ class _Models(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
 class OpenAIRelay:
@@ -132,6 +169,7 @@ class OpenAIRelay:
         self.name = name
         self._adapts = capture == "auto"
         self._asks = _Asks("tokens" if capture == "auto" else capture)
+        self._unwanted: dict[str, frozenset[str]] = {}  # by model: what the endpoint has refused by name
         root = url.rstrip("/")
         base = root if urlsplit(root).path else f"{root}/v1"
         self._client = Client(name, base, key=key, connect_s=connect_s, silence_s=silence_s)
@@ -161,43 +199,53 @@ class OpenAIRelay:
         return [msgspec.structs.replace(seen, model=models.data[0].id, max_context=models.data[0].max_model_len)]
 
     async def count(self, request: RelayRequest) -> int:
-        raise NotFound("an OpenAI-compatible endpoint does not count tokens; estimate them")
+        raise NotFound("this endpoint does not count tokens; estimate them")
 
     @asynccontextmanager
     async def relay(self, request: RelayRequest) -> AsyncIterator[AsyncIterator[RelayChunk]]:
         headers = {"X-Request-Id": request.request_id, "X-Session-ID": request.session}
         headers = {name: value for name, value in headers.items() if value}
-        async with self._client.post("/chat/completions", b"", headers) as reply:
+        async with self._client.post("/chat/completions", b"", {**passed(request, _DIALECT), **headers}) as reply:
             yield self._chunks(reply, request)
 
     async def _chunks(self, reply: Reply, request: RelayRequest) -> AsyncIterator[RelayChunk]:
-        answer = _Answer(self._client)
-        streamed = await self._open(reply, request)
-        batches = reply.events() if streamed else reply.whole()
-        async for batch in batches:
-            chunk = answer.add(batch)
-            reply.finished = answer.finish is not None
-            if chunk is not None:
-                yield chunk
-        if answer.finish is None:
-            raise EngineUnavailable(f"{self.name} ended its reply without finishing")
-        yield answer.end()
+        written = await self._open(reply, request)
+        if written.lost:
+            yield RelayChunk(lost=written.lost)
+        batches = reply.events() if written.body.get("stream") is True else reply.whole()
+        answer = _Answer(self._client, keeps=request.call.dialect != _DIALECT)
+        async for chunk in answered(self.name, answer, reply, batches):
+            yield chunk
 
-    async def _open(self, reply: Reply, request: RelayRequest) -> bool:
-        """Send, and again with less where the endpoint refuses what the relay added. Whether the answer is a stream."""
-        body = _fields("the body", request.call.body)
-        streamed = bytes(body.get("stream", msgspec.Raw())) == b"true"
+    async def _open(self, reply: Reply, request: RelayRequest) -> Written:
+        """Send, and again with less where the endpoint refuses what the relay added, or what can be left out."""
+        model = request.model or request.call.model
         while True:
-            asked = self._asks
-            reply.body = msgspec.json.encode(_laid_over(body, request, asked, streamed))
+            asked, without = self._asks, self._unwanted.get(model, frozenset())
+            written = self._write(request, asked, without)
+            reply.body = msgspec.json.encode(written.body)
             try:
                 await reply.open()
-                return streamed
+                return written
             except EngineRejected as error:
                 less = asked.without(error.message, self._adapts)
-                if less is None:
+                refused = written.refused(error.message) - without
+                if less is not None:
+                    self._asks = self._asks.at_most(less)  # another call may have learned more meanwhile
+                elif refused:
+                    self._unwanted[model] = self._unwanted.get(model, frozenset()) | refused
+                else:
                     raise
-                self._asks = self._asks.at_most(less)  # another call may have learned more meanwhile
+            except ContextOverflow as error:
+                smaller = fitting(request, written, error) if request.call.dialect != _DIALECT else None
+                if smaller is None:
+                    raise
+                request = smaller
+
+    def _write(self, request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
+        if request.call.dialect == _DIALECT:
+            return Written(_laid_over(fields("the body", request.call.body), request, asks))
+        return _translated(request, asks, without)
 
 
 class _Asks(msgspec.Struct, frozen=True):
@@ -220,17 +268,11 @@ class _Asks(msgspec.Struct, frozen=True):
         return _Asks(min(self.capture, other.capture, key=_LEVELS.index), self.usage and other.usage)
 
 
-def _fields(name: str, json: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of an object in the agent's body, each as the agent wrote it."""
-    try:
-        return _decode_fields(json) or {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{name} is not a JSON object: {error}") from error
-
-
-def _laid_over(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _Asks, streamed: bool) -> dict[str, Any]:
+def _laid_over(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _Asks) -> dict[str, Any]:
     """The agent's body with the gateway's model, limits, sampling and questions over it. All else stays as it is."""
     laid: dict[str, Any] = {**body, **_ASKS[asks.capture]}
+    if "stream" in body:
+        laid["stream"] = bytes(body["stream"]) == b"true"
     if request.model:
         laid["model"] = request.model
     if request.max_tokens is not None:
@@ -238,8 +280,8 @@ def _laid_over(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _Asks,
         laid.update(dict.fromkeys(names or ["max_tokens"], request.max_tokens))
     if request.sampling is not None:
         _lay_sampling(laid, request.sampling, everything=asks.capture == "tokens")
-    if streamed and asks.usage:
-        options = _fields("stream_options", bytes(body.get("stream_options", b"null")))
+    if laid.get("stream") and asks.usage:
+        options = fields("stream_options", bytes(body.get("stream_options", b"null")))
         laid["stream_options"] = {**options, "include_usage": True}
     return laid
 
@@ -256,50 +298,207 @@ def _lay_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool)
             laid[name] = values[name] if name != "top_k" else values[name] or -1
 
 
-class _Answer:
-    """Collects one reply, event by event."""
+# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
 
-    def __init__(self, client: Client) -> None:
+
+def _translated(request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
+    call = request.call
+    system, rest = opening(conversation(request))
+    tools = offered(call)
+    lost: list[str] = []
+    loose: dict[str, tuple[str, ...]] = {}
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
+    messages += [_message(one, without, loose, lost) for one in rest]
+    body: dict[str, Any] = {"model": request.model or call.model, "messages": messages, "stream": True}
+    body |= _ASKS[asks.capture]
+    if asks.usage:
+        body["stream_options"] = {"include_usage": True}
+    if request.max_tokens is not None:  # OpenAI's own newer models know it by another name
+        loose["max_tokens"] = ("max_completion_tokens",)
+        body["max_completion_tokens" if "max_tokens" in without else "max_tokens"] = request.max_tokens
+    if call.stop:
+        body["stop"] = list(call.stop)
+    if tools:
+        body["tools"] = [tool.wire for tool in tools]
+        if not call.parallel_tool_calls:
+            body["parallel_tool_calls"] = False
+    body |= _forced(call.constraint, tools)
+    body |= _thinking(request, without, loose, lost)
+    _lay_wishes(body, request, asks, without, loose, lost)
+    return Written(body, loose, tuple(dict.fromkeys(lost)))
+
+
+def _message(one: Said, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]) -> Json:
+    message = one.message
+    if message.role != "assistant":
+        wire: dict[str, Json] = {"role": message.role, "content": message.content}
+        if message.role == "tool":
+            return {**wire, "tool_call_id": message.tool_call_id}
+        if message.role == "system":  # which many chat templates know only at the beginning
+            loose["system"] = ("system message", "system role")
+            if "system" in without:
+                lost.append("the role of later system messages")
+                return {**wire, "role": "user"}
+        return {**wire, "name": message.name} if message.name else wire
+    wire = msgspec.json.decode(one.turn) if one.turn is not None else _turn(message)
+    if "reasoning_content" in wire:
+        loose["reasoning_content"] = ("reasoning_content",)
+        if "reasoning_content" in without:
+            del wire["reasoning_content"]
+            lost.append("reasoning of earlier turns")
+    return wire
+
+
+def _turn(message: Message) -> dict[str, Json]:
+    wire: dict[str, Json] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["content"] = message.content or None
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments or "{}"}}
+            for call in message.tool_calls
+        ]
+    return wire
+
+
+def _forced(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
+    match constraint:
+        case Constraint(kind="tool", tool=name):
+            return {"tool_choice": {"type": "function", "function": {"name": name}}}
+        case Constraint(kind="tools"):
+            some = [{"type": "function", "function": {"name": name}} for name in allowed(constraint, tools)]
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": some}}
+            return {"tool_choice": choice if some else "required"}
+        case Constraint(kind="json_schema", schema=schema):
+            return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+        case Constraint(kind="json_object"):
+            return {"response_format": {"type": "json_object"}}
+        case _:
+            return {}
+
+
+def _thinking(
+    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+) -> dict[str, Json]:
+    """How hard to think, or that it should not: the latter has no word of OpenAI's, but one that open models know."""
+    wanted = effort(request.call)
+    said: dict[str, Json] = {}
+    if wanted:
+        loose["reasoning_effort"] = ("reasoning_effort", "reasoning effort")
+        if "reasoning_effort" in without:
+            lost.append("reasoning_effort")
+        else:
+            said["reasoning_effort"] = wanted
+    if "verbosity" in request.call.template_hints:
+        loose["verbosity"] = ("verbosity",)
+        if "verbosity" in without:
+            lost.append("verbosity")
+        else:
+            said["verbosity"] = request.call.template_hints["verbosity"]
+    lost += unsayable(request.call, "verbosity", "chat_template_kwargs")
+    kwargs = {**request.call.template_kwargs}
+    if thinking(request.call) is False:
+        kwargs["enable_thinking"] = False
+    if kwargs:
+        loose["chat_template_kwargs"] = ("chat_template_kwargs",)
+        if "chat_template_kwargs" in without:
+            lost.append("chat_template_kwargs")
+        else:
+            said["chat_template_kwargs"] = kwargs
+    return said
+
+
+def _lay_wishes(
+    body: dict[str, Any],
+    request: RelayRequest,
+    asks: _Asks,
+    without: frozenset[str],
+    loose: dict[str, tuple[str, ...]],
+    lost: list[str],
+) -> None:
+    """How tokens are to be drawn: as the session pins it, or as the agent wishes and the endpoint understands."""
+    if request.sampling is not None:
+        _lay_sampling(body, request.sampling, everything=asks.capture == "tokens")
+        return
+    known_here = (*_STANDARD, *_EXTENSIONS) if asks.capture == "tokens" else _STANDARD
+    drawn, unsaid = wished(request.call, {name: name for name in known_here}, without)
+    loose |= {name: (name,) for name in drawn if name in _STANDARD}
+    lost += unsaid
+    body |= drawn
+
+
+# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Answer:
+    """Collects one reply, event by event. `keeps`: agents of another dialect may not give reasoning back."""
+
+    def __init__(self, client: Client, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
+        self._keeps = keeps
         self._usage: Usage | None = None
         self._calls = _Calls(client.engine)
+        self._told = True  # of every fragment of a call, its ids came along
+        self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._stopped_by = ""
+        self._fault = ""
 
-    def add(self, batch: Sequence[bytes]) -> RelayChunk | None:
-        """Everything that arrived in one read, as one chunk. The end is held back for `end`: usage comes after it."""
-        events: list[Delta | CallDelta] = []
-        ids: list[int] | None = None
-        logprobs: list[float | None] | None = None
-        prompt: list[int] | None = None
-        for data in batch:
-            event = self._client.decode(_decode, data)
-            if happened(event.error):
-                raise self._client.failure_in_stream(event.error, default_status=500)
-            self._usage = _usage(event.usage) or self._usage
-            prompt = prompt or event.prompt_token_ids
-            for choice in event.choices or ():
-                if choice.index != 0:
-                    continue
-                events += self._said(choice.delta or choice.message or _Message())
-                new_ids, new_logprobs = self._tokens(choice)
-                ids = _joined(ids, new_ids)
-                logprobs = _joined(logprobs, new_logprobs)
-                self.finish = _finish(choice.finish_reason) or self.finish
-        if not events and not ids and not logprobs and prompt is None:
+    def add(self, data: bytes) -> RelayChunk | None:
+        """What one event adds. The end is held back for `end`: usage comes after it."""
+        event = self._client.decode(_decode, data)
+        if happened(event.error):
+            raise self._client.failure_in_stream(event.error, default_status=500)
+        self._usage = _usage(event.usage) or self._usage
+        choice = next((one for one in event.choices or () if one.index == 0), _Choice())
+        message = choice.delta or choice.message or _Message()
+        said = self._said(message)
+        ids, logprobs = self._tokens(choice)
+        self._told = self._told and (ids is not None or not message.tool_calls)
+        self._end(choice)
+        if not said and not ids and not logprobs and event.prompt_token_ids is None:
             return None
-        return RelayChunk(tuple(events), ids, logprobs, prompt)
+        return RelayChunk(tuple(said), ids, logprobs, event.prompt_token_ids)
 
     def end(self) -> RelayChunk:
-        return RelayChunk(tuple(self._calls.close()), finish=self.finish, usage=self._usage)
+        """The last call is whole only now; the ids that it is made of came with its fragments."""
+        calls = tuple(self._calls.close())
+        finish = self.finish
+        if self._keeps and self._calls.whole and finish == "stop":
+            finish = "tool_calls"  # some providers say so only of calls that were not forced
+        return RelayChunk(
+            calls,
+            ids=[] if calls and self._told else None,
+            finish=finish,
+            usage=self._usage,
+            stopped_by=self._stopped_by,
+            fault=self._fault,
+            verbatim=self._verbatim() if self._keeps and self._text["reasoning"] else b"",
+        )
+
+    def _verbatim(self) -> bytes:
+        calls = tuple(self._calls.whole)
+        content, reasoning = "".join(self._text["content"]), "".join(self._text["reasoning"])
+        return kept(_turn(Message("assistant", content, reasoning, calls)), [call.id for call in calls])
+
+    def _end(self, choice: _Choice) -> None:
+        self.finish = _finish(choice.finish_reason) or self.finish
+        if isinstance(choice.stop_reason, str):
+            self._stopped_by = choice.stop_reason
+        if choice.finish_reason == "content_filter":
+            self._fault = f"{self._client.engine} kept its answer back (content_filter)"
 
     def _said(self, message: _Message) -> list[Delta | CallDelta]:
         said: list[Delta | CallDelta] = []
         reasoning = message.reasoning or message.reasoning_content  # two names of one thing; some send both
         if reasoning:
             said.append(Delta("reasoning", reasoning))
+            self._text["reasoning"].append(reasoning)
         content = message.content or message.refusal
         if content:
             said.append(Delta("content", content))
+            self._text["content"].append(content)
         for fragment in message.tool_calls or ():
             said += self._calls.add(fragment)
         return said
@@ -316,8 +515,8 @@ class _Calls:
     """Puts tool calls together from their fragments. A call is whole when the next one begins, or at the end."""
 
     def __init__(self, engine: str) -> None:
+        self.whole: list[ToolCall] = []
         self._engine = engine
-        self._count = 0
         self._index: int | None = None
         self._id = ""
         self._name = ""
@@ -340,8 +539,8 @@ class _Calls:
         # An agent answers a call by its id, so one that came without gets one.
         call = ToolCall(self._id or f"call_{uuid.uuid4().hex[:24]}", self._name, "".join(self._arguments))
         self._open, self._id, self._name, self._arguments = False, "", "", []
-        self._count += 1
-        return [CallDelta(self._count - 1, call)]
+        self.whole.append(call)
+        return [CallDelta(len(self.whole) - 1, call)]
 
     def _begins(self, fragment: _ToolCall) -> bool:
         if not self._open:
@@ -351,10 +550,6 @@ class _Calls:
         if fragment.index is not None and fragment.index != self._index:
             return True
         return bool(fragment.id and self._id and fragment.id != self._id)  # those who send no index, or always 0
-
-
-def _joined(old: list[Any] | None, new: list[Any] | None) -> list[Any] | None:
-    return new if old is None else old + (new or [])
 
 
 def _finish(reason: str | None) -> Finish | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import msgspec
 import orjson
 
 from turngate.types import Message, Tool
@@ -49,6 +50,20 @@ def system_in_user(messages: Sequence[Message]) -> Sequence[Message]:
             return [Message("user", system.content), *rest]
         case _:
             return messages
+
+
+def late_system_in_user(messages: Sequence[Message]) -> list[Message]:
+    """For templates that have one place for a system message: what comes later would change the beginning, so the user says it."""
+    out: list[Message] = []
+    for message in messages:
+        before = out[-1] if out else None
+        if message.role != "system" or before is None:
+            out.append(message)
+        elif before.role in ("system", "user"):
+            out[-1] = msgspec.structs.replace(before, content=f"{before.content}\n\n{message.content}")
+        else:
+            out.append(Message("user", message.content))
+    return out
 
 
 def _merge_results(messages: Sequence[Message]) -> list[Message]:

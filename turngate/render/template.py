@@ -22,7 +22,7 @@ import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.hermes import system_in_user, with_hermes
+from turngate.render.hermes import late_system_in_user, system_in_user, with_hermes
 from turngate.types import Json, Message, Tool, ToolCall
 
 SENTINEL = "turngateSENTINEL"
@@ -66,6 +66,7 @@ class Traits(msgspec.Struct, frozen=True):
     text_arguments: bool  # wants call arguments as JSON text rather than as objects
     null_content: bool  # renders calls only where content is null
     system: bool  # takes a system message
+    late_system: bool = True  # and shows one where it stands, later in the conversation
 
 
 class Template:
@@ -89,6 +90,8 @@ class Template:
         """The whole conversation as text, with the generation prompt if `generate`."""
         if not self.traits.native_tools:
             messages, tools = with_hermes(messages, tools), ()
+        if not self.traits.late_system:
+            messages = late_system_in_user(messages)
         if not self.traits.system:
             messages = system_in_user(messages)
         try:
@@ -142,14 +145,29 @@ class Template:
 
     def _probe(self) -> Traits:
         system = self._shows(SENTINEL, [Message("system", SENTINEL), Message("user", "x")])
+        late_system = self._late_system()
         for text_arguments in (False, True):
             for null_content in (False, True):
                 self.traits = Traits(
-                    native_tools=True, text_arguments=text_arguments, null_content=null_content, system=system
+                    native_tools=True,
+                    text_arguments=text_arguments,
+                    null_content=null_content,
+                    system=system,
+                    late_system=late_system,
                 )
                 if self._tools_native():
                     return self.traits
-        return Traits(native_tools=False, text_arguments=False, null_content=False, system=system)
+        return Traits(
+            native_tools=False, text_arguments=False, null_content=False, system=system, late_system=late_system
+        )
+
+    def _late_system(self) -> bool:
+        last, late = Message("user", "lastSENTINEL"), Message("system", SENTINEL)
+        try:
+            text = self._render([Message("user", "x"), Message("assistant", "y"), last, late], (), True, {})
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return False
+        return text.find(SENTINEL) > text.find(last.content)
 
     def _tools_native(self) -> bool:
         tool = Tool(

@@ -38,6 +38,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""  # a container image or a template's name; empty: the backend's default
     dockerfile: str = ""  # a folder with a Dockerfile, instead of an image
     network: Network = "none"  # none: nothing but the relay to the gateway
+    reachable: tuple[str, ...] = ()  # remote: hosts that stay open all the same, because the relay has to get there
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = {}  # for every command
     resources: Resources = Resources()

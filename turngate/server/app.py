@@ -17,12 +17,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.config import ServeConfig
+from turngate.config import OBSERVED, ServeConfig
 from turngate.control import Control
 from turngate.dialects import DIALECTS, Dialect
+from turngate.engines.anthropic import AnthropicRelay
 from turngate.engines.base import Engine, Health, Relay
+from turngate.engines.gemini import GeminiRelay
 from turngate.engines.openai import OpenAIRelay
 from turngate.engines.pool import Pool
+from turngate.engines.responses import ResponsesRelay
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
@@ -45,6 +48,8 @@ log = logging.getLogger("turngate")
 BUILTIN_TOKENIZER = Path(__file__).parents[1] / "render" / "builtin"
 _NAMED = re.compile(r"/(s|v1/rollouts)/([^/]+)(/.+)")
 _AREA = re.compile(r"^/(s|v1/rollouts)/[^/]+")
+# Headers that only callers of one dialect send: paths such as /v1/models are common to several.
+_TELLING = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
 
 
 class Gateway:
@@ -235,10 +240,11 @@ class Gateway:
 def _speaks(request: Request) -> Dialect:
     """The dialect of somebody who asks for something that is no model call: the one whose area it is."""
     path = _AREA.sub("", request.url.path) or "/"
+    for header, name in _TELLING.items():
+        for dialect in DIALECTS:
+            if dialect.name == name and header in request.headers:
+                return dialect
     fitting = [dialect for dialect in DIALECTS if path.startswith(dialect.area)]
-    if "anthropic-version" in request.headers:
-        fitting += [dialect for dialect in DIALECTS if dialect.name == "messages"]
-        return fitting[-1]
     return max(fitting, key=lambda dialect: len(dialect.area))
 
 
@@ -271,7 +277,7 @@ class _Undo:
 
 
 def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
-    if config.engine == "openai":
+    if config.engine in OBSERVED:
         return None, None
     folder = find(config.tokenizer) if config.tokenizer else BUILTIN_TOKENIZER
     return load(folder, model=config.model, family=config.family)
@@ -302,13 +308,16 @@ def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | No
                 ]
             ), None
         case "openai":
-            if len(config.engine_url) > 1:
-                raise ConfigError(
-                    "engine_url: observe mode relays to one endpoint; give one --engine-url", param="engine_url"
-                )
-            return None, OpenAIRelay(
-                config.engine_url[0], key, capture=config.capture, silence_s=config.engine_silence_s
-            )
+            url, silence = config.engine_url[0], config.engine_silence_s
+            return None, OpenAIRelay(url, key, capture=config.capture, silence_s=silence)
+        case "anthropic":
+            return None, AnthropicRelay(config.engine_url[0], key, silence_s=config.engine_silence_s)
+        case "gemini":
+            url, silence = config.engine_url[0], config.engine_silence_s
+            return None, GeminiRelay(url, key, capture=config.capture, silence_s=silence)
+        case "responses":
+            url, silence = config.engine_url[0], config.engine_silence_s
+            return None, ResponsesRelay(url, key, capture=config.capture, silence_s=silence)
         case "scripted":
             assert renderer is not None
             return Scripted(

@@ -98,7 +98,7 @@ class ModelCalls:
             body = await read_body(receive, headers, self._max_body)
             call = dialect.decode(Wire(body, headers, query, found.verb, found.model))
             if session.config.signals:
-                told = read(session.config.signals, headers, body, call.model)
+                told = read(session.config.signals, headers, call)
                 call = msgspec.structs.replace(call, told=told)
             with Watch(receive) as watch, _faults_told():
                 if found.verb == "count":
@@ -136,7 +136,7 @@ class ModelCalls:
                             if isinstance(events[-1], Done):
                                 with self._delivering(session, events[-1]):
                                     await stream.write(data, last=True)
-                            else:
+                            elif data:  # nothing to show is no sign of life
                                 await stream.write(data)
             except TurngateError as error:
                 if not stream.started and not dialect.in_stream(error):

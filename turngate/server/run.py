@@ -17,7 +17,9 @@ import uvicorn
 import uvloop
 
 from turngate.config import ServeConfig
+from turngate.engines.base import Engine
 from turngate.errors import ConfigError
+from turngate.render import Certificate, Renderer
 from turngate.server.app import Gateway
 
 log = logging.getLogger("turngate")
@@ -44,9 +46,14 @@ class Address(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def embedded(config: ServeConfig) -> AsyncIterator[Address]:
+async def embedded(
+    config: ServeConfig,
+    *,
+    engine: Engine | None = None,
+    renderer: tuple[Renderer, Certificate] | None = None,
+) -> AsyncIterator[Address]:
     """A gateway that lives in this process, beside whatever else it does: for `turngate run`."""
-    gateway = Gateway(config)
+    gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
         listener = _listen(config)
     except ConfigError:

@@ -1,5 +1,5 @@
 """What is asked of an agent."""
 
-from turngate.tasks.task import Task, load
+from turngate.tasks.task import Task, load, said
 
-__all__ = ["Task", "load"]
+__all__ = ["Task", "load", "said"]

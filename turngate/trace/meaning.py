@@ -11,10 +11,9 @@ import json
 from collections.abc import Sequence
 from hashlib import blake2b
 
-import msgspec
 import orjson
 
-from turngate.types import History, Json, Message, ToolCall
+from turngate.types import History, Json, Message
 
 DIGEST = 16
 
@@ -87,30 +86,15 @@ def reasoning_digest(reasoning: str) -> bytes:
 
 def exact_digest(message: Message) -> bytes:
     """Of the very words and call ids, to tell answers apart that mean the same."""
-    said = [_encodable(message.content), [call.id for call in message.tool_calls]]
+    # Wire formats dress one id differently.
+    ids = [call.id.removeprefix("call_").removeprefix("toolu_") for call in message.tool_calls]
+    said = [_encodable(message.content), ids]
     return blake2b(orjson.dumps(said), digest_size=8).digest()
 
 
-def argument_names(message: Message) -> tuple[tuple[str, ...], ...]:
-    """Of each call, the names of its arguments."""
-    return tuple(tuple(_arguments(call)) for call in message.tool_calls)
-
-
-def only_arguments(message: Message, names: Sequence[Sequence[str]]) -> Message:
-    """The message with no other arguments than those named, call by call."""
-    calls = []
-    for call, kept in zip(message.tool_calls, names, strict=True):
-        known = {name: value for name, value in _arguments(call).items() if name in kept}
-        calls.append(msgspec.structs.replace(call, arguments=orjson.dumps(known).decode()))
-    return msgspec.structs.replace(message, tool_calls=tuple(calls))
-
-
-def _arguments(call: ToolCall) -> dict[str, Json]:
-    try:
-        value = orjson.loads(call.arguments or "{}")
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+def argument_sizes(message: Message) -> tuple[int, ...]:
+    """Of each call, how long its arguments are in one spelling."""
+    return tuple(len(plain_arguments(call.arguments)) for call in message.tool_calls)
 
 
 def tools_meaning(wire: Json) -> bytes:

@@ -1,44 +1,68 @@
-"""What an agent's program tells of a call by itself: headers and fields that name its conversation, or the model for small jobs.
+"""What an agent's program tells of a call by itself: which conversation it belongs to, and what it is for.
 
-Which ones those are is the agent's affair (`agents/catalog/*.toml`); a session carries them in its settings. Read once per call by
-the server; `roles` and `fork` listen to it before they look at the structure of the tree.
+Where to look is the agent's affair (`agents/catalog/*.toml`); a session carries it in its settings. Read once per call by the server;
+`roles` and `fork` listen to it before they look at the structure of the tree. A source is one of
+
+    header:NAME            a header's value
+    header:NAME.PATH       a value inside a header that holds JSON
+    body:PATH              a value of the request's body; PATH has dots, and goes into strings that hold JSON
+    tool:NAME              NAME, where the request offers a tool of that name
+    model                  the model's name
+    system                 the system prompt, where the conversation begins with one
+    last                   the text of the last message
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.types import Json, Told
+from turngate.types import Call, Json, Told
 
-Source = Annotated[str, msgspec.Meta(pattern=r"^(header|body):.+$")]
+SOURCE = r"^(header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last)$"
+Source = Annotated[str, msgspec.Meta(pattern=SOURCE)]
 ToldRole = Literal["main", "subagent", "side"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LONGEST = 200  # of a name that is kept
 
 
-class Signals(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where to look. A source is `header:NAME` or `body:a.b.c`; a string that holds JSON is looked into. The first that is there counts."""
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call whose `source` has a value that `match` fits plays `role`."""
+
+    role: ToldRole
+    source: Source
+    match: str = "*"  # as in file names: * and ?
+    why: str = ""  # shown beside the role: title, summary, sub-agent
+
+
+class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Where to look. The first source that has a value wins, and so does the first rule that fits."""
 
     thread: tuple[Source, ...] = ()  # names the conversation
     parent: tuple[Source, ...] = ()  # names the conversation that began it
-    kind: tuple[Source, ...] = ()  # what the call is for
-    side: tuple[str, ...] = ()  # patterns of kinds that are side calls …
-    subagent: tuple[str, ...] = ()  # … and that are sub-agents
+    rules: tuple[Rule, ...] = ()
     models: dict[str, ToldRole] = {}  # patterns of model names, and the role of calls to them
 
     def __bool__(self) -> bool:
-        return bool(self.thread or self.parent or self.kind or self.models)
+        return bool(self.thread or self.parent or self.rules or self.models)
 
 
-def read(signals: Signals, headers: Mapping[str, str], body: bytes, model: str) -> Told:
-    def first(sources: tuple[str, ...]) -> str:
-        return next((value for source in sources if (value := _value(source, headers, body))), "")[:_LONGEST]
+def read(signals: Signals, headers: Mapping[str, str], call: Call) -> Told:
+    """What this call tells. A rule beats the model's name."""
 
-    return Told(first(signals.thread), first(signals.parent), _role(signals, first(signals.kind), model))
+    def first(sources: Iterable[str]) -> str:
+        return next((value for source in sources if (value := _value(source, headers, call))), "")[:_LONGEST]
+
+    thread, parent = first(signals.thread), first(signals.parent)
+    for rule in signals.rules:
+        value = _value(rule.source, headers, call)
+        if value and fnmatchcase(value, rule.match):
+            return Told(thread, parent, rule.role, rule.why)
+    role = next((role for pattern, role in signals.models.items() if fnmatchcase(call.model, pattern)), None)
+    return Told(thread, parent) if role is None else Told(thread, parent, role, f"model {call.model}"[:_LONGEST])
 
 
 def alias(signals: Signals, model: str) -> bool:
@@ -46,25 +70,61 @@ def alias(signals: Signals, model: str) -> bool:
     return any(fnmatchcase(model, pattern) for pattern in signals.models)
 
 
-def _role(signals: Signals, kind: str, model: str) -> Literal["", "main", "subagent", "side"]:
-    if kind and any(fnmatchcase(kind, pattern) for pattern in signals.side):
-        return "side"
-    if kind and any(fnmatchcase(kind, pattern) for pattern in signals.subagent):
-        return "subagent"
-    return next((role for pattern, role in signals.models.items() if fnmatchcase(model, pattern)), "")
+def _value(source: str, headers: Mapping[str, str], call: Call) -> str:
+    kind, _, rest = source.partition(":")
+    match kind:
+        case "header":
+            name, *path = rest.split(".")
+            held = headers.get(name.lower(), "")
+            return _text(_inside(held, path)) if path else held
+        case "body":
+            name, *path = rest.split(".")
+            return _text(_inside(_field(call.body, name), path))
+        case "tool":
+            return rest if _offers(call, rest) else ""
+        case "model":
+            return call.model
+        case "system":
+            return _said(call, 0, "system")
+        case _:
+            return _said(call, len(call.history.raws) - 1)
 
 
-def _value(source: str, headers: Mapping[str, str], body: bytes) -> str:
-    kind, _, name = source.partition(":")
-    if kind == "header":
-        return headers.get(name.lower(), "")
-    first, *rest = name.split(".")
+def _offers(call: Call, name: str) -> bool:
+    # The name has to be in the text before it is worth decoding.
+    return (
+        call.tools is not None
+        and f'"{name}"'.encode() in call.tools.raw
+        and any(tool.name == name for tool in call.tools.decode())
+    )
+
+
+def _said(call: Call, index: int, role: str = "") -> str:
+    messages = call.history.decode(index) if call.history.raws else ()
+    return "\n".join(message.content for message in messages if role in ("", message.role))
+
+
+def _field(body: bytes, name: str) -> Json:
+    # What an agent says of itself is a hint; one that cannot be read is none.
     try:
-        raw = _fields.decode(body).get(first)
-        value: Json = None if raw is None else msgspec.json.decode(raw)
-        for key in rest:
-            value = msgspec.json.decode(value) if isinstance(value, str) else value
-            value = value.get(key) if isinstance(value, dict) else None
+        raw = _fields.decode(body).get(name)
+        return None if raw is None else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""  # what an agent says of itself is a hint; one that cannot be read is none
-    return value if isinstance(value, str) else "" if value is None else str(value)
+        return None
+
+
+def _inside(holder: Json, path: list[str]) -> Json:
+    for part in path:
+        if isinstance(holder, str):
+            try:
+                holder = msgspec.json.decode(holder)
+            except (msgspec.DecodeError, RecursionError):
+                return None
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    return holder
+
+
+def _text(found: Json) -> str:
+    if found is None or isinstance(found, dict | list):
+        return ""
+    return found if isinstance(found, str) else msgspec.json.encode(found).decode()

@@ -14,10 +14,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from turngate.trace.meaning import DIGEST, Reading, exact_digest, meaning, only_arguments, reasoning_digest
+from turngate.trace.meaning import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
 from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, Message, Told, type_of_ids
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
+_TRIMMED = 1000  # characters that an agent may leave out of a call's arguments, however short they are
 
 Cause = Literal[
     "retry", "resample", "branch", "edited", "compaction", "subagent", "side", "tools", "system", "template"
@@ -54,8 +55,10 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     idempotency_key: str = ""
     capture: Capture = "tokens"
     fault: str = ""  # why this turn is not whole: missing log-probabilities, an engine that failed
-    engine: str = ""
-    arguments: tuple[tuple[str, ...], ...] = ()  # of each call, the names of the arguments that the model gave
+    engine: str = ""  # the endpoint that was observed
+    arguments: tuple[int, ...] = ()  # of each call, how long its arguments are
+    lost: tuple[str, ...] = ()  # what the agent asked for and the observed endpoint was not told
+    verbatim: bytes = b""  # the turn in that endpoint's own words, which it wants back as they are
 
 
 class Context:
@@ -259,11 +262,19 @@ def path_ids(node: Node | None) -> Ids:
     return np.concatenate(parts) if parts else NO_IDS
 
 
-def _filled_in(message: Message, info: SampledInfo) -> bool:
-    """Whether this is the turn, by its words and call ids, with nothing changed but arguments added: some agents write defaults in."""
-    if not message.tool_calls or len(message.tool_calls) != len(info.arguments):
-        return False
-    return meaning((only_arguments(message, info.arguments),), {}) == info.meaning
+def _respelled(message: Message, info: SampledInfo) -> bool:
+    """Whether a message with the words and call ids of a turn is that turn, though its arguments read differently.
+
+    Agents write arguments down as their tools took them: defaults filled in, "5" made 5, a needless `cd` or blanks at the end of
+    lines left out. The ids were ours to give, and what the model sampled stays the truth. An agent that cuts most of an argument
+    away, though, wants it out of the context: that is an edit.
+    """
+    sizes = argument_sizes(message)
+    return (
+        bool(sizes)
+        and len(sizes) == len(info.arguments)
+        and all(now * 2 >= was or was - now <= _TRIMMED for now, was in zip(sizes, info.arguments, strict=True))
+    )
 
 
 def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
@@ -279,10 +290,12 @@ def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
     same = [
         s
         for s in context.children
-        if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _filled_in(message, s.info))
+        if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _respelled(message, s.info))
     ]
 
-    def likelihood(turn: Sampled) -> tuple[bool, bool, bool, int]:
-        return (turn.info.exact == exact, digest != b"" and turn.info.reasoning == digest, turn.delivered, turn.id)
+    def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, int]:
+        named = turn.info.exact == exact
+        said = turn.info.meaning == reading.meaning(at)  # some endpoints give the same ids again and again
+        return (named and said, named, digest != b"" and turn.info.reasoning == digest, turn.delivered, turn.id)
 
     return sorted(same, key=likelihood, reverse=True)

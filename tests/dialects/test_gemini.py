@@ -1,0 +1,966 @@
+"""Gemini, wire JSON ⇄ our types: the odd shapes that agents send, and every shape that we send."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from turngate.dialects import recorded
+from turngate.dialects.base import Verb, Wire
+from turngate.dialects.gemini import Gemini
+from turngate.dialects.gemini_contents import RAW_ARGUMENTS, camel, sealed, unsealed
+from turngate.dialects.gemini_tools import json_schema
+from turngate.errors import (
+    BadRequest,
+    Conflict,
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    NotFound,
+    Stopping,
+    StoreError,
+    TooLarge,
+    TurngateError,
+    Unauthorized,
+    Unprocessable,
+)
+from turngate.trace.meaning import Reading, meaning
+from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
+
+Json = Any
+HI = {"role": "user", "parts": [{"text": "Hi"}]}
+F = {"name": "f", "description": "Does f.", "parametersJsonSchema": {"type": "object"}}
+TOOLS = [{"functionDeclarations": [F, {"name": "g"}]}]
+gemini = Gemini()
+
+
+def decoded(
+    body: Json = None, *, verb: Verb = "generate", headers: Any = None, query: Any = None, **fields: Json
+) -> Call:
+    body = {"contents": [HI], **fields} if body is None else body
+    return gemini.decode(Wire(json.dumps(body).encode(), headers or {}, query or {}, verb, "m"))
+
+
+def messages(*contents: Json, **fields: Json) -> list[tuple[Message, ...]]:
+    """What each turn says."""
+    history = decoded(contents=list(contents), **fields).history
+    return [history.decode(n) for n in range(len(history.raws))]
+
+
+def model(*parts: Json) -> Message:
+    [_, (said,)] = messages(HI, {"role": "model", "parts": list(parts)})
+    return said
+
+
+def user(*parts: Json) -> tuple[Message, ...]:
+    [said] = messages({"role": "user", "parts": list(parts)})
+    return said
+
+
+def call(name: str = "f", **fields: Json) -> Json:
+    return {"functionCall": {"name": name, **fields}}
+
+
+def result(response: Json, name: str = "f", **fields: Json) -> Json:
+    return {"functionResponse": {"name": name, "response": response, **fields}}
+
+
+def refused(**fields: Json) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        got = decoded(**fields)
+        for n in range(len(got.history.raws)):
+            got.history.decode(n)
+        if got.tools is not None:
+            got.tools.decode()
+    assert caught.value.param is not None and caught.value.message.startswith(caught.value.param)
+    return caught.value
+
+
+# ── contents ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_the_user_says() -> None:
+    assert user({"text": "Hello"}) == (Message("user", "Hello"),)
+    assert user({"text": "<context>"}, {"text": "Do it"}) == (Message("user", "<context>\nDo it"),)
+    assert messages({"parts": [{"text": "x"}]}) == [(Message("user", "x"),)]  # no role: the user's
+    assert messages({"parts": {"text": "x"}}) == [(Message("user", "x"),)]  # one part for a list of one
+    assert decoded({"contents": {"parts": {"text": "x"}}}).history.decode(0) == (Message("user", "x"),)
+
+
+def test_the_system_instruction_is_the_first_turn() -> None:
+    for system in (
+        {"parts": [{"text": "Be good"}]},
+        {"parts": [{"text": "Be good"}], "role": "user"},
+        {"role": "system", "parts": {"text": "Be good"}},
+    ):
+        for name in ("systemInstruction", "system_instruction"):
+            assert messages(HI, **{name: system}) == [(Message("system", "Be good"),), (Message("user", "Hi"),)]
+    two = {"parts": [{"text": "Be good"}, {"text": "Be brief"}]}
+    assert messages(HI, systemInstruction=two)[0] == (Message("system", "Be good\nBe brief"),)
+
+
+def test_what_the_model_said() -> None:
+    assert model({"text": "I "}, {"text": "see."}) == Message("assistant", "I see.")  # chunks of one text
+    assert model({"text": "r", "thought": True}, {"text": "x"}) == Message("assistant", "x", "r")
+    got = model({"text": "Look. "}, call("f", id="c1", args={"a": 1}), call("g", id="c2", args={}))
+    assert got == Message(
+        "assistant", "Look. ", tool_calls=(ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "g", "{}"))
+    )
+    assert model() == model({"text": ""}) == Message("assistant")
+    assert model(call("f")).tool_calls == model(call("f", args=None)).tool_calls == (ToolCall("call_0", "f", "{}"),)
+
+
+def test_one_turn_is_one_piece_however_it_is_cut() -> None:
+    """SDKs that stream keep every chunk as a content; Gemini CLI joins them."""
+    chunks = [{"role": "model", "parts": [part]} for part in ({"text": "a "}, {"text": "b"}, call("f", id="c1"))]
+    whole = {"role": "model", "parts": [{"text": "a b"}, call("f", id="c1")]}
+    answers = [{"role": "function", "parts": [result({"output": "1"}, id="c1")]}, {"parts": [{"text": "Go on"}]}]
+    joined = {"role": "user", "parts": [result({"output": "1"}, id="c1"), {"text": "Go on"}]}
+    cut, uncut = messages(HI, *chunks, *answers), messages(HI, whole, joined)
+    assert cut == uncut and len(cut) == 3
+    assert cut[2] == (Message("tool", "1", tool_call_id="c1", name="f"), Message("user", "Go on"))
+    assert messages(HI, HI) == [(Message("user", "Hi\nHi"),)]
+
+
+def test_the_raw_turns_are_the_bytes_that_were_sent() -> None:
+    raws = [
+        b'{ "role":"user" ,"parts": [{"text":"a\\u00e9"}] }',
+        b'{"parts":[{"text":"b"}],"role":"model"}',
+        b'{"parts":[],"role":"model" }',
+        b'{"role":"user","parts":[{"text":"c"}]}',
+    ]
+    body = b' {"contents" : [ ' + b" ,\n".join(raws) + b' ], "systemInstruction": {"parts" : [{"text": "s"}]}}'
+    got = gemini.decode(Wire(body)).history.raws
+    assert got == [b'{"role":"system","parts":[{"text": "s"}]}', raws[0], raws[1] + b"," + raws[2], raws[3]]
+
+
+def test_a_recorded_history_reads_the_same() -> None:
+    contents = [
+        HI,
+        {"role": "model", "parts": [{"text": "a"}]},
+        {"role": "model", "parts": [call("f"), call("f")]},
+        {"role": "user", "parts": [result({"result": 1}), result({"result": 2})]},
+    ]
+    call_ = decoded(contents=contents, systemInstruction={"parts": [{"text": "s"}]})
+    stored = b"[" + b",".join(call_.history.raws) + b"]"
+    said = [m for n in range(len(call_.history.raws)) for m in call_.history.decode(n)]
+    assert recorded("gemini", stored) == said
+    # A context is stored without the turn that it answers.
+    alone = recorded("gemini", b"[" + call_.history.raws[-1] + b"]")
+    assert [m.content for m in alone] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "spelling", ['{"parts":%s,"role":%s}', '{"role":%s,"parts":%s}', '{ "parts" : %s, "role": %s }']
+)
+def test_a_role_is_known_wherever_it_stands(spelling: str) -> None:
+    """Also beside text that looks like one."""
+    trap = json.dumps([{"text": 'x","role":"user"}'}, {"text": ',"role":"model"}'}])
+    for role, ours in (("model", "assistant"), ("user", "user")):
+        pair = (
+            (trap, json.dumps(role)) if spelling.index("parts") < spelling.index("role") else (json.dumps(role), trap)
+        )
+        body = '{"contents":[' + spelling % pair + "]}"
+        assert gemini.decode(Wire(body.encode())).history.decode(0)[0].role == ours
+
+
+def test_a_turn_is_looked_at_only_when_it_is_asked_for() -> None:
+    """What was seen before is known by its bytes: a long history is not parsed again."""
+    got = decoded(contents=[{"parts": [{"inlineData": {}}], "role": "user"}, {"parts": [], "role": "model"}, HI])
+    assert len(got.history.raws) == 3 and got.history.decode(2) == (Message("user", "Hi"),)
+    with pytest.raises(BadRequest):
+        got.history.decode(0)
+
+
+def test_a_long_history_costs_little() -> None:
+    turns = []
+    for n in range(100):
+        turns += [
+            {"parts": [{"text": "x" * 300}, call("f", id=f"c{n}", args={"path": "/a/b"})], "role": "model"},
+            {"parts": [result({"output": "line of code\n" * 130}, id=f"c{n}")], "role": "user"},
+        ]
+    body = json.dumps({"contents": [HI, *turns], "tools": TOOLS}, separators=(",", ":")).encode()
+    best = float("inf")
+    for _ in range(30):
+        begin = time.perf_counter()
+        history = gemini.decode(Wire(body)).history
+        best = min(best, time.perf_counter() - begin)
+    assert len(history.raws) == 201 and len(body) > 230_000
+    assert best < 0.003, f"{best * 1e3:.2f} ms"  # 0.4 ms on an idle core
+
+
+@pytest.mark.parametrize(
+    ("response", "read"),
+    [
+        ({"output": "text"}, "text"),
+        ({"result": "text"}, "text"),
+        ({"result": {"a": [1, "ü"]}}, '{"a": [1, "ü"]}'),
+        ({"result": None}, "null"),
+        ({"result": True}, "true"),
+        ({"output": ""}, ""),
+        ({"error": "no such file"}, "Error: no such file"),
+        ({"error": "Error: no such file"}, "Error: no such file"),
+        ({"error": {"code": 5}}, 'Error: {"code": 5}'),
+        ({"output": "half", "error": "cancelled"}, "half\nError: cancelled"),
+        ({"output": "whole", "error": None}, "whole"),
+        ({"output": "x", "exit_code": 1}, '{"output": "x", "exit_code": 1}'),
+        ({"output": 1, "result": 2}, '{"output": 1, "result": 2}'),
+        ({"temperature": 21.5}, '{"temperature": 21.5}'),
+        ({}, ""),
+        (None, ""),
+    ],
+)
+def test_what_the_model_reads_of_a_response(response: Json, read: str) -> None:
+    [got] = user(result(response, id="c1"))
+    assert (got.role, got.content, got.tool_call_id, got.name) == ("tool", read, "c1", "f")
+
+
+def answered(calls: list[Json], answers: list[Json]) -> list[str]:
+    """The ids of the calls that the answers belong to."""
+    said = messages(HI, {"role": "model", "parts": calls}, {"role": "user", "parts": answers})
+    return [m.tool_call_id for m in said[2]]
+
+
+def test_answers_find_their_calls() -> None:
+    three = [call("f", id="a"), call("g", id="b"), call("f", id="c")]
+    by_id = [result({}, "f", id="c"), result({}, "f", id="a"), result({}, "g", id="b")]
+    assert answered(three, by_id) == ["c", "a", "b"]
+    # The Python SDK leaves the ids out: by name, and in order.
+    assert answered(three, [result({}, "f"), result({}, "f"), result({}, "g")]) == ["a", "c", "b"]
+    assert answered(three, [result({}, "g"), result({}, "f"), result({}, "f", id="a")]) == ["b", "a", "c"]
+    # An agent that renames ids consistently, or drops those of the calls.
+    assert answered([call("f"), call("g")], [result({}, "g", id="x"), result({}, "f", id="y")]) == ["call_1", "call_0"]
+    # Nothing that fits: as it was given.
+    assert answered([call("f", id="a")], [result({}, "h", id="z"), result({}, "h")]) == ["z", "h"]
+    assert user(result({}, "h"))[0].tool_call_id == "h"
+
+
+def test_ids_make_no_difference_to_the_meaning() -> None:
+    def digests(calls: list[Json], answers: list[Json]) -> list[bytes]:
+        contents = [HI, {"role": "model", "parts": calls}, {"role": "user", "parts": answers}]
+        reading = Reading(decoded(contents=contents).history, b"")
+        return [reading.meaning(n) for n in range(3)]
+
+    named = digests([call("f", id="a"), call("f", id="b")], [result({}, "f", id="a"), result({}, "f", id="b")])
+    assert named == digests([call("f"), call("f")], [result({}, "f"), result({}, "f")])
+    assert named == digests([call("f", id="a"), call("f", id="b")], [result({}, "f"), result({}, "f")])
+    crossed = digests([call("f", id="a"), call("f", id="b")], [result({}, "f", id="b"), result({}, "f", id="a")])
+    assert crossed[2] != named[2]
+
+
+def snake(value: Json, *, data: bool = False) -> Json:
+    """The same in the other spelling, down to where the agent's own data begins."""
+    match value:
+        case dict() if not data:
+            return {
+                "".join(f"_{c.lower()}" if c.isupper() else c for c in name): snake(
+                    part, data=name in ("args", "response", "parametersJsonSchema", "responseJsonSchema")
+                )
+                for name, part in value.items()
+            }
+        case list() if not data:
+            return [snake(part) for part in value]
+        case _:
+            return value
+
+
+def test_both_spellings_mean_the_same() -> None:
+    body = {
+        "contents": [
+            HI,
+            {"role": "model", "parts": [{**call("f", id="c", args={"some_key": 1}), "thoughtSignature": "c2ln"}]},
+            {"role": "user", "parts": [result({"some_key": 2, "someKey": 3}, id="c")]},
+        ],
+        "systemInstruction": {"parts": [{"text": "s"}]},
+        "tools": [{"functionDeclarations": [{"name": "f", "parametersJsonSchema": {"my_key": {}, "myKey": {}}}]}],
+        "toolConfig": {"functionCallingConfig": {"mode": "VALIDATED", "allowedFunctionNames": ["f"]}},
+        "generationConfig": {
+            "maxOutputTokens": 5,
+            "topP": 0.5,
+            "stopSequences": ["x"],
+            "responseMimeType": "application/json",
+            "responseJsonSchema": {"my_key": 1},
+            "thinkingConfig": {"includeThoughts": True, "thinkingBudget": 0},
+        },
+    }
+    one, other = decoded(body), decoded(snake(body))
+    assert [one.history.decode(n) for n in range(4)] == [other.history.decode(n) for n in range(4)]
+    assert one.tools is not None and other.tools is not None and one.tools.decode() == other.tools.decode()
+    for name in ("sampling", "max_tokens", "stop", "constraint", "template_hints", "wire"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.max_tokens == 5 and one.constraint == Constraint("json_schema", {"my_key": 1})
+    assert (camel("x"), camel("a_b_c"), camel("$defs"), camel("_x"), camel("aB")) == ("x", "aBC", "$defs", "_x", "aB")
+
+
+# ── signatures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_signature_of_our_own_carries_the_thought() -> None:
+    for thought in ("plain", "Größe 汉字 👩‍👩‍👧", "?" * 50, "\x00\x01"):
+        mark = sealed(thought)
+        assert unsealed(mark) == thought
+        # The Python SDK decodes it and writes it anew; other alphabets of base64 are the same bytes.
+        assert unsealed(base64.b64encode(base64.urlsafe_b64decode(mark)).decode()) == thought
+        assert model({**call("f"), "thoughtSignature": mark}) == Message(
+            "assistant", reasoning=thought, tool_calls=(ToolCall("call_0", "f", "{}"),)
+        )
+
+
+@pytest.mark.parametrize("mark", ["c2lnbmF0dXJl", "skip_thought_signature_validator", "", "é", "====", "dGcxLv8="])
+def test_any_other_signature_is_kept_and_not_believed(mark: str) -> None:
+    assert unsealed(mark) is None
+    got = model({**call("f"), "thoughtSignature": mark})
+    assert got.reasoning == "" and got.tool_calls[0].seal == mark and got.seal == ""
+    assert model({"text": "x", "thoughtSignature": mark}) == Message("assistant", "x", seal=mark)
+    assert model({"text": "x"}, {"thoughtSignature": mark}) == Message("assistant", "x", seal=mark)
+
+
+def test_thoughts_that_came_back_count_more_than_those_in_a_signature() -> None:
+    got = model({"text": "shown", "thought": True}, {**call("f"), "thoughtSignature": sealed("sealed")})
+    assert got.reasoning == "shown"
+
+
+# ── what makes no sense ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ({"parts": [{"text": "a"}, {"inlineData": {"mimeType": "image/png", "data": ""}}]}, "parts[1].inlineData"),
+        ({"parts": [{"inline_data": {}}]}, "parts[0].inlineData"),
+        ({"parts": [{"fileData": {"fileUri": "x"}}]}, "parts[0].fileData"),
+        ({"role": "model", "parts": [{"executableCode": {"code": "1"}}]}, "parts[0].executableCode"),
+        ({"role": "model", "parts": [{"codeExecutionResult": {}}]}, "parts[0].codeExecutionResult"),
+        ({"parts": [{"unheardOf": 1}]}, "parts[0].unheardOf"),
+        ({"role": "user", "parts": [call("f")]}, "parts[0].functionCall"),
+        ({"role": "model", "parts": [result({})]}, "parts[0].functionResponse"),
+        ({"parts": [result({}, parts=[{"inlineData": {}}])]}, "parts[0].functionResponse.parts"),
+        ({"parts": [{"functionResponse": {"name": "f", "response": "text"}}]}, "parts[0].functionResponse.response"),
+        ({"role": "model", "parts": [call("f", args=[1])]}, "parts[0].functionCall.args"),
+        ({"role": "model", "parts": [call("f", args="{}")]}, "parts[0].functionCall.args"),
+        ({"parts": [{"text": 5}]}, "parts[0].text"),
+        ({"parts": ["text"]}, "parts[0]"),
+        ({"parts": "text"}, "parts"),
+        ({"parts": []}, "parts"),
+        ({}, "parts"),
+        ({"role": "assistant", "parts": [{"text": "x"}]}, "role"),
+        ({"role": "system", "parts": [{"text": "x"}]}, "role"),
+        ({"role": 5, "parts": [{"text": "x"}]}, "role"),
+    ],
+)
+def test_contents_that_make_no_sense_are_refused_by_their_place(content: Json, param: str) -> None:
+    assert refused(contents=[content]).param == f"contents[0].{param}"
+
+
+def test_places_are_those_of_the_request_however_turns_are_grouped() -> None:
+    image = {"parts": [{"text": "x"}, {"inlineData": {}}]}
+    assert (
+        refused(contents=[HI, HI, {"role": "model", "parts": []}, HI, image]).param == "contents[4].parts[1].inlineData"
+    )
+    error = refused(systemInstruction={"parts": [{"text": "s"}, {"fileData": {}}]})
+    assert error.param == "systemInstruction.parts[1].fileData"
+    assert refused(contents=["Hi"]).param == "contents[0]" and refused(contents="Hi").param == "contents"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"contents": [' + b"[" * 5000])
+def test_bodies_that_are_no_json_object(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        gemini.decode(Wire(body))
+
+
+@pytest.mark.parametrize("body", [{}, {"contents": []}, {"contents": None}])
+def test_no_contents_at_all(body: Json) -> None:
+    with pytest.raises(BadRequest, match="contents is not specified"):
+        decoded(body)
+
+
+def test_misuse_never_breaks_anything_else() -> None:
+    """Random bodies: every one is read or refused."""
+    draw = random.Random(7)
+    names = [
+        "contents",
+        "parts",
+        "role",
+        "text",
+        "functionCall",
+        "functionResponse",
+        "args",
+        "name",
+        "response",
+        "tools",
+    ]
+    names += [
+        "functionDeclarations",
+        "parameters",
+        "type",
+        "properties",
+        "generationConfig",
+        "thinkingConfig",
+        "toolConfig",
+    ]
+    names += ["topK", "stopSequences", "systemInstruction", "mode", "functionCallingConfig", "anyOf", "nullable"]
+
+    def value(depth: int) -> Json:
+        kind = draw.randrange(9 if depth < 6 else 6)
+        if kind < 6:
+            return draw.choice([None, True, -1, 1.5, "user", "model", "\ud83d", "", "ANY", 10**30])
+        if kind == 6:
+            return [value(depth + 1) for _ in range(draw.randrange(3))]
+        return {draw.choice(names): value(depth + 1) for _ in range(draw.randrange(4))}
+
+    for _ in range(5000):
+        body = {"contents": draw.choice([[HI], value(1), [value(2)]]), **{n: value(1) for n in draw.sample(names, 4)}}
+        try:
+            got = decoded(body)
+            for n in range(len(got.history.raws)):
+                assert got.history.decode(n)
+            if got.tools is not None:
+                got.tools.decode()
+        except BadRequest:
+            pass
+
+
+# ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_with_nothing_in_it_but_contents() -> None:
+    got = decoded()
+    assert (got.model, got.dialect, got.tools, got.sampling, got.max_tokens, got.stop) == (
+        "m",
+        "gemini",
+        None,
+        {},
+        None,
+        (),
+    )
+    assert (got.constraint, got.stream, got.retried, got.template_hints) == (None, False, False, {})
+    assert got.body.startswith(b'{"contents"')
+
+
+_UNSET = """maxOutputTokens temperature topP topK seed stopSequences candidateCount responseMimeType responseSchema
+responseJsonSchema thinkingConfig responseLogprobs logprobs speechConfig imageConfig responseModalities"""
+NULLS: Json = {
+    "generationConfig": dict.fromkeys(_UNSET.split()),
+    **dict.fromkeys(("systemInstruction", "tools", "toolConfig", "safetySettings", "cachedContent", "labels")),
+}
+
+
+def test_null_is_the_same_as_leaving_out() -> None:
+    for got in (
+        decoded(**NULLS),
+        decoded(generationConfig=None),
+        decoded(generationConfig={}, tools=[], toolConfig={}),
+    ):
+        for field in Call.__struct_fields__:
+            if field not in ("body", "history"):
+                assert getattr(got, field) == getattr(decoded(), field), field
+        assert len(got.history.raws) == 1
+
+
+def test_what_changes_nothing_is_ignored() -> None:
+    got = decoded(
+        safetySettings=[{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
+        labels={"a": "b"},
+        store=True,
+        serviceTier="flex",
+        unheardOf={"deep": [1]},
+        generationConfig={"mediaResolution": "LOW", "audioTimestamp": True, "unheardOf": 1},
+    )
+    assert got.sampling == {} and got.history.decode(0) == (Message("user", "Hi"),)
+
+
+def test_sampling() -> None:
+    config = {"temperature": 0, "topP": 0.5, "topK": 40.0, "seed": -3, "presencePenalty": -2, "frequencyPenalty": 2}
+    assert decoded(generationConfig=config).sampling == {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 40,
+        "seed": -3,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+    }
+    got = decoded(generationConfig={"maxOutputTokens": "7", "stopSequences": ["x", "y"], "candidateCount": 1})
+    assert got.max_tokens == 7 and got.stop == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("config", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"topP": -1}, "topP"),
+        ({"topK": 1.5}, "topK"),
+        ({"top_k": "many"}, "topK"),
+        ({"maxOutputTokens": 0}, "maxOutputTokens"),
+        ({"stopSequences": [""]}, "stopSequences"),
+        ({"stopSequences": "x"}, "stopSequences"),
+        ({"stopSequences": list("abcdefghijklmnopq")}, "stopSequences"),
+        ({"candidateCount": 2}, "candidateCount"),
+        ({"responseLogprobs": True}, "responseLogprobs"),
+        ({"logprobs": 3}, "responseLogprobs"),
+        ({"responseModalities": ["TEXT", "IMAGE"]}, "responseModalities"),
+        ({"speechConfig": {}}, "speechConfig"),
+        ({"imageConfig": {}}, "imageConfig"),
+        ({"continuationToken": "x"}, "continuationToken"),
+        ({"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", "enum": ["a"]}}, "responseMimeType"),
+        ({"responseSchema": {"type": "OBJECT"}}, "responseMimeType"),
+        ({"thinkingConfig": {"thinkingBudget": "much"}}, "thinkingConfig.thinkingBudget"),
+        ({"thinkingConfig": 5}, "thinkingConfig"),
+    ],
+)
+def test_a_configuration_that_cannot_be_had_is_refused_by_its_name(config: Json, param: str) -> None:
+    assert refused(generationConfig=config).param == f"generationConfig.{param}"
+
+
+def test_other_things_that_cannot_be_had() -> None:
+    assert refused(cachedContent="cachedContents/x").param == "cachedContent"
+    assert refused(generationConfig=5).param == "generationConfig"
+    assert refused(toolConfig=5).param == "toolConfig"
+
+
+def test_thinking() -> None:
+    def hints(**thinking: Json) -> Json:
+        return decoded(generationConfig={"thinkingConfig": thinking}).template_hints
+
+    assert hints(includeThoughts=True) == {} == hints(thinkingLevel="THINKING_LEVEL_UNSPECIFIED")
+    assert hints(thinkingBudget=0) == {"enable_thinking": False, "thinking": False}
+    assert hints(thinkingBudget=-1) == {"enable_thinking": True, "thinking": True}
+    assert hints(thinkingBudget=512) == {"enable_thinking": True, "thinking": True, "thinking_budget": 512}
+    assert hints(thinkingLevel="HIGH") == {"reasoning_effort": "high"}
+    assert hints(thinkingLevel="MINIMAL") == {"reasoning_effort": "low"}
+
+
+def test_counting_takes_either_form() -> None:
+    inner = {"model": "models/m", "contents": [HI], "systemInstruction": {"parts": [{"text": "s"}]}, "tools": TOOLS}
+    for name in ("generateContentRequest", "generate_content_request"):
+        got = decoded({name: inner}, verb="count")
+        assert len(got.history.raws) == 2 and got.tools is not None
+    assert len(decoded(verb="count").history.raws) == 1
+    assert json.loads(gemini.count(7)) == {
+        "totalTokens": 7,
+        "promptTokensDetails": [{"modality": "TEXT", "tokenCount": 7}],
+    }
+
+
+def test_keys() -> None:
+    assert gemini.key({"x-goog-api-key": " abc "}, {}) == "abc"
+    assert gemini.key({}, {"key": "abc", "alt": "sse"}) == "abc"
+    assert gemini.key({"authorization": "Bearer abc"}, {}) == "abc"
+    assert gemini.key({"x-goog-api-key": "a", "authorization": "Bearer b"}, {"key": "c"}) == "a"
+    assert gemini.key({}, {}) == ""
+
+
+def test_what_a_client_says_about_its_retries_and_itself() -> None:
+    got = decoded(headers={"x-turngate-attempt": "2", "x-goog-api-client": "sdk/1", "x-goog-api-key": "secret"})
+    assert got.retried and not decoded().retried
+    assert got.passed == {"x-goog-api-client": "sdk/1"}  # never the key
+
+
+# ── tools and shapes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_functions_become_tools() -> None:
+    got = decoded(tools=[*TOOLS, {"functionDeclarations": {"name": "h", "parameters": {"type": "OBJECT"}}}])
+    assert got.tools is not None
+    f, g, h = got.tools.decode()
+    assert f.wire == {
+        "type": "function",
+        "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+    }
+    assert g.wire["function"] == {"name": "g", "parameters": {"type": "object", "properties": {}}}
+    assert h.wire["function"]["parameters"] == {"type": "object"}
+    assert decoded(tools=[]).tools is None
+    returns = decoded(tools=[{"functionDeclarations": [{"name": "f", "response": {"type": "STRING"}}]}])
+    assert returns.tools is not None and returns.tools.decode()[0].wire["function"]["return"] == {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ("f", "tools"),
+        ([5], "tools[0]"),
+        ([{"googleSearch": {}}], "tools[0].googleSearch"),
+        ([*TOOLS, {"code_execution": {}}], "tools[1].codeExecution"),
+        ([{"urlContext": {}}], "tools[0].urlContext"),
+        ([{"functionDeclarations": [{"description": "x"}]}], "tools[0].functionDeclarations[0].name"),
+        ([{"functionDeclarations": [F, F]}], "tools[0].functionDeclarations[1].name"),
+        ([{"functionDeclarations": ["f"]}], "tools[0].functionDeclarations[0]"),
+    ],
+)
+def test_tools_that_cannot_be_had_are_refused_by_their_place(tools: Json, param: str) -> None:
+    assert refused(tools=tools).param == param
+
+
+def test_schemas_of_this_api_become_json_schemas() -> None:
+    schema = {
+        "type": "OBJECT",
+        "description": "d",
+        "properties": {
+            "b": {"type": "STRING", "enum": ["x", "y"], "format": "enum"},
+            "a": {"type": "ARRAY", "items": {"type": "INTEGER", "format": "int32"}, "minItems": "1", "max_items": "3"},
+            "c": {"type": "STRING", "nullable": True},
+            "type": {"type": "NUMBER", "minimum": 0, "nullable": False},
+            "d": {"any_of": [{"type": "STRING"}, {"type": "BOOLEAN"}], "nullable": True},
+            "e": {"type": "STRING", "enum": ["x"], "nullable": True},
+            "f": {"type": "TYPE_UNSPECIFIED"},
+        },
+        "required": ["a"],
+        "propertyOrdering": ["a", "b", "gone"],
+    }
+    got = json_schema(schema, "s")
+    assert got == {
+        "type": "object",
+        "description": "d",
+        "properties": {
+            "a": {"type": "array", "items": {"type": "integer", "format": "int32"}, "minItems": 1, "maxItems": 3},
+            "b": {"type": "string", "enum": ["x", "y"]},
+            "c": {"type": ["string", "null"]},
+            "type": {"type": "number", "minimum": 0},
+            "d": {"anyOf": [{"type": "string"}, {"type": "boolean"}, {"type": "null"}]},
+            "e": {"type": ["string", "null"], "enum": ["x", None]},
+            "f": {},
+        },
+        "required": ["a"],
+    }
+    assert list(got["properties"]) == ["a", "b", "c", "type", "d", "e", "f"]
+    # One that is a JSON schema already stays one.
+    plain = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": ["string", "null"]}}}
+    assert json_schema({**plain, "additionalProperties": False}, "s") == {**plain, "additionalProperties": False}
+    assert json_schema({"ref": "#/$defs/X", "defs": {"X": {"type": "STRING"}}}, "s") == {
+        "$ref": "#/$defs/X",
+        "$defs": {"X": {"type": "string"}},
+    }
+
+
+def calling(mode: str, *names: str, **fields: Json) -> Json:
+    config: Json = {"mode": mode, **({"allowedFunctionNames": list(names)} if names else {})}
+    return {"tools": TOOLS, "toolConfig": {"functionCallingConfig": config}, **fields}
+
+
+def forced(got: Call) -> list[str]:
+    assert got.constraint is not None and got.constraint.kind == "tools"
+    return [item["properties"]["name"]["const"] for item in got.constraint.schema["items"]["anyOf"]]
+
+
+def test_how_functions_may_be_called() -> None:
+    for mode in ("AUTO", "auto", "MODE_UNSPECIFIED", "VALIDATED"):
+        got = decoded(**calling(mode))
+        assert got.constraint is None and got.tools is not None and len(got.tools.decode()) == 2
+    assert decoded(**calling("NONE")).tools is None
+    assert forced(decoded(**calling("ANY"))) == ["f", "g"]
+    only = decoded(**calling("ANY", "g"))
+    assert forced(only) == ["g"] and only.tools is not None and len(only.tools.decode()) == 2  # both are still shown
+    narrowed = decoded(**calling("VALIDATED", "g"))
+    assert narrowed.constraint is None and narrowed.tools is not None
+    assert [t.name for t in narrowed.tools.decode()] == ["g"] and json.loads(narrowed.tools.raw)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (calling("SOMETIMES"), "mode"),
+        (calling("AUTO", "f"), "allowedFunctionNames"),
+        (calling("ANY", "h"), "allowedFunctionNames"),
+        (calling("VALIDATED", "h"), "allowedFunctionNames"),
+        ({**calling("ANY"), "tools": []}, "mode"),
+        (calling("ANY", generationConfig={"responseMimeType": "application/json"}), "mode"),
+    ],
+)
+def test_callings_that_make_no_sense(fields: Json, param: str) -> None:
+    assert refused(**fields).param == f"toolConfig.functionCallingConfig.{param}"
+
+
+def test_formats() -> None:
+    def shape(**config: Json) -> Constraint | None:
+        return decoded(generationConfig=config).constraint
+
+    assert shape(responseMimeType="text/plain") is None
+    assert shape(responseMimeType="application/json") == Constraint("json_object")
+    own = {"type": "OBJECT", "properties": {"n": {"type": "INTEGER"}}}
+    plain = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    assert shape(responseMimeType="application/json", responseSchema=own) == Constraint("json_schema", plain)
+    assert shape(responseMimeType="application/json", responseJsonSchema=plain) == Constraint("json_schema", plain)
+
+
+# ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+USAGE = Usage(10, 5, 4, 2)
+THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
+
+
+def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE, **fields: Json) -> Json:
+    return json.loads(gemini.whole(decoded(**fields), Done(finish, message, usage, 1)))
+
+
+def parts(message: Message, **fields: Json) -> Json:
+    return whole(message, **fields)["candidates"][0]["content"]["parts"]
+
+
+def test_a_whole_reply() -> None:
+    got, other = whole(Message("assistant", "Hello.")), whole(Message("assistant", "Hello."))
+    assert len(got["responseId"]) >= 16 and got.pop("responseId") != other["responseId"]
+    assert got == {
+        "candidates": [
+            {"content": {"parts": [{"text": "Hello."}], "role": "model"}, "index": 0, "finishReason": "STOP"}
+        ],
+        "usageMetadata": {
+            "promptTokenCount": 10,
+            "candidatesTokenCount": 3,
+            "totalTokenCount": 15,
+            "cachedContentTokenCount": 4,
+            "thoughtsTokenCount": 2,
+        },
+        "modelVersion": "m",
+    }
+    assert set(whole(Message("assistant"), usage=Usage(1, 2))["usageMetadata"]) == {
+        "promptTokenCount",
+        "candidatesTokenCount",
+        "totalTokenCount",
+    }
+    assert "usageMetadata" not in whole(Message("assistant"), usage=None)
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"), [("stop", "STOP"), ("tool_calls", "STOP"), ("length", "MAX_TOKENS"), ("abort", "OTHER")]
+)
+def test_reasons_to_finish(finish: str, reason: str) -> None:
+    assert whole(Message("assistant", "x"), finish)["candidates"][0]["finishReason"] == reason
+
+
+def test_parts_of_a_reply() -> None:
+    assert parts(Message("assistant")) == [{"text": ""}]
+    c1, c2 = ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "g", "")
+    w1 = {"functionCall": {"id": "c1", "name": "f", "args": {"a": 1}}}
+    w2 = {"functionCall": {"id": "c2", "name": "g", "args": {}}}
+    assert parts(Message("assistant", tool_calls=(c1, c2))) == [w1, w2]
+    thinking = Message("assistant", "x", "r", (c1, c2))
+    signed = {**w1, "thoughtSignature": sealed("r")}
+    assert parts(thinking) == [{"text": "x"}, signed, w2]
+    assert parts(thinking, generationConfig=THOUGHTS) == [{"text": "r", "thought": True}, {"text": "x"}, signed, w2]
+
+
+def test_signatures_of_a_provider_are_handed_on() -> None:
+    by_provider = ToolCall("c1", "f", "{}", "c2ln")
+    [got] = parts(Message("assistant", "", "r", (by_provider,)))
+    assert got["thoughtSignature"] == "c2ln"
+    assert parts(Message("assistant", "x", "r", seal="c2ln")) == [{"text": "x", "thoughtSignature": "c2ln"}]
+    assert parts(Message("assistant", "", "r", seal="c2ln")) == [{"text": "", "thoughtSignature": "c2ln"}]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "[1, 2]",
+        '"text"',
+        "null",
+        "5",
+        "not json",
+        '{"a": ',
+        '{"a": NaN}',
+        '{"a": "\\ud800"}',
+        "[" * 300 + "]" * 300,
+        '{"a": ' + "[" * 300 + "]" * 300 + "}",
+        "\n",
+    ],
+)
+def test_arguments_that_are_no_object_come_back_as_they_were(arguments: str) -> None:
+    [got] = parts(Message("assistant", tool_calls=(ToolCall("c1", "f", arguments),)))
+    assert got["functionCall"]["args"] == {RAW_ARGUMENTS: arguments}
+    assert model(got).tool_calls == (ToolCall("c1", "f", arguments),)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": 1}',
+        '{\n  "a": [1,\r\n 2]\n}',
+        '{"a":1.0,"b":1e3,"n":123456789012345678901234567890}',
+        '{"é": "\\u00e9\\n"}',
+    ],
+)
+def test_arguments_are_passed_on_as_the_model_wrote_them(arguments: str) -> None:
+    made = ToolCall("c1", "f", arguments)
+    data = gemini.whole(decoded(), Done("tool_calls", Message("assistant", tool_calls=(made,)), None))
+    assert b"\n" not in data and arguments.replace("\n", " ").replace("\r", " ").encode() in data
+    [back] = model(json.loads(data)["candidates"][0]["content"]["parts"][0]).tool_calls
+    assert meaning((Message("assistant", tool_calls=(back,)),), {}) == meaning(
+        (Message("assistant", tool_calls=(made,)),), {}
+    )
+
+
+def streamed(*events: Any, sse: bool = True, **fields: Json) -> Json:
+    encoder = gemini.stream(decoded(verb="stream", query={"alt": "sse"} if sse else {}, **fields))
+    data = (encoder.begin() + b"".join(encoder.event(event) for event in events)).decode()
+    if not sse:
+        assert encoder.media == "application/json; charset=UTF-8"
+        return json.loads(data)
+    assert encoder.media == "text/event-stream"
+    *events_, rest = data.split("\r\n\r\n")
+    assert rest == "" and all("\n" not in e.lstrip("\n") and e.lstrip("\n").startswith("data: ") for e in events_)
+    return [json.loads(e.lstrip("\n").removeprefix("data: ")) for e in events_]
+
+
+C1, C2 = ToolCall("c1", "f", '{"a": "line\\n"}'), ToolCall("c2", "g", "{\n}")
+SAID = Message("assistant", "Hi\n\nyou", "some thought", (C1, C2))
+EVENTS = (
+    Delta("reasoning", "some "),
+    Alive(),
+    Delta("reasoning", "thought"),
+    Delta("content", "Hi\n\n"),
+    Delta("content", "you"),
+    Alive(),
+    CallDelta(0, C1),
+    CallDelta(1, C2),
+    Done("tool_calls", SAID, USAGE, 1),
+)
+
+
+@pytest.mark.parametrize("sse", [True, False])
+def test_a_streamed_reply(sse: bool) -> None:
+    chunks = streamed(*EVENTS, sse=sse, generationConfig=THOUGHTS)
+    said = [c["candidates"][0]["content"]["parts"] for c in chunks]
+    assert said == [
+        [{"text": "some ", "thought": True}],
+        [{"text": "thought", "thought": True}],
+        [{"text": "Hi\n\n"}],
+        [{"text": "you"}],
+        [
+            {
+                "functionCall": {"id": "c1", "name": "f", "args": {"a": "line\n"}},
+                "thoughtSignature": sealed("some thought"),
+            }
+        ],
+        [{"functionCall": {"id": "c2", "name": "g", "args": {}}}],
+        [{"text": ""}],
+    ]
+    assert {(c["responseId"], c["modelVersion"]) for c in chunks} == {(chunks[0]["responseId"], "m")}
+    assert ["finishReason" in c["candidates"][0] for c in chunks] == [False] * 6 + [True]
+    assert ["usageMetadata" in c for c in chunks] == [False] * 6 + [True]
+    assert all(c["candidates"][0]["content"]["role"] == "model" for c in chunks)
+
+
+def test_thoughts_are_shown_only_to_those_who_want_them() -> None:
+    chunks = streamed(*EVENTS)
+    assert not any(p.get("thought") for c in chunks for p in c["candidates"][0]["content"]["parts"])
+    encoder = gemini.stream(decoded(verb="stream", query={"alt": "sse"}))
+    assert encoder.event(Delta("reasoning", "x")) == b"" and encoder.begin() == b""
+
+
+@pytest.mark.parametrize("thoughts", [True, False])
+@pytest.mark.parametrize("sse", [True, False])
+def test_a_stream_says_what_a_whole_reply_says(sse: bool, thoughts: bool) -> None:
+    fields: Json = {"generationConfig": THOUGHTS} if thoughts else {}
+    said = [p for c in streamed(*EVENTS, sse=sse, **fields) for p in c["candidates"][0]["content"]["parts"]]
+    assert model(*said) == model(*parts(SAID, **fields))
+    assert model(*said).reasoning == "some thought"  # if not shown, then in the signature
+
+
+def test_signatures_of_a_provider_in_a_stream() -> None:
+    done = Done("tool_calls", Message("assistant"), None)
+    chunks = streamed(Delta("reasoning", "r"), CallDelta(0, ToolCall("c1", "f", "{}", "c2ln")), done)
+    assert chunks[0]["candidates"][0]["content"]["parts"][0]["thoughtSignature"] == "c2ln"
+    chunks = streamed(Delta("reasoning", "r"), Delta("seal", "c2ln"), CallDelta(0, ToolCall("c1", "f", "{}")), done)
+    first, second, _ = (c["candidates"][0]["content"]["parts"][0] for c in chunks)
+    assert first == {"text": "", "thoughtSignature": "c2ln"} and "thoughtSignature" not in second
+
+
+def test_signs_of_life_are_white_space() -> None:
+    """The Python SDK fails on comments, and drops a reply that has a chunk without parts."""
+    for query in ({"alt": "sse"}, {}):
+        encoder = gemini.stream(decoded(verb="stream", query=query))
+        assert encoder.event(Alive()).strip() == b"" != encoder.event(Alive())
+    silent = streamed(Alive(), Alive(), Done("stop", Message("assistant"), None), sse=False)
+    assert len(silent) == 1
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        (BadRequest("x", param="n"), 400, "INVALID_ARGUMENT"),
+        (ContextOverflow("x"), 400, "INVALID_ARGUMENT"),
+        (Unauthorized("x"), 400, "INVALID_ARGUMENT"),
+        (NotFound("x"), 404, "NOT_FOUND"),
+        (Conflict("x"), 400, "FAILED_PRECONDITION"),
+        (TooLarge("x"), 400, "INVALID_ARGUMENT"),
+        (Unprocessable("x"), 400, "INVALID_ARGUMENT"),
+        (EngineRejected("x"), 400, "INVALID_ARGUMENT"),
+        (EngineBusy("x"), 429, "RESOURCE_EXHAUSTED"),
+        (EngineError("x"), 500, "INTERNAL"),
+        (TurngateError("x"), 500, "INTERNAL"),
+        (EngineUnavailable("x"), 503, "UNAVAILABLE"),
+        (Stopping("x"), 503, "UNAVAILABLE"),
+        (StoreError("x"), 503, "UNAVAILABLE"),
+        (EngineTimeout("x"), 504, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_errors(error: TurngateError, code: int, status: str) -> None:
+    body = json.loads(gemini.error(error))
+    assert (body["error"]["code"], body["error"]["status"], gemini.status(error)) == (code, status, code)
+    if not isinstance(error, ContextOverflow):
+        assert "x" in body["error"]["message"]
+    assert not gemini.in_stream(error)
+    # In a stream of events it is a bare object, which is how the SDKs know it.
+    in_stream = gemini.stream(decoded(verb="stream", query={"alt": "sse"})).error(error)
+    assert in_stream.startswith(b'{"error":') and in_stream.endswith(b"}\n\n") and json.loads(in_stream) == body
+    listed = gemini.stream(decoded(verb="stream"))
+    assert json.loads(listed.begin() + listed.error(error)) == [body]
+    listed = gemini.stream(decoded(verb="stream"))
+    data = listed.begin() + listed.event(Delta("content", "x")) + listed.event(Alive()) + listed.error(error)
+    assert json.loads(data)[1] == body
+
+
+def details(error: TurngateError) -> Json:
+    return json.loads(gemini.error(error))["error"].get("details")
+
+
+def test_what_errors_say_besides() -> None:
+    [violation] = details(BadRequest("x: is wrong", param="generationConfig.x"))
+    assert violation == {
+        "@type": "type.googleapis.com/google.rpc.BadRequest",
+        "fieldViolations": [{"field": "generationConfig.x", "description": "x: is wrong"}],
+    }
+    assert details(Unauthorized("x"))[0]["reason"] == "API_KEY_INVALID"
+    assert (
+        "API key not valid. Please pass a valid API key."
+        in json.loads(gemini.error(Unauthorized("x")))["error"]["message"]
+    )
+    assert details(EngineBusy("x"))[0]["retryDelay"] == details(Stopping("x"))[0]["retryDelay"] == "1s"
+    for error in (StoreError("x"), Conflict("x"), NotFound("x", param="model"), BadRequest("x"), EngineTimeout("x")):
+        assert details(error) is None
+
+
+def test_an_overflow_reads_as_googles() -> None:
+    def message(**sizes: int) -> Json:
+        return json.loads(gemini.error(ContextOverflow("x", param="messages", **sizes)))["error"]["message"]
+
+    assert message(most=8192, size=9000) == (
+        "The input token count (9000) exceeds the maximum number of tokens allowed (8192)."
+    )
+    assert message() == "The input token count exceeds the maximum number of tokens allowed."
+    assert details(ContextOverflow("x", param="messages")) is None
+
+
+def test_models() -> None:
+    got = json.loads(gemini.models(["a", "b"], 5))["models"]
+    assert [m["name"] for m in got] == ["models/a", "models/b"]
+    assert got[0] == json.loads(gemini.model("a", 5))
+    assert set(got[0]["supportedGenerationMethods"]) == {"generateContent", "countTokens"}
+
+
+def test_routes() -> None:
+    found = {route.path: route.verb for route in gemini.routes}
+    for version in ("v1beta", "v1", "v1alpha"):
+        assert found[f"/{version}/models/{{model}}:generateContent"] == "generate"
+        assert found[f"/{version}/models/{{model}}:streamGenerateContent"] == "stream"
+        assert found[f"/{version}/models/{{model}}:countTokens"] == "count"
+    assert decoded(verb="stream").stream and not decoded().stream

@@ -1,0 +1,837 @@
+"""Anthropic Messages, wire JSON ⇄ our types: the odd shapes that agents send, and every shape that we send."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import zlib
+from typing import Any
+
+import pytest
+
+from turngate.dialects import recorded
+from turngate.dialects.base import Wire
+from turngate.dialects.messages import Messages
+from turngate.errors import (
+    BadRequest,
+    Conflict,
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    NotFound,
+    Stopping,
+    StoreError,
+    TooLarge,
+    TurngateError,
+    Unauthorized,
+    Unprocessable,
+)
+from turngate.trace.meaning import Reading
+from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
+
+Json = Any
+HI = {"role": "user", "content": "Hi"}
+TOOL = {"name": "f", "description": "Does f.", "input_schema": {"type": "object", "properties": {}}}
+EPHEMERAL = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+HEX = "0123456789abcdef01234567"
+dialect = Messages()
+
+
+def decoded(headers: dict[str, str] | None = None, verb: Any = "generate", **body: Json) -> Call:
+    whole = {"model": "m", "max_tokens": 100, "messages": [HI], **body}
+    return dialect.decode(Wire(json.dumps(whole).encode(), headers or {}, verb=verb))
+
+
+def conversation(*wires: Json, **body: Json) -> list[Message]:
+    """Messages, through the wire. They end with the user's."""
+    history = decoded(messages=[*wires, HI], **body).history
+    said = [m for n in range(len(history.raws)) for m in history.decode(n)]
+    return said[:-1]
+
+
+def assistant(*blocks: Json) -> Message:
+    [got] = conversation({"role": "assistant", "content": list(blocks)})
+    return got
+
+
+def results(*blocks: Json, **body: Json) -> list[Message]:
+    history = decoded(messages=[{"role": "user", "content": list(blocks)}], **body).history
+    return list(history.decode(0))
+
+
+def refused(**body: Json) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        call = decoded(**body)
+        for n in range(len(call.history.raws)):
+            call.history.decode(n)
+        if call.tools is not None:
+            call.tools.decode()
+    return caught.value
+
+
+def text(words: str, **more: Json) -> Json:
+    return {"type": "text", "text": words, **more}
+
+
+def tool_use(arguments: Json = None, **more: Json) -> Json:
+    return {"type": "tool_use", "id": "toolu_1", "name": "f", "input": arguments, **more}
+
+
+def result(content: Json = None, **more: Json) -> Json:
+    return {"type": "tool_result", "tool_use_id": "toolu_1", "content": content, **more}
+
+
+# ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Hello",
+        [text("Hello")],
+        [text("Hello", citations=None)],
+        [text("Hello", **EPHEMERAL)],
+        [text("Hello"), text("")],
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_text_however_it_is_wrapped(role: str, content: Json) -> None:
+    got = conversation({"role": role, "content": content}, {"role": "assistant", "content": ""})[0]
+    assert got == Message(role, "Hello")  # type: ignore[arg-type]
+
+
+def test_parts_are_lines_of_what_others_say_and_run_on_in_what_the_model_says() -> None:
+    assert conversation({"role": "user", "content": [text("a"), text("b")]}, {"role": "assistant", "content": "x"})[
+        0
+    ] == Message("user", "a\nb")
+    assert assistant(text("a "), tool_use({}), text("b")).content == "a b"
+
+
+@pytest.mark.parametrize("content", [None, "", [], [text("")]])
+def test_no_content_however_it_is_spelled(content: Json) -> None:
+    assert conversation({"role": "assistant", "content": content}) == [Message("assistant")]
+    assert decoded(messages=[{"role": "user", "content": content}]).history.decode(0) == (Message("user"),)
+
+
+def test_messages_of_one_speaker_in_a_row_are_one_turn() -> None:
+    """So Anthropic has it; and some agents send each block of a turn as a message of its own."""
+    parts = [{"type": "thinking", "thinking": "r", "signature": "s"}, text("Let me see."), tool_use({"a": 1})]
+    wires = [{"role": "assistant", "content": [part]} for part in parts]
+    assert conversation(*wires) == [assistant(*parts)]
+    apart = [{"role": "user", "content": [result("ok")]}, {"role": "user", "content": "Go on."}, HI]
+    history = decoded(messages=apart).history
+    assert len(history.raws) == 1
+    assert history.decode(0) == (Message("tool", "ok", tool_call_id="toolu_1"), Message("user", "Go on.\nHi"))
+
+
+def test_system_messages_may_come_at_any_time() -> None:
+    """Claude Code sends its environment as one, after the question; as parts while it is the last, as a string later."""
+    for content in ("Be brief.", [text("Be brief.", **EPHEMERAL)]):
+        said = conversation(HI, {"role": "system", "content": content}, {"role": "assistant", "content": "x"})
+        assert said[1] == Message("system", "Be brief.")
+    two = conversation(HI, {"role": "system", "content": "a"}, {"role": "system", "content": "b"})
+    assert [m.content for m in two] == ["Hi", "a", "b"]
+
+
+def test_a_system_message_that_only_sets_an_option_says_nothing() -> None:
+    option = {"role": "system", "content": [], "output_config": {"effort": "low"}}
+    said = {"role": "system", "content": "Be brief.", "output_config": {"effort": "low"}, "clear_at": "never"}
+    assert [m.content for m in conversation(HI, option, said, {"role": "assistant", "content": "x"})] == [
+        "Hi",
+        "Be brief.",
+        "x",
+    ]
+    assert refused(messages=[option]).param == "messages"
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.325.148; cch=a1b2c;"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        "You work.\nWell.",
+        [text("You work.\nWell.")],
+        [text("You work.", **EPHEMERAL), text("Well.")],
+        [text(BILLING), text("You work."), text("Well.")],
+        [text(BILLING + "\nYou work."), text("Well.")],
+        BILLING + "\nYou work.\nWell.",
+        [text("You work."), text(""), text("Well.")],
+    ],
+)
+def test_the_system_prompt_is_the_first_piece_and_does_not_change_with_what_means_nothing(system: Json) -> None:
+    history = decoded(system=system).history
+    assert history.raws[0] == b'{"role":"system","content":"You work.\\nWell."}'
+    assert history.decode(0) == (Message("system", "You work.\nWell."),)
+    assert history.decode(1) == (Message("user", "Hi"),)
+
+
+@pytest.mark.parametrize("system", [None, "", [], [text("")], BILLING, [text(BILLING)]])
+def test_no_system_prompt_however_it_is_spelled(system: Json) -> None:
+    assert len(decoded(system=system).history.raws) == 1
+
+
+def test_thinking() -> None:
+    thought = {"type": "thinking", "thinking": "r", "signature": "sig"}
+    got = assistant(thought, text("x"))
+    assert (got.reasoning, got.content, got.seal) == ("r", "x", "sig")
+    interleaved = assistant(thought, tool_use({}), {**thought, "thinking": "s", "signature": "t"}, text("x"))
+    assert (interleaved.reasoning, interleaved.seal) == ("r\n\ns", "sig")
+    assert assistant({"type": "redacted_thinking", "data": "opaque"}, text("x")) == Message("assistant", "x")
+    assert assistant({"type": "thinking"}, text("x")).reasoning == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"a": 1}, '{"a": 1}'),
+        ({}, "{}"),
+        (None, "{}"),
+        ([1, 2], "[1, 2]"),
+        ("text", '"text"'),
+        ({"a": "\ud83d\ude00 é"}, '{"a": "\\ud83d\\ude00 \\u00e9"}'),  # the very bytes that came
+        ({"INVALID_JSON": "{oops"}, "{oops"),
+        ({"INVALID_JSON": "{oops", "b": 1}, '{"INVALID_JSON": "{oops", "b": 1}'),
+        ({"INVALID_JSON": 5}, '{"INVALID_JSON": 5}'),
+    ],
+)
+def test_arguments_however_they_are_spelled(given: Json, meant: str) -> None:
+    [got] = assistant(tool_use(given)).tool_calls
+    assert (got.id, got.name, got.arguments) == ("toolu_1", "f", meant)
+
+
+def test_call_ids_are_ours_again_when_they_come_back() -> None:
+    [ours] = assistant(tool_use({}, id=f"toolu_{HEX}")).tool_calls
+    assert ours.id == f"call_{HEX}"
+    assert results(result("x", tool_use_id=f"toolu_{HEX}"))[0].tool_call_id == f"call_{HEX}"
+    for foreign in ("toolu_01A09q90qw90lq917835lq9", "call_1", f"toolu_{HEX}0", ""):
+        assert assistant(tool_use({}, id=foreign)).tool_calls[0].id == foreign
+
+
+@pytest.mark.parametrize(
+    ("block", "meant"),
+    [
+        (result("ok"), "ok"),
+        (result("ok", is_error=False), "ok"),
+        (result([text("one"), text("two")]), "one\ntwo"),
+        (result([text("one", **EPHEMERAL)], **EPHEMERAL), "one"),
+        (result("  indented"), "  indented"),
+        (result(""), ""),
+        (result([]), ""),
+        (result(None), ""),
+        ({"type": "tool_result", "tool_use_id": "toolu_1"}, ""),
+        (result("No such file.", is_error=True), "Error: No such file."),
+        (result("Error: no such file.", is_error=True), "Error: no such file."),
+        (result("<tool_use_error>No</tool_use_error>", is_error=True), "<tool_use_error>No</tool_use_error>"),
+        (result(None, is_error=True), "Error"),
+        (result([text("No")], is_error=True), "Error: No"),
+    ],
+)
+def test_results(block: Json, meant: str) -> None:
+    assert results(block) == [Message("tool", meant, tool_call_id="toolu_1")]
+
+
+def test_results_and_words_keep_their_order() -> None:
+    got = results(result("1"), result("2", tool_use_id="toolu_2"), text("And"), text("now?"))
+    assert [(m.role, m.content, m.tool_call_id) for m in got] == [
+        ("tool", "1", "toolu_1"),
+        ("tool", "2", "toolu_2"),
+        ("user", "And\nnow?", ""),
+    ]
+    assert [m.role for m in results(text("First"), result("1"), text(""), result("2"))] == ["user", "tool", "tool"]
+
+
+DEFERRED = {**TOOL, "name": "g", "defer_loading": True}
+
+
+def test_tools_that_wait_are_told_of_where_a_message_refers_to_them() -> None:
+    call = decoded(tools=[TOOL, DEFERRED])
+    assert call.tools is not None and [tool.name for tool in call.tools.decode()] == ["f"]
+    reference = {"type": "tool_reference", "tool_name": "g"}
+    [got] = results(result([text("Found:"), reference]), tools=[TOOL, DEFERRED])
+    said, function = got.content.split("\n")
+    assert said == "Found:"
+    assert json.loads(function.removeprefix("<function>").removesuffix("</function>"))["name"] == "g"
+    wrong = {"type": "tool_reference", "tool_name": "h"}
+    assert refused(messages=[{"role": "user", "content": [result([wrong])]}], tools=[TOOL]).param == (
+        "messages.0.content.0.content.0"
+    )
+
+
+def test_tools_that_change_in_the_middle() -> None:
+    changes = [
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "g"}},
+        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {**TOOL, "name": "h"}}},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
+    ]
+    messages = [HI, {"role": "system", "content": changes}]
+    [got] = decoded(messages=messages, tools=[TOOL, DEFERRED]).history.decode(1)
+    added, inline, removed = got.content.split("\n")
+    assert '"name": "g"' in added and '"name": "h"' in inline and removed == "The tool f is no longer available."
+    # Read again from the record, where the tools lie elsewhere.
+    stored = b"[" + json.dumps({"role": "system", "content": changes[:1]}).encode() + b"]"
+    assert recorded("messages", stored) == [Message("system", "The tool g is available now.")]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "hi"}}
+
+
+@pytest.mark.parametrize(
+    ("block", "at"),
+    [
+        (IMAGE, "messages.0.content.1"),
+        (DOCUMENT, "messages.0.content.1"),
+        ({"type": "search_result", "source": "x", "title": "t", "content": [text("x")]}, "messages.0.content.1"),
+        ({"type": "container_upload", "file_id": "f"}, "messages.0.content.1"),
+        (result([text("ok"), IMAGE]), "messages.0.content.1.content.1"),
+    ],
+)
+def test_what_is_more_than_text_is_named_by_its_place(block: Json, at: str) -> None:
+    """A provider of this dialect may be given it; a model that reads text cannot, and says so (`prompt.py`)."""
+    [beyond] = [m.beyond for m in results(text("Look:"), block) if m.beyond]
+    assert beyond.startswith(f"{at}: '") and "not supported here" in beyond
+
+
+@pytest.mark.parametrize("kind", ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "compaction", "image"])
+def test_blocks_of_a_providers_own_tools_are_named_too(kind: str) -> None:
+    got = assistant(text("x"), {"type": kind, "id": "s1", "name": "web_search", "input": {}})
+    assert got.content == "x" and got.beyond.startswith(f"messages.0.content.1: {kind!r}")
+
+
+@pytest.mark.parametrize(
+    ("wire", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "developer", "content": "x"}, "messages.0.role"),
+        ({"role": "user", "content": [{"type": "tool_result", "content": "x"}]}, "messages.0.content.0.tool_use_id"),
+        ({"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}, "messages.0.content.0.name"),
+        ({"role": "user", "content": {"text": "x"}}, "messages.0"),
+        ({"role": "user", "content": ["x"]}, "messages.0"),
+        ({"role": "user", "content": [text(5)]}, "messages.0"),  # type: ignore[arg-type]
+        ({"content": "x"}, "messages.0"),
+        ("Hi", "messages.0"),
+        (None, "messages.0"),
+    ],
+)
+def test_messages_that_make_no_sense_are_refused_by_their_place(wire: Json, param: str) -> None:
+    error = refused(messages=[wire, HI])
+    assert error.param == param and error.message.startswith("messages.0")
+
+
+def test_a_role_that_is_given_twice_does_not_mix_speakers() -> None:
+    body = b'{"messages": [{"role":"user","content":"x","role":"assistant"}, {"role":"user","content":"y"}]}'
+    with pytest.raises(BadRequest, match=r"messages\.0\.role"):
+        dialect.decode(Wire(body)).history.decode(0)
+
+
+def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
+    """What was seen before is known by its bytes: a long history is not parsed again."""
+    call = decoded(messages=[{"role": "assistant", "content": [{"type": "tool_use"}]}, HI])
+    assert call.history.decode(1) == (Message("user", "Hi"),)
+    with pytest.raises(BadRequest):
+        call.history.decode(0)
+
+
+def test_the_raw_messages_are_the_bytes_that_were_sent() -> None:
+    raws = [b'{ "role":"user" ,"content": "a\\u00e9" }', b'{"content":"b","role":"assistant"}', b'{"role": "user"}']
+    body = b' {"stop_sequences": null, "messages" : [ ' + b" ,\n".join(raws) + b' ], "model":"m"}'
+    assert list(dialect.decode(Wire(body)).history.raws) == raws
+
+
+def test_what_was_recorded_reads_as_it_did_when_it_came() -> None:
+    wires = [
+        HI,
+        HI,
+        {"role": "system", "content": [text("Be brief.")]},
+        {"role": "assistant", "content": [text("a")]},
+        {"role": "assistant", "content": [tool_use({"k": 1})]},
+        {"role": "user", "content": [result("ok"), text("next")]},
+    ]
+    history = decoded(messages=wires, system=[text("You work.")]).history
+    live = [m for n in range(len(history.raws)) for m in history.decode(n)]
+    assert recorded("messages", b"[" + b",".join(history.raws) + b"]") == live
+    assert [m.role for m in live] == ["system", "user", "system", "assistant", "tool", "user"]
+
+
+def test_marks_for_a_cache_do_not_change_what_is_meant() -> None:
+    plain = [HI, {"role": "assistant", "content": [tool_use({})]}, {"role": "user", "content": [result("ok")]}]
+    marked = [HI, plain[1], {"role": "user", "content": [result([text("ok", **EPHEMERAL)], **EPHEMERAL)]}]
+    digests = [Reading(decoded(messages=m).history, b"").meanings(0, 3) for m in (plain, marked)]
+    assert digests[0] == digests[1]
+
+
+def test_a_long_history_costs_little() -> None:
+    wires: list[Json] = []
+    for n in range(100):
+        wires += [{"role": "user", "content": [result("output\n" * 200)]}, {"role": "assistant", "content": f"{n}"}]
+    body = json.dumps({"model": "m", "max_tokens": 5, "messages": [*wires, HI]}).encode()
+    best = min(_timed(lambda: dialect.decode(Wire(body))) for _ in range(20))
+    assert best < 0.003, f"{best * 1000:.2f} ms"  # 0.3 ms on an idle machine
+
+
+def _timed(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+# ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_with_nothing_in_it_but_messages() -> None:
+    got = dialect.decode(Wire(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
+    assert (got.model, got.tools, got.sampling, got.max_tokens, got.stop) == ("", None, {}, None, ())
+    assert (got.constraint, got.stream, got.retried, got.dialect) == (None, False, False, "messages")
+    assert got.parallel_tool_calls and got.template_hints == {} and got.idempotency_key == ""
+
+
+NULLS = (
+    *("system", "stream", "tools", "tool_choice", "thinking", "output_config", "output_format", "stop_sequences"),
+    *("temperature", "top_p", "top_k", "context_management", "mcp_servers", "container", "compaction", "thread"),
+    *("metadata", "service_tier", "cache_control", "fallbacks"),
+)
+
+
+def test_null_is_the_same_as_leaving_out() -> None:
+    got, plain = decoded(**dict.fromkeys(NULLS)), decoded()
+    for field in Call.__struct_fields__:
+        if field not in ("body", "history"):
+            assert getattr(got, field) == getattr(plain, field), field
+
+
+def test_what_cannot_change_the_answer_is_ignored() -> None:
+    plain = decoded()
+    got = decoded(
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        cache_control={"type": "ephemeral"},
+        inference_geo="eu",
+        speed="fast",
+        betas=["x"],
+        unheard_of={"deep": [1]},
+        mcp_servers=[],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    for field in Call.__struct_fields__:
+        if field not in ("body", "history", "wire"):
+            assert getattr(got, field) == getattr(plain, field), field
+
+
+def test_sampling_and_lengths() -> None:
+    got = decoded(temperature=0.5, top_p=0.9, top_k=40, stop_sequences=["END", "\n\n"])
+    assert got.sampling == {"temperature": 0.5, "top_p": 0.9, "top_k": 40}
+    assert got.stop == ("END", "\n\n") and got.max_tokens == 100
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"system": [IMAGE]}, "system.0.type"),
+        ({"system": 5}, "system"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"thinking": True}, "thinking"),
+        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers"),
+        ({"container": {"skills": []}}, "container"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "required"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
+        ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ({"messages": [HI, {"role": "assistant", "content": "The answer is ("}]}, "messages"),
+    ],
+)
+def test_what_makes_no_sense_or_is_not_done_is_refused_by_name(body: Json, param: str) -> None:
+    assert refused(**body).param == param
+
+
+def test_a_forced_tool_and_a_format_exclude_each_other() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert refused(tools=[TOOL], tool_choice={"type": "any"}, output_config=form).param == "tool_choice"
+
+
+HALF = b'{"messages": [{"role": "user", "content": "half of an emoji: \\ud83d"}]}'  # Anthropic refuses it too
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"x"', b"[" * 5000, HALF])
+def test_bodies_that_are_no_request(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        dialect.decode(Wire(body))
+
+
+def test_a_beginning_of_the_answer_is_refused_with_the_way_out_but_can_be_counted() -> None:
+    prefilled = [HI, {"role": "assistant", "content": "{"}]
+    message = refused(messages=prefilled).message
+    assert "prefill" in message and "must end with a user message" in message and "output_config.format" in message
+    assert len(decoded(verb="count", messages=prefilled).history.raws) == 2
+
+
+def test_what_a_client_says_about_its_retries() -> None:
+    assert not decoded({"x-stainless-retry-count": "0"}).retried and decoded({"x-stainless-retry-count": "2"}).retried
+    assert decoded({"idempotency-key": "k1"}).idempotency_key == "k1"
+
+
+def test_keys() -> None:
+    assert dialect.key({"x-api-key": " abc "}, {}) == "abc"
+    assert dialect.key({"authorization": "Bearer abc"}, {}) == "abc"
+    assert dialect.key({"x-api-key": "abc", "authorization": "Bearer other"}, {}) == "abc"
+    assert dialect.key({"x-api-key": "", "authorization": "Bearer abc"}, {}) == "abc"
+    assert dialect.key({"authorization": "Basic abc"}, {}) == dialect.key({}, {}) == ""
+
+
+def test_headers_for_a_provider_go_along() -> None:
+    got = decoded({"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "secret"})
+    assert got.passed == {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+
+
+@pytest.mark.parametrize(
+    ("body", "hints"),
+    [
+        ({}, {}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"enable_thinking": True, "thinking": True}),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+            {"enable_thinking": True, "thinking": True, "thinking_budget": 2048},
+        ),
+        ({"thinking": {"type": "between_tools"}}, {}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
+    ],
+)
+def test_what_is_said_about_thinking_reaches_templates_that_know_it(body: Json, hints: Json) -> None:
+    got = decoded(**body)
+    assert got.template_hints == hints and got.template_kwargs == {}
+
+
+# ── tools and shapes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tools_take_the_form_that_templates_know() -> None:
+    more = {**EPHEMERAL, "strict": True, "eager_input_streaming": True, "type": "custom"}
+    got = decoded(tools=[{**TOOL, **more}, {"name": "g", "input_schema": {"type": "object"}}]).tools
+    assert got is not None
+    first, second = got.decode()
+    function = {"name": "f", "description": "Does f.", "parameters": TOOL["input_schema"]}
+    assert (first.name, first.wire) == ("f", {"type": "function", "function": function})
+    assert second.wire["function"] == {"name": "g", "parameters": {"type": "object"}}
+    assert decoded(tools=[]).tools is None
+    assert decoded(tools=[TOOL], tool_choice={"type": "none"}).tools is None
+    assert decoded(tools=[TOOL], tool_choice={"type": "auto"}).tools is not None
+
+
+def test_examples_of_input_are_shown_to_the_model() -> None:
+    got = decoded(tools=[{**TOOL, "input_examples": [{"a": 1}]}]).tools
+    assert got is not None
+    assert got.decode()[0].wire["function"]["parameters"]["examples"] == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ("f", "tools"),
+        ([5], "tools"),
+        ([TOOL, TOOL], "tools"),
+        ([{"type": "web_search_20250305", "name": "web_search"}], "tools.0.type"),
+        ([TOOL, {"type": "bash_20250124", "name": "bash"}], "tools.1.type"),
+        ([{"input_schema": {"type": "object"}}], "tools.0.name"),
+        ([{"name": "f"}], "tools.0.input_schema"),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused_by_their_place(tools: Json, param: str) -> None:
+    error = refused(tools=tools)
+    assert error.param == param and error.message.startswith("tools")
+
+
+def test_forced_tools() -> None:
+    named = decoded(tools=[TOOL], tool_choice={"type": "tool", "name": "f", "disable_parallel_tool_use": True})
+    assert named.constraint == Constraint("tool", TOOL["input_schema"], "f") and not named.parallel_tool_calls
+    other = {"name": "g", "input_schema": {"type": "object"}}
+    forced = decoded(tools=[TOOL, other], tool_choice={"type": "any"}).constraint
+    assert forced is not None and forced.kind == "tools" and "maxItems" not in forced.schema
+    single = decoded(tools=[TOOL, other], tool_choice={"type": "any", "disable_parallel_tool_use": True}).constraint
+    assert single is not None and single.schema["maxItems"] == 1
+    auto = decoded(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert auto.constraint is None and not auto.parallel_tool_calls
+
+
+def test_formats() -> None:
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "schema": schema}
+    assert decoded(output_config={"format": form}).constraint == Constraint("json_schema", schema)
+    assert decoded(output_format=form).constraint == Constraint("json_schema", schema)
+    assert decoded(output_config={"effort": "high", "task_budget": {"type": "tokens"}}).constraint is None
+
+
+# ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+USAGE = Usage(10, 3)
+CALL = ToolCall(f"call_{HEX}", "f", '{"a": "line\\n"}')
+OMITTED = {"thinking": {"type": "adaptive", "display": "omitted"}}
+
+
+def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE, stop: str = "", **body: Json) -> Json:
+    return json.loads(dialect.whole(decoded(**body), Done(finish, message, usage, 1, stop)))
+
+
+def test_a_whole_reply() -> None:
+    got = whole(Message("assistant", "Hello."))
+    assert got.pop("id").startswith("msg_")
+    assert got == {
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [{"type": "text", "text": "Hello."}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 10,
+            "output_tokens": 3,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        },
+    }
+
+
+def test_the_blocks_of_a_whole_reply() -> None:
+    thought, said, called = whole(Message("assistant", "Hi", "r", (CALL,)), "tool_calls")["content"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", "r") and thought["signature"].startswith("tg1.")
+    assert said == {"type": "text", "text": "Hi"}
+    assert called == {"type": "tool_use", "id": f"toolu_{HEX}", "name": "f", "input": {"a": "line\n"}}
+    assert whole(Message("assistant"))["content"] == []
+
+
+def test_usage_that_is_known_in_part_or_not_at_all() -> None:
+    assert whole(Message("assistant", "x"), usage=None)["usage"]["output_tokens"] == 0
+    got = whole(Message("assistant", "x"), usage=Usage(10, 3, cached_tokens=4, reasoning_tokens=2))["usage"]
+    assert (got["input_tokens"], got["cache_read_input_tokens"]) == (6, 4)
+    assert got["output_tokens_details"] == {"thinking_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason"),
+    [
+        ("stop", "", "end_turn"),
+        ("stop", "END", "stop_sequence"),
+        ("length", "", "max_tokens"),
+        ("tool_calls", "", "tool_use"),
+        ("tool_calls", "END", "tool_use"),
+        ("abort", "", "end_turn"),
+    ],
+)
+def test_why_it_stopped(finish: Any, stop: str, reason: str) -> None:
+    got = whole(Message("assistant", "x"), finish, stop=stop)
+    assert (got["stop_reason"], got["stop_sequence"]) == (reason, stop if reason == "stop_sequence" else None)
+
+
+def streamed(*events: Any, **body: Json) -> list[Json]:
+    encoder = dialect.stream(decoded(stream=True, **body))
+    assert encoder.media == "text/event-stream; charset=utf-8"
+    data = encoder.begin() + b"".join(encoder.event(event) for event in events)
+    *parts, rest = data.decode().split("\n\n")
+    assert rest == ""
+    found = []
+    for part in parts:
+        name, payload = part.split("\n")
+        found.append(json.loads(payload.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def joined(events: list[Json]) -> Json:
+    """What a client makes of the events."""
+    message: Json = {}
+    texts: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+            case "content_block_delta":
+                block = message["content"][event["index"]]
+                match event["delta"]:
+                    case {"type": "text_delta", "text": part}:
+                        block["text"] += part
+                    case {"type": "thinking_delta", "thinking": part}:
+                        block["thinking"] += part
+                    case {"type": "signature_delta", "signature": seal}:
+                        block["signature"] = seal
+                    case {"type": "input_json_delta", "partial_json": part}:
+                        texts[event["index"]] = texts.get(event["index"], "") + part
+            case "content_block_stop":
+                if event["index"] in texts:
+                    message["content"][event["index"]]["input"] = json.loads(texts[event["index"]])
+            case "message_delta":
+                message |= {**event["delta"], "usage": event["usage"]}
+                message |= {k: v for k, v in event.items() if k == "context_management"}
+    return message
+
+
+REPLIES = [
+    Message("assistant", "Hello."),
+    Message("assistant"),
+    Message("assistant", "Hi\n\n", "thought", (CALL, ToolCall("c2", "g", "{}"))),
+    Message("assistant", "", "only thought"),
+    Message("assistant", tool_calls=(ToolCall("c2", "g", "not json"),)),
+    Message("assistant", "x", "thought", seal="a provider's"),
+    Message("assistant", "x", "", seal="a provider's"),
+]
+
+
+def events_of(message: Message) -> list[Any]:
+    events: list[Any] = [Delta("reasoning", c) for c in message.reasoning]
+    events += [Delta("seal", message.seal)] if message.seal else []
+    events += [Delta("content", c) for c in message.content]
+    return events + [CallDelta(n, call) for n, call in enumerate(message.tool_calls)]
+
+
+@pytest.mark.parametrize("body", [{}, OMITTED, {"context_management": {"edits": []}}])
+@pytest.mark.parametrize("message", REPLIES)
+def test_streamed_or_not_it_says_the_same(message: Message, body: Json) -> None:
+    done = Done("tool_calls" if message.tool_calls else "stop", message, USAGE, 1)
+    got, expected = joined(streamed(*events_of(message), done, **body)), whole(message, done.finish, **body)
+    assert got.pop("id") != expected.pop("id")
+    assert got == expected
+
+
+@pytest.mark.parametrize("body", [{}, OMITTED])
+@pytest.mark.parametrize("message", REPLIES)
+def test_what_was_sampled_is_what_comes_back(message: Message, body: Json) -> None:
+    done = Done("tool_calls" if message.tool_calls else "stop", message, USAGE, 1)
+    given_back = joined(streamed(*events_of(message), done, **body))["content"]
+    [got] = conversation({"role": "assistant", "content": given_back})
+    assert (got.content, got.tool_calls) == (message.content, message.tool_calls)
+    # Thinking that is not shown is in the signature, unless a provider put its own there.
+    assert got.reasoning == (message.reasoning if not (message.seal and body) else "")
+
+
+def test_the_events_of_a_streamed_reply() -> None:
+    message = Message("assistant", "Hi", "r", (CALL,))
+    done = Done("tool_calls", message, USAGE, 1)
+    events = streamed(Delta("reasoning", "r"), Alive(), Delta("content", "Hi"), Alive(), CallDelta(0, CALL), done)
+    assert [(e["type"], e.get("index")) for e in events] == [
+        ("message_start", None),
+        ("content_block_start", 0),
+        ("content_block_delta", 0),
+        ("ping", None),
+        ("content_block_delta", 0),  # the signature
+        ("content_block_stop", 0),
+        ("content_block_start", 1),
+        ("content_block_delta", 1),
+        ("ping", None),
+        ("content_block_stop", 1),
+        ("content_block_start", 2),
+        ("content_block_delta", 2),
+        ("content_block_stop", 2),
+        ("message_delta", None),
+        ("message_stop", None),
+    ]
+    assert events[0]["message"]["stop_reason"] is None and events[0]["message"]["usage"]["input_tokens"] == 0
+    assert events[4]["delta"]["type"] == "signature_delta"
+    assert events[10]["content_block"] == {"type": "tool_use", "id": f"toolu_{HEX}", "name": "f", "input": {}}
+    assert events[11]["delta"] == {"type": "input_json_delta", "partial_json": CALL.arguments}
+    assert events[13]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[13]["usage"]["input_tokens"] == 10 and "context_management" not in events[13]
+
+
+def test_words_after_a_call_are_a_block_of_their_own() -> None:
+    done = Done("tool_calls", Message("assistant", "ab", tool_calls=(CALL,)), USAGE, 1)
+    got = joined(streamed(Delta("content", "a"), CallDelta(0, CALL), Delta("content", "b"), done))["content"]
+    assert [block["type"] for block in got] == ["text", "tool_use", "text"]
+    assert assistant(*got) == Message("assistant", "ab", tool_calls=(CALL,))
+
+
+def test_thinking_that_is_not_shown_is_not_sent() -> None:
+    message = Message("assistant", "x", "a secret thought")
+    events = streamed(*events_of(message), Done("stop", message, USAGE, 1), **OMITTED)
+    assert not any(e.get("delta", {}).get("type") == "thinking_delta" for e in events)
+    assert "secret" not in json.dumps(events)
+
+
+@pytest.mark.parametrize(
+    "signature", ["", "sig", "tg1.", "tg1.t", "tg1.t???", "tg1.tAAAA", "tg1.teJzzVChKTUxR", "tg1.dx", "tg1.té"]
+)
+def test_signatures_of_others_and_damaged_ones_say_nothing(signature: str) -> None:
+    got = assistant({"type": "thinking", "thinking": "", "signature": signature}, text("x"))
+    assert (got.reasoning, got.content) == ("", "x")
+
+
+def test_a_signature_that_swells_says_nothing() -> None:
+    bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * 50_000_000, 9)).decode()
+    got = assistant({"type": "thinking", "thinking": "", "signature": "tg1.t" + bomb}, text("x"))
+    assert got == Message("assistant", "x", seal="tg1.t" + bomb)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (BadRequest("x", param="n"), 400, "invalid_request_error"),
+        (Unprocessable("x"), 400, "invalid_request_error"),
+        (EngineRejected("x"), 400, "invalid_request_error"),
+        (Unauthorized("x"), 401, "authentication_error"),
+        (Conflict("x"), 403, "permission_error"),
+        (NotFound("x"), 404, "not_found_error"),
+        (TooLarge("x"), 413, "request_too_large"),
+        (EngineBusy("x"), 429, "rate_limit_error"),
+        (EngineError("x"), 500, "api_error"),
+        (StoreError("x"), 500, "api_error"),
+        (TurngateError("x"), 500, "api_error"),
+        (EngineTimeout("x"), 504, "timeout_error"),
+        (EngineUnavailable("x"), 529, "overloaded_error"),
+        (Stopping("x"), 529, "overloaded_error"),
+    ],
+)
+def test_errors(error: TurngateError, status: int, kind: str) -> None:
+    body = {"type": "error", "error": {"type": kind, "message": "x"}, "request_id": None}
+    assert json.loads(dialect.error(error)) == body and dialect.status(error) == status
+    in_stream = dialect.stream(decoded(stream=True)).error(error)
+    assert in_stream.startswith(b"event: error\ndata: ") and in_stream.endswith(b"\n\n")
+    assert json.loads(in_stream.removeprefix(b"event: error\ndata: ")) == body
+    assert not dialect.in_stream(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ContextOverflow("x", most=100, size=120), "prompt is too long: 120 tokens > 100 maximum"),
+        (ContextOverflow("it does not fit"), "prompt is too long: it does not fit"),
+    ],
+)
+def test_an_overflow_is_told_in_the_words_that_agents_look_for(error: TurngateError, message: str) -> None:
+    assert json.loads(dialect.error(error))["error"] == {"type": "invalid_request_error", "message": message}
+    assert dialect.status(error) == 400
+
+
+def test_a_thread_is_refused_in_a_way_that_the_clients_runner_understands() -> None:
+    error = json.loads(dialect.error(refused(thread={"type": "create"})))["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_models_and_counts() -> None:
+    got = json.loads(dialect.models(["a", "b"], 5))
+    assert (got["has_more"], got["first_id"], got["last_id"]) == (False, "a", "b")
+    assert [m["id"] for m in got["data"]] == ["a", "b"]
+    one = json.loads(dialect.model("a", 5))
+    assert (one["type"], one["display_name"], one["created_at"]) == ("model", "a", "1970-01-01T00:00:05Z")
+    assert json.loads(dialect.models([], 5))["data"] == []
+    assert json.loads(dialect.count(7)) == {"input_tokens": 7}

@@ -1,0 +1,592 @@
+"""Stand-ins for the four kinds of endpoint that can be observed: they stream in the shapes of the real ones, and are as strict.
+
+A provider is told what its model says, turn by turn (`Says`). It refuses what the real one would: a wrong key, results that answer no
+call, thinking that does not come back as it was signed. `tests/engines/test_providers.py` holds their streams against the official SDKs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from .standins import DONE, StandIn, event, says, streams
+
+Json = Any
+KEY = "provider-secret"
+
+
+class Says(NamedTuple):
+    """What the model says in one turn."""
+
+    text: str = ""
+    thought: str = ""
+    calls: Sequence[tuple[str, Json]] = ()
+    cut: bool = False  # by the token limit
+
+    @property
+    def prompt(self) -> int:
+        return 40
+
+    @property
+    def sampled(self) -> int:
+        return 10 + len(self.text) + len(self.thought)
+
+
+class Refusal(Exception):
+    """What a provider answers instead of a stream."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def halves(text: str) -> list[str]:
+    """Text as it comes in a stream: not all at once."""
+    middle = len(text) // 2
+    return [part for part in (text[:middle], text[middle:]) if part]
+
+
+class Provider(StandIn):
+    """One endpoint. What it says in which turn is counted by the assistant's turns in the conversation."""
+
+    name = ""  # of the engine that observes it
+
+    def __init__(self, *turns: Says) -> None:
+        super().__init__(self.reply)
+        self.turns = turns
+        self.seen: list[Json] = []  # conversations that were accepted
+        self.refusals: list[str] = []
+
+    async def reply(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self.check_key(request)
+            if counted := self.counted(request):
+                return await says(counted)(request)
+            turn = self.read(self.asked)
+        except Refusal as refusal:
+            self.refusals.append(str(refusal))
+            return await says(self.error(refusal), refusal.status)(request)
+        self.seen.append(self.asked)
+        if self.streamed(request):
+            return await streams(*self.stream(self.turns[turn], turn))(request)
+        return await says(self.whole(self.turns[turn], turn))(request)
+
+    def check_key(self, request: web.Request) -> None:
+        raise NotImplementedError
+
+    def counted(self, request: web.Request) -> Json:
+        return None
+
+    def streamed(self, request: web.Request) -> bool:
+        return bool(self.asked.get("stream"))
+
+    def read(self, body: Json) -> int:
+        """The number of the turn that is asked for, once the conversation is found to be in order."""
+        raise NotImplementedError
+
+    def stream(self, said: Says, turn: int) -> list[bytes]:
+        raise NotImplementedError
+
+    def whole(self, said: Says, turn: int) -> Json:
+        raise NotImplementedError
+
+    def error(self, refusal: Refusal) -> Json:
+        raise NotImplementedError
+
+
+def in_order(asked: Sequence[str], answered: Sequence[str]) -> None:
+    if sorted(asked) != sorted(answered):
+        raise Refusal(400, f"calls {list(asked)} were answered by {list(answered)}")
+
+
+# ── OpenAI-compatible chat ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ChatProvider(Provider):
+    """As a vLLM with `--api-key` and a reasoning parser. `tells`: it gives token ids, of a template that shows every word of the
+    conversation, so that a prompt extends the last one only if nothing in it was changed."""
+
+    name = "openai"
+
+    def __init__(self, *turns: Says, tells: bool = False) -> None:
+        super().__init__(*turns)
+        self.tells = tells
+
+    def check_key(self, request: web.Request) -> None:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            raise Refusal(401, "Incorrect API key provided")
+
+    def read(self, body: Json) -> int:
+        open_calls: list[str] = []
+        answered: list[str] = []
+        turn = 0
+        for message in body["messages"]:
+            if message["role"] == "tool":
+                answered.append(message["tool_call_id"])
+                continue
+            in_order(open_calls, answered)
+            open_calls, answered = [], []
+            if message["role"] == "assistant":
+                turn += 1
+                open_calls = [call["id"] for call in message.get("tool_calls") or ()]
+        in_order(open_calls, answered)
+        return turn
+
+    def stream(self, said: Says, turn: int) -> list[bytes]:
+        head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": self.asked["model"]}
+        deltas: list[Json] = [{"role": "assistant", "content": ""}]
+        deltas += [{"reasoning_content": part} for part in halves(said.thought)]
+        deltas += [{"content": part} for part in halves(said.text)]
+        for n, (name, arguments) in enumerate(said.calls):
+            first, *rest = halves(json.dumps(arguments))
+            function = {"name": name, "arguments": first}
+            deltas.append(
+                {"tool_calls": [{"index": n, "id": f"call_{turn}_{n}", "type": "function", "function": function}]}
+            )
+            deltas += [{"tool_calls": [{"index": n, "function": {"arguments": part}}]} for part in rest]
+        ids = self.sampled_ids(said) if self.tells else []
+        chunks = [
+            {**head, "choices": [{"index": 0, "delta": d, "logprobs": None, "finish_reason": None}]} for d in deltas
+        ]
+        if self.tells:
+            chunks[0]["prompt_token_ids"] = self.prompt_ids()
+            for n, chunk in enumerate(chunks[1:]):  # shared out among them, the last with what is left
+                some = ids[n * 3 : (n + 1) * 3 if n < len(deltas) - 2 else None]
+                tokens = [{"token": "t", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in some]
+                chunk["choices"][0] |= {"token_ids": some, "logprobs": {"content": tokens}}
+        end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": self.finish(said)}
+        usage = {**head, "choices": [], "usage": self.usage(said)}
+        return [b"".join(event(chunk) for chunk in chunks), event({**head, "choices": [end]}) + event(usage) + DONE]
+
+    def whole(self, said: Says, turn: int) -> Json:
+        calls = [
+            {"id": f"call_{turn}_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+            for n, (name, given) in enumerate(said.calls)
+        ]
+        message = {"role": "assistant", "content": said.text or None, "reasoning_content": said.thought or None}
+        choice: Json = {
+            "index": 0,
+            "message": {**message, "tool_calls": calls or None},
+            "finish_reason": self.finish(said),
+        }
+        reply = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": self.asked["model"]}
+        if self.tells:
+            ids = self.sampled_ids(said)
+            choice["token_ids"] = ids
+            choice["logprobs"] = {
+                "content": [{"token": "t", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in ids]
+            }
+            reply["prompt_token_ids"] = self.prompt_ids()
+        return {**reply, "choices": [choice], "usage": self.usage(said)}
+
+    def finish(self, said: Says) -> str:
+        return "length" if said.cut else "tool_calls" if said.calls else "stop"
+
+    def usage(self, said: Says) -> Json:
+        prompt, sampled = said.prompt, said.sampled
+        if self.tells:
+            prompt, sampled = len(self.prompt_ids()), len(self.sampled_ids(said))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": 7},
+            "completion_tokens_details": {"reasoning_tokens": len(said.thought)},
+        }
+
+    def prompt_ids(self) -> list[int]:
+        text = json.dumps(self.asked.get("tools"))
+        for message in self.asked["messages"]:
+            if message["role"] == "assistant":
+                calls = [
+                    (c["function"]["name"], json.loads(c["function"]["arguments"]))
+                    for c in message.get("tool_calls") or ()
+                ]
+                text += f"<assistant>{self.shown(message.get('reasoning_content'), message['content'], calls)}"
+            else:
+                text += f"<{message['role']}>{message['content']}</>"
+        return list(f"{text}<assistant>".encode())
+
+    def sampled_ids(self, said: Says) -> list[int]:
+        return list(self.shown(said.thought, said.text, said.calls).encode())
+
+    def shown(self, thought: str | None, text: str | None, calls: Sequence[tuple[str, Json]]) -> str:
+        return json.dumps([thought or "", text or "", list(calls)]) + "</>"
+
+    def error(self, refusal: Refusal) -> Json:
+        return {"error": {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": None}}
+
+
+# ── Anthropic Messages ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def named_event(value: Json) -> bytes:
+    return b"event: " + value["type"].encode() + b"\n" + event(value)
+
+
+class AnthropicProvider(Provider):
+    """As Anthropic's own. Thinking that comes back has to be as it was signed, and before a call it has to come back."""
+
+    name = "anthropic"
+
+    def check_key(self, request: web.Request) -> None:
+        if KEY not in (
+            request.headers.get("x-api-key"),
+            request.headers.get("Authorization", "").removeprefix("Bearer "),
+        ):
+            raise Refusal(401, "invalid x-api-key")
+        if "anthropic-version" not in request.headers:
+            raise Refusal(400, "anthropic-version: header is required")
+
+    def counted(self, request: web.Request) -> Json:
+        return {"input_tokens": len(json.dumps(self.asked))} if request.path.endswith("/count_tokens") else None
+
+    def signature(self, thought: str) -> str:
+        return base64.b64encode(f"signed {thought}".encode()).decode()
+
+    def read(self, body: Json) -> int:
+        if "max_tokens" not in body:
+            raise Refusal(400, "max_tokens: Field required")
+        open_calls: list[str] = []
+        turn = 0
+        for n, message in enumerate(body["messages"]):
+            blocks = message["content"]
+            blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
+            if not blocks or any(block["type"] == "text" and not block["text"].strip() for block in blocks):
+                raise Refusal(400, f"messages.{n}: text content blocks must be non-empty")
+            if message["role"] == "assistant":
+                thoughts = [block for block in blocks if block["type"] == "thinking"]
+                if any(block["signature"] != self.signature(block["thinking"]) for block in thoughts):
+                    raise Refusal(400, f"messages.{n}.content.0: Invalid `signature` in `thinking` block")
+                open_calls = [block["id"] for block in blocks if block["type"] == "tool_use"]
+                if open_calls and self.turns[turn].thought and not thoughts:
+                    raise Refusal(
+                        400, f"messages.{n}.content.0.type: Expected `thinking`, but found `{blocks[0]['type']}`"
+                    )
+                turn += 1
+            elif message["role"] == "user":
+                in_order(open_calls, [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"])
+                open_calls = []
+            elif message["role"] != "system":
+                raise Refusal(400, f"messages.{n}.role: unexpected")
+        in_order(open_calls, [])
+        return turn
+
+    def blocks(self, said: Says, turn: int) -> list[Json]:
+        blocks: list[Json] = []
+        if said.thought:
+            blocks.append({"type": "thinking", "thinking": said.thought, "signature": self.signature(said.thought)})
+        if said.text:
+            blocks.append({"type": "text", "text": said.text, "citations": None})
+        for n, (name, given) in enumerate(said.calls):
+            blocks.append({"type": "tool_use", "id": f"toolu_{turn}_{n}", "name": name, "input": given})
+        return blocks
+
+    def head(self) -> Json:
+        return {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "model": self.asked["model"],
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def usage(self, said: Says) -> Json:
+        cached = {"cache_creation_input_tokens": 3, "cache_read_input_tokens": 7}
+        return {"input_tokens": said.prompt - 10, **cached, "output_tokens": said.sampled}
+
+    def finish(self, said: Says) -> str:
+        return "max_tokens" if said.cut else "tool_use" if said.calls else "end_turn"
+
+    def stream(self, said: Says, turn: int) -> list[bytes]:
+        parts = [
+            {"type": "message_start", "message": {**self.head(), "usage": {**self.usage(said), "output_tokens": 1}}}
+        ]
+        for index, block in enumerate(self.blocks(said, turn)):
+            empty, deltas = self.deltas(block)
+            parts.append({"type": "content_block_start", "index": index, "content_block": empty})
+            parts.append({"type": "ping"})
+            parts += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+            parts.append({"type": "content_block_stop", "index": index})
+        end = {"stop_reason": self.finish(said), "stop_sequence": None}
+        parts.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": said.sampled}})
+        parts.append({"type": "message_stop"})
+        return [named_event(part) for part in parts]
+
+    def deltas(self, block: Json) -> tuple[Json, list[Json]]:
+        match block["type"]:
+            case "thinking":
+                said = [{"type": "thinking_delta", "thinking": part} for part in halves(block["thinking"])]
+                signed = {"type": "signature_delta", "signature": block["signature"]}
+                return {**block, "thinking": "", "signature": ""}, [*said, signed]
+            case "text":
+                return {**block, "text": ""}, [{"type": "text_delta", "text": part} for part in halves(block["text"])]
+            case "redacted_thinking":
+                return block, []
+            case _:
+                given = ["", *halves(json.dumps(block["input"]))]
+                return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": part} for part in given]
+
+    def error(self, refusal: Refusal) -> Json:
+        kinds = {401: "authentication_error", 400: "invalid_request_error"}
+        return {
+            "type": "error",
+            "error": {"type": kinds[refusal.status], "message": str(refusal)},
+            "request_id": "req_1",
+        }
+
+
+# ── Gemini ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class GeminiProvider(Provider):
+    """As Google's own. Every turn of calls is signed on the first of them, and has to come back signed."""
+
+    name = "gemini"
+
+    def check_key(self, request: web.Request) -> None:
+        if request.headers.get("x-goog-api-key") != KEY:
+            raise Refusal(400, "API key not valid. Please pass a valid API key.")
+
+    def counted(self, request: web.Request) -> Json:
+        if not request.path.endswith(":countTokens"):
+            return None
+        return {"totalTokens": len(json.dumps(self.asked)), "promptTokensDetails": []}
+
+    def streamed(self, request: web.Request) -> bool:
+        return ":streamGenerateContent" in request.path
+
+    def signature(self, turn: int) -> str:
+        return base64.b64encode(f"thought {turn}".encode()).decode()
+
+    def read(self, body: Json) -> int:
+        open_calls: list[str] = []
+        turn = 0
+        answered = True
+        before = "user"
+        for content in body["contents"]:
+            parts = content["parts"]
+            if content["role"] == "model":
+                if before != "model":  # contents in a row are one turn
+                    open_calls, signed, answered = [], "", False
+                calls = [part for part in parts if "functionCall" in part]
+                open_calls += [part["functionCall"]["name"] for part in calls]
+                signed = "".join(part.get("thoughtSignature", "") for part in calls) + signed
+                if calls and self.turns[turn].thought and self.standard(signed) != self.signature(turn):
+                    raise Refusal(400, "Function call is missing a thought_signature in functionCall parts")
+                turn += before != "model"
+            elif not answered:
+                results = [part["functionResponse"] for part in parts if "functionResponse" in part]
+                in_order(open_calls, [result["name"] for result in results])
+                answered = True
+            before = content["role"]
+        return turn
+
+    def standard(self, signature: str) -> str:
+        """SDKs spell it with either alphabet."""
+        return signature.replace("-", "+").replace("_", "/")
+
+    def parts(self, said: Says, turn: int) -> list[Json]:
+        parts: list[Json] = []
+        thinking = self.asked.get("generationConfig", {}).get("thinkingConfig", {})
+        if said.thought and (thinking.get("includeThoughts") or thinking.get("include_thoughts")):
+            parts += [{"text": part, "thought": True} for part in halves(said.thought)]
+        parts += [{"text": part} for part in halves(said.text)]
+        for n, (name, given) in enumerate(said.calls):
+            signed = {"thoughtSignature": self.signature(turn)} if n == 0 and said.thought else {}
+            parts.append({"functionCall": {"name": name, "args": given}, **signed})
+        if said.thought and not said.calls:
+            parts.append({"text": "", "thoughtSignature": self.signature(turn)})
+        return parts
+
+    def chunk(self, parts: list[Json], said: Says, finish: str = "") -> Json:
+        candidate: Json = {"content": {"parts": parts, "role": "model"}, "index": 0}
+        usage = {
+            "promptTokenCount": said.prompt,
+            "candidatesTokenCount": said.sampled - len(said.thought),
+            "thoughtsTokenCount": len(said.thought),
+            "cachedContentTokenCount": 7,
+            "totalTokenCount": said.prompt + said.sampled,
+        }
+        if finish:
+            candidate["finishReason"] = finish
+        return {"candidates": [candidate], "usageMetadata": usage, "modelVersion": "gemini-3", "responseId": "r1"}
+
+    def finish(self, said: Says) -> str:
+        return "MAX_TOKENS" if said.cut else "STOP"
+
+    def stream(self, said: Says, turn: int) -> list[bytes]:
+        *parts, last = self.parts(said, turn)
+        chunks = [self.chunk([part], said) for part in parts] + [self.chunk([last], said, self.finish(said))]
+        return [event(chunk).replace(b"\n\n", b"\r\n\r\n") for chunk in chunks]
+
+    def whole(self, said: Says, turn: int) -> Json:
+        return self.chunk(self.parts(said, turn), said, self.finish(said))
+
+    def error(self, refusal: Refusal) -> Json:
+        return {"error": {"code": refusal.status, "message": str(refusal), "status": "INVALID_ARGUMENT"}}
+
+
+# ── OpenAI Responses ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ResponsesProvider(Provider):
+    """As OpenAI's own with `store` off: reasoning comes back sealed under the id that it was sealed with, or the call is refused."""
+
+    name = "responses"
+
+    def check_key(self, request: web.Request) -> None:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            raise Refusal(401, "Incorrect API key provided")
+
+    def counted(self, request: web.Request) -> Json:
+        if not request.path.endswith("/input_tokens"):
+            return None
+        return {"object": "response.input_tokens", "input_tokens": len(json.dumps(self.asked))}
+
+    def sealed(self, turn: int) -> str:
+        return f"gAAAA{turn}-sealed_"
+
+    def read(self, body: Json) -> int:
+        open_calls: list[str] = []
+        answered: list[str] = []
+        turn, inside, reasoned = 0, False, False
+        for item in body["input"]:
+            kind = item.get("type", "message")
+            if kind == "reasoning":
+                if (item.get("id"), item.get("encrypted_content")) != (f"rs_{turn}", self.sealed(turn)):
+                    raise Refusal(400, "Encrypted content item_id did not match the target item id.")
+                inside = reasoned = True
+            elif kind == "function_call" or (kind == "message" and item["role"] == "assistant"):
+                if str(item.get("id", "")).startswith(("msg_tg", "fc_tg")):
+                    raise Refusal(400, f"Item {item['id']!r} not found")
+                open_calls += [item["call_id"]] if kind == "function_call" else []
+                inside = True
+            else:
+                answered += [item["call_id"]] if kind == "function_call_output" else []
+                if inside and open_calls and self.turns[turn].thought and not reasoned:
+                    raise Refusal(
+                        400, "Item of type 'function_call' was provided without its required 'reasoning' item"
+                    )
+                turn += inside
+                inside = reasoned = False
+        in_order(open_calls, answered)
+        return turn
+
+    def items(self, said: Says, turn: int) -> list[Json]:
+        items: list[Json] = []
+        if said.thought:
+            summary = [{"type": "summary_text", "text": said.thought}]
+            items.append(
+                {"id": f"rs_{turn}", "type": "reasoning", "summary": summary, "encrypted_content": self.sealed(turn)}
+            )
+        if said.text:
+            content = [{"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}]
+            message = {"id": f"msg_{turn}", "type": "message", "status": "completed", "role": "assistant"}
+            items.append({**message, "content": content})
+        for n, (name, given) in enumerate(said.calls):
+            call = {
+                "id": f"fc_{turn}_{n}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": f"call_{turn}_{n}",
+            }
+            items.append({**call, "name": name, "arguments": json.dumps(given)})
+        return items
+
+    def response(self, said: Says, status: str, items: list[Json]) -> Json:
+        usage = {
+            "input_tokens": said.prompt,
+            "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 0},
+            "output_tokens": said.sampled,
+            "output_tokens_details": {"reasoning_tokens": len(said.thought)},
+            "total_tokens": said.prompt + said.sampled,
+        }
+        over = status in ("completed", "incomplete")
+        return {
+            "id": "resp_1",
+            "object": "response",
+            "created_at": 1,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": None,
+            "metadata": {},
+            "model": self.asked["model"],
+            "output": items,
+            "parallel_tool_calls": True,
+            "temperature": 1.0,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": 1.0,
+            "usage": usage if over else None,
+        }
+
+    def status(self, said: Says) -> str:
+        return "incomplete" if said.cut else "completed"
+
+    def stream(self, said: Says, turn: int) -> list[bytes]:
+        items = self.items(said, turn)
+        begun = self.response(said, "in_progress", [])
+        parts: list[Json] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for index, item in enumerate(items):
+            empty = {**item, **{field: [] for field in ("summary", "content") if field in item}}
+            parts.append({"type": "response.output_item.added", "output_index": index, "item": empty})
+            parts += [{"item_id": item["id"], "output_index": index, **part} for part in self.within(item)]
+            parts.append({"type": "response.output_item.done", "output_index": index, "item": item})
+        status = self.status(said)
+        parts.append({"type": f"response.{status}", "response": self.response(said, status, items)})
+        return [named_event({**part, "sequence_number": n}) for n, part in enumerate(parts)]
+
+    def within(self, item: Json) -> list[Json]:
+        match item["type"]:
+            case "reasoning":
+                at = {"summary_index": 0}
+                [part] = item["summary"]
+                deltas = [
+                    {"type": "response.reasoning_summary_text.delta", **at, "delta": d} for d in halves(part["text"])
+                ]
+                return [
+                    {"type": "response.reasoning_summary_part.added", **at, "part": {**part, "text": ""}},
+                    *deltas,
+                    {"type": "response.reasoning_summary_text.done", **at, "text": part["text"]},
+                    {"type": "response.reasoning_summary_part.done", **at, "part": part},
+                ]
+            case "message":
+                at = {"content_index": 0}
+                [part] = item["content"]
+                deltas = [
+                    {"type": "response.output_text.delta", **at, "delta": d, "logprobs": []}
+                    for d in halves(part["text"])
+                ]
+                return [
+                    {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
+                    *deltas,
+                    {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []},
+                    {"type": "response.content_part.done", **at, "part": part},
+                ]
+            case _:
+                given = item["arguments"]
+                deltas = [{"type": "response.function_call_arguments.delta", "delta": d} for d in halves(given)]
+                return [
+                    *deltas,
+                    {"type": "response.function_call_arguments.done", "arguments": given, "name": item["name"]},
+                ]
+
+    def whole(self, said: Says, turn: int) -> Json:
+        return self.response(said, self.status(said), self.items(said, turn))
+
+    def error(self, refusal: Refusal) -> Json:
+        return {"error": {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": None}}
+
+
+PROVIDERS: tuple[type[Provider], ...] = (ChatProvider, AnthropicProvider, GeminiProvider, ResponsesProvider)

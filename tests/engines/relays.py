@@ -1,0 +1,76 @@
+"""What the tests of all relays are written with: calls of no dialect that the endpoint knows, and what came of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from turngate.dialects.chat import ChatTools
+from turngate.engines.base import Relay, RelayChunk, RelayRequest
+from turngate.types import Call, CallDelta, Constraint, Delta, Message
+
+from .standins import Answer, StandIn, serving
+
+Json = Any
+TOOL = {"type": "function", "function": {"name": "bash", "description": "Runs.", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
+
+
+class Spoken:
+    """A history that is decoded already: one message, or several, per piece."""
+
+    def __init__(self, pieces: Sequence[Message | tuple[Message, ...]]) -> None:
+        self._pieces = [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
+        self.raws = [b"{}"] * len(self._pieces)
+
+    def decode(self, index: int) -> tuple[Message, ...]:
+        return self._pieces[index]
+
+
+def meant(*messages: Message | tuple[Message, ...], tools: Sequence[Json] = (), **fields: Any) -> Call:
+    """A call of a dialect that no endpoint speaks: only its meaning counts."""
+    offered = ChatTools(json.dumps(list(tools)).encode()) if tools else None
+    return Call(**{"model": "m", "dialect": "elsewhere", **fields}, history=Spoken(messages), tools=offered)
+
+
+def own(dialect: str, body: Json, **fields: Any) -> Call:
+    """A call in the endpoint's own dialect: only its body counts."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Call(**{"model": "m", **fields}, history=Spoken([]), dialect=dialect, body=raw)
+
+
+def any_of(*names: str) -> Constraint:
+    choices = [{"properties": {"name": {"const": name}}} for name in names]
+    return Constraint("tools", {"items": {"anyOf": choices}})
+
+
+@asynccontextmanager
+async def started(relay: Relay) -> AsyncIterator[Relay]:
+    await relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+async def heard(relay: Relay, call: Call, **fields: Any) -> list[RelayChunk]:
+    async with relay.relay(RelayRequest(call=call, **fields)) as chunks:
+        seen = [chunk async for chunk in chunks]
+    assert seen[-1].finish is not None and all(chunk.finish is None for chunk in seen[:-1])
+    return seen
+
+
+async def answered(make: Callable[[str], Relay], answer: Answer, call: Call, **fields: Any) -> list[RelayChunk]:
+    """What the relay makes of one answer of the endpoint's."""
+    async with serving(StandIn(answer)) as server, started(make(server.url)) as relay:
+        return await heard(relay, call, **fields)
+
+
+def said(chunks: Sequence[RelayChunk]) -> list[Delta | CallDelta]:
+    return [event for chunk in chunks for event in chunk.events]
+
+
+def lost(chunks: Sequence[RelayChunk]) -> tuple[str, ...]:
+    return tuple(name for chunk in chunks for name in chunk.lost)

@@ -1,0 +1,486 @@
+"""The relay to Anthropic's Messages API: what it is sent, and what becomes of its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from turngate.engines.anthropic import FEWER_TOKENS, MAX_TOKENS, AnthropicRelay
+from turngate.engines.base import RelayRequest
+from turngate.engines.translate import kept
+from turngate.errors import (
+    BadRequest,
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    TurngateError,
+)
+from turngate.types import CallDelta, Constraint, Delta, Message, Sampling, ToolCall, Usage
+
+from .providers import named_event
+from .relays import OTHER, TOOL, Json, answered, any_of, heard, lost, meant, own, said, started
+from .standins import Answer, StandIn, says, serving, streams
+
+BODY: dict[str, Any] = {"model": "agent's", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+HI = Message("user", "hi")
+
+
+def make(url: str) -> AnthropicRelay:
+    return AnthropicRelay(url, "sk-ant-secret")
+
+
+def start(**usage: int) -> Json:
+    return {
+        "type": "message_start",
+        "message": {"id": "msg_1", "usage": {"input_tokens": 5, "output_tokens": 1, **usage}},
+    }
+
+
+def block(index: int, content: Json, *deltas: Json) -> list[Json]:
+    return [
+        {"type": "content_block_start", "index": index, "content_block": content},
+        *({"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas),
+        {"type": "content_block_stop", "index": index},
+    ]
+
+
+def text(index: int, *parts: str) -> list[Json]:
+    return block(index, {"type": "text", "text": ""}, *({"type": "text_delta", "text": part} for part in parts))
+
+
+def end(reason: str = "end_turn", **fields: Json) -> list[Json]:
+    delta = {"stop_reason": reason, "stop_sequence": None, **fields}
+    return [{"type": "message_delta", "delta": delta, "usage": {"output_tokens": 9}}, {"type": "message_stop"}]
+
+
+def stream(*events: Json | list[Json]) -> Answer:
+    flat = [event for one in events for event in (one if isinstance(one, list) else [one])]
+    return streams(*(named_event(event) for event in flat))
+
+
+OK = stream(start(), text(0, "ok"), end())
+
+
+# ── what is sent ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_call_of_its_own_goes_as_it_came() -> None:
+    messages = (
+        b'[{"role": "user",  "content": [{"type":"image","source":{"type":"url","url":"http://x/\\u00e9.png"}},'
+        b'{"type":"text","text":"1.10","cache_control":{"type":"ephemeral"}}]}]'
+    )
+    raw = (
+        b'{"model":"a","max_tokens":9,"temperature":0.2,"top_k":5,"top_p":0.9,"betas_like":{"a":[1]},"messages":'
+        + messages
+        + b"}"
+    )
+    passed = {
+        "anthropic-beta": "b-1,b-2",
+        "anthropic-version": "2026-10-21",
+        "X-Api-Key": "tg-agent",
+        "authorization": "x",
+    }
+    async with serving(StandIn(OK)) as server, started(make(server.url + "/v1/")) as relay:
+        await heard(
+            relay, own("messages", raw, passed=passed), model="m", sampling=Sampling(temperature=0.5), max_tokens=7
+        )
+        assert server.paths == ["/v1/messages"] and messages in server.bodies[0]  # not parsed and written again
+        asked = {name: value for name, value in server.asked.items() if name != "messages"}
+        assert asked == {"model": "m", "max_tokens": 7, "temperature": 0.5, "betas_like": {"a": [1]}, "stream": True}
+        headers = server.headers[0]
+        assert headers.getall("x-api-key") == ["sk-ant-secret"] and "authorization" not in headers
+        assert (headers["anthropic-beta"], headers["anthropic-version"]) == ("b-1,b-2", "2026-10-21")
+        await heard(relay, own("messages", BODY))
+        assert server.asked == BODY | {"stream": True} and server.headers[1]["anthropic-version"] == "2023-06-01"
+        assert "sk-ant" not in repr(relay)
+
+
+async def test_sampling_that_cannot_be_said_is_refused_when_it_is_pinned() -> None:
+    with pytest.raises(EngineRejected, match="pins min_p, seed"):
+        await answered(make, OK, own("messages", BODY), sampling=Sampling(min_p=0.1, seed=3))
+
+
+async def test_a_call_of_another_dialect_is_written_anew() -> None:
+    call = meant(
+        Message("system", "Be brief."),
+        Message("system", "Be kind."),
+        HI,
+        Message("assistant", "Looking.", tool_calls=(ToolCall("a.1", "bash", '{"c": 1}'), ToolCall("b", "read", ""))),
+        (Message("tool", "out", tool_call_id="a.1"), Message("tool", "", tool_call_id="b"), Message("user", "go on")),
+        Message("system", "Time passes."),
+        Message("assistant", "  "),
+        Message("user", "end"),
+        tools=[TOOL, OTHER],
+        stop=("X",),
+        sampling={"temperature": 0.3, "top_p": 1.0, "seed": 1},
+        parallel_tool_calls=False,
+    )
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        chunks = await heard(relay, call, model="claude")
+    assert server.asked == {
+        "model": "claude",
+        "stream": True,
+        "max_tokens": MAX_TOKENS,
+        "cache_control": {"type": "ephemeral"},
+        "system": "Be brief.\n\nBe kind.",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "Looking."},
+                    {"type": "tool_use", "id": "a_1", "name": "bash", "input": {"c": 1}},
+                    {"type": "tool_use", "id": "b", "name": "read", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a_1", "content": "out"},
+                    {"type": "tool_result", "tool_use_id": "b"},
+                    {"type": "text", "text": "go on"},
+                ],
+            },
+            {"role": "system", "content": [{"type": "text", "text": "Time passes."}]},
+            {"role": "user", "content": [{"type": "text", "text": "end"}]},
+        ],
+        "stop_sequences": ["X"],
+        "tools": [
+            {"name": "bash", "description": "Runs.", "input_schema": {"type": "object"}},
+            {"name": "read", "input_schema": {"type": "object"}},
+        ],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "temperature": 0.3,
+    }
+    assert lost(chunks) == ("seed",)
+    assert "anthropic-beta" not in server.headers[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        ({"constraint": Constraint("tool", {}, "bash")}, {"tool_choice": {"type": "tool", "name": "bash"}}),
+        ({"constraint": any_of("bash", "read")}, {"tool_choice": {"type": "any"}}),
+        (
+            {"constraint": Constraint("json_schema", {"type": "object"})},
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        ),
+        (
+            {"template_hints": {"reasoning_effort": "minimal"}},
+            {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "low"}},
+        ),
+        ({"template_hints": {"reasoning_effort": "none"}}, {"thinking": {"type": "disabled"}}),
+        ({"template_hints": {"enable_thinking": False}}, {"thinking": {"type": "disabled"}}),
+        ({"template_hints": {"enable_thinking": True}}, {"thinking": {"type": "adaptive", "display": "summarized"}}),
+    ],
+)
+async def test_forced_shapes_and_thinking(fields: Json, body: Json) -> None:
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], max_tokens=5, **fields), max_tokens=5)
+        rest = {
+            k: v
+            for k, v in server.asked.items()
+            if k not in ("model", "stream", "max_tokens", "messages", "tools", "cache_control")
+        }
+    assert rest == body and lost(chunks) == () and server.asked["max_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [(Constraint("json_object"), "some JSON object"), (any_of("bash"), "some of the tools")],
+)
+async def test_what_cannot_be_asked_for_is_refused_by_name(constraint: Constraint, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        await answered(make, OK, meant(HI, tools=[TOOL, OTHER], constraint=constraint))
+
+
+async def test_an_image_of_another_dialect_is_refused() -> None:
+    with pytest.raises(BadRequest, match="no images") as caught:
+        await answered(make, OK, meant(Message("user", "[image]", beyond="messages[0]: no images")))
+    assert caught.value.param == "messages[0]"
+
+
+class Picky(StandIn):
+    """Refuses what it does not know, in Anthropic's words."""
+
+    def __init__(self, *refusals: tuple[str, str]) -> None:
+        super().__init__(self.judge)
+        self.refused = refusals
+
+    async def judge(self, request: Any) -> Any:
+        for sign, message in self.refused:
+            if sign in self.bodies[-1].decode():
+                error = {"type": "invalid_request_error", "message": message}
+                return await says({"type": "error", "error": error}, 400)(request)
+        return await OK(request)
+
+
+async def test_what_an_older_model_does_not_know_is_left_out_and_told() -> None:
+    server = Picky(
+        ('"cache_control"', "cache_control: Extra inputs are not permitted"),
+        (
+            '"adaptive"',
+            "thinking.type: Input tag 'adaptive' found using 'type' does not match any of the expected tags",
+        ),
+        ('"effort"', "This model does not support the effort parameter."),
+        (
+            '"role":"system"',
+            'messages: Unexpected role "system". The Messages API accepts a top-level `system` parameter',
+        ),
+        (
+            "32000",
+            "max_tokens: 32000 > 8192, which is the maximum allowed number of output tokens for claude-3-5-haiku",
+        ),
+        ('"temperature"', "temperature: is deprecated for this model"),
+    )
+    call = meant(
+        HI,
+        Message("system", "Later."),
+        template_hints={"reasoning_effort": "high", "verbosity": "low"},
+        sampling={"temperature": 0.5},
+    )
+    async with serving(server), started(make(server.url)) as relay:
+        chunks = await heard(relay, call)
+        assert len(server.bodies) == 7
+        assert lost(chunks) == ("the role of later system messages", "reasoning_effort", "temperature", "verbosity")
+        messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("hi", "Later.")]}]
+        assert server.asked == {"model": "m", "stream": True, "max_tokens": FEWER_TOKENS, "messages": messages}
+        await heard(relay, call)
+        assert len(server.bodies) == 8  # at once, this time
+        await heard(relay, msgspec.structs.replace(call, model="other"))
+        assert len(server.bodies) == 15  # another model may know it
+        with pytest.raises(EngineRejected, match="deprecated"):  # but what is pinned is insisted on
+            await heard(relay, call, sampling=Sampling(temperature=0.5))
+
+
+async def test_a_bound_that_leaves_no_room_is_made_smaller() -> None:
+    server = Picky(("32000", "input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000, decrease"))
+    async with serving(server), started(make(server.url)) as relay:
+        await heard(relay, meant(HI))
+        assert server.asked["max_tokens"] == 10_000
+        with pytest.raises(ContextOverflow) as caught:  # an agent of its own dialect decides by itself
+            await heard(relay, own("messages", BODY | {"max_tokens": 32000}))
+        assert (caught.value.most, caught.value.size) == (200_000, 222_000)
+
+
+# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ANSWER = stream(
+    start(cache_read_input_tokens=3, cache_creation_input_tokens=2),
+    {"type": "ping"},
+    block(
+        0,
+        {"type": "thinking", "thinking": "", "signature": ""},
+        {"type": "thinking_delta", "thinking": "hm"},
+        {"type": "thinking_delta", "thinking": "m"},
+        {"type": "signature_delta", "signature": "sig=="},
+    ),
+    block(1, {"type": "redacted_thinking", "data": "hidden=="}),
+    text(2, "grü", "ße"),
+    block(
+        3,
+        {"type": "tool_use", "id": "toolu_1", "name": "bash", "input": {}},
+        {"type": "input_json_delta", "partial_json": ""},
+        {"type": "input_json_delta", "partial_json": '{"c": '},
+        {"type": "input_json_delta", "partial_json": "1}"},
+    ),
+    block(4, {"type": "tool_use", "id": "toolu_2", "name": "read", "input": {}}),
+    end("tool_use"),
+)
+
+
+async def test_text_thinking_calls_and_usage() -> None:
+    chunks = await answered(make, ANSWER, own("messages", BODY))
+    assert said(chunks) == [
+        Delta("reasoning", "hm"),
+        Delta("reasoning", "m"),
+        Delta("seal", "sig=="),
+        Delta("seal", "redacted_thinking:hidden=="),
+        Delta("content", "grü"),
+        Delta("content", "ße"),
+        CallDelta(0, ToolCall("toolu_1", "bash", '{"c": 1}')),
+        CallDelta(1, ToolCall("toolu_2", "read", "{}")),
+    ]
+    assert (chunks[-1].finish, chunks[-1].usage, chunks[-1].verbatim) == ("tool_calls", Usage(10, 9, 3), b"")
+    assert all(chunk.ids is None and chunk.logprobs is None for chunk in chunks)
+
+
+async def test_hidden_thinking_goes_back_as_it_was() -> None:
+    """An agent gives a `thinking` block back; the provider gets the block that it had sent."""
+    given = [
+        {"type": "thinking", "thinking": "", "signature": "redacted_thinking:hidden=="},
+        {"type": "text", "text": "x"},
+    ]
+    body = BODY | {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": given}]}
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        await heard(relay, own("messages", body))
+    hidden, rest = server.asked["messages"][1]["content"]
+    assert (hidden, rest) == ({"type": "redacted_thinking", "data": "hidden=="}, given[1])
+
+
+async def test_a_turn_that_was_signed_goes_back_as_it_was_whatever_the_agent_speaks() -> None:
+    chunks = await answered(make, ANSWER, meant(HI))
+    assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
+    verbatim = chunks[-1].verbatim
+    # The agent has dropped the thinking, renamed the calls and added an argument.
+    turn = Message(
+        "assistant", "grüße", tool_calls=(ToolCall("x", "bash", '{"c":1,"d":2}'), ToolCall("y", "read", "{}"))
+    )
+    call = meant(HI, turn, Message("tool", "1", tool_call_id="y"), Message("tool", "2", tool_call_id="x"))
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        again = await heard(relay, call, verbatim={1: verbatim})
+    assert server.asked["messages"][1]["content"] == [
+        {"type": "thinking", "thinking": "hmm", "signature": "sig=="},
+        {"type": "redacted_thinking", "data": "hidden=="},
+        {"type": "text", "text": "grüße"},
+        {"type": "tool_use", "id": "toolu_1", "name": "bash", "input": {"c": 1}},
+        {"type": "tool_use", "id": "toolu_2", "name": "read", "input": {}},
+    ]
+    assert [b["tool_use_id"] for b in server.asked["messages"][2]["content"]] == ["toolu_2", "toolu_1"]
+    assert lost(again) == ()
+
+
+async def test_thinking_that_nobody_signed_is_lost_and_told() -> None:
+    chunks = await answered(make, OK, meant(HI, Message("assistant", "a", "because"), HI))
+    assert lost(chunks) == ("reasoning of earlier turns",) and chunks[-1].verbatim == b""
+
+
+async def test_arguments_that_were_cut_off_are_shown_as_they_were() -> None:
+    cut = {"type": "input_json_delta", "partial_json": '{"c": '}
+    answer = stream(
+        start(), block(0, {"type": "tool_use", "id": "t", "name": "bash", "input": {}}, cut), end("max_tokens")
+    )
+    chunks = await answered(make, answer, meant(HI))
+    assert said(chunks) == [CallDelta(0, ToolCall("t", "bash", '{"c": '))] and chunks[-1].finish == "length"
+    turn = Message("assistant", tool_calls=(ToolCall("t", "bash", '{"c": '),))
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        await heard(relay, meant(HI, turn, Message("tool", "no JSON", tool_call_id="t")))
+    assert server.asked["messages"][1]["content"][0]["input"] == {"malformed_arguments": '{"c": '}
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"),
+    [
+        ("end_turn", "stop"),
+        ("stop_sequence", "stop"),
+        ("max_tokens", "length"),
+        ("model_context_window_exceeded", "length"),
+        ("tool_use", "tool_calls"),
+    ],
+)
+async def test_ends(reason: str, finish: str) -> None:
+    chunks = await answered(make, stream(start(), text(0, "x"), end(reason, stop_sequence="STOP")), meant(HI))
+    assert (chunks[-1].finish, chunks[-1].stopped_by, chunks[-1].fault) == (finish, "STOP", "")
+
+
+async def test_a_refusal_is_an_end_with_a_fault_and_without_a_word_an_error() -> None:
+    details = {"type": "refusal", "category": "cyber", "explanation": "It may do harm."}
+    chunks = await answered(make, stream(start(), text(0, "I'd"), end("refusal", stop_details=details)), meant(HI))
+    assert said(chunks) == [Delta("content", "I'd")]  # nothing is added to what the model said
+    assert (chunks[-1].finish, chunks[-1].fault) == ("stop", "anthropic refused to answer: It may do harm.")
+    with pytest.raises(EngineRejected, match="refused to answer"):
+        await answered(make, stream(start(), end("refusal")), meant(HI))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [start(), block(0, {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}})],
+        [start(), text(0, "x"), end("pause_turn")],
+    ],
+)
+async def test_what_cannot_be_passed_on_fails_loudly(events: Sequence[Json]) -> None:
+    with pytest.raises(EngineError, match="cannot be passed on"):
+        await answered(make, stream(*events), meant(HI))
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def error(kind: str, message: str) -> Json:
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": "req_1"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message", "raised", "words"),
+    [
+        (400, "invalid_request_error", "prompt is too long: 208310 tokens > 200000 maximum", ContextOverflow, "208310"),
+        (400, "invalid_request_error", "messages.0: bad", EngineRejected, "messages.0"),
+        (401, "authentication_error", "invalid x-api-key sk-ant", EngineError, "gateway's credentials"),
+        (402, "billing_error", "no credit", EngineError, "no credit"),
+        (403, "permission_error", "not yours", EngineError, "not yours"),
+        (404, "not_found_error", "model: x", EngineRejected, "model: x"),
+        (429, "rate_limit_error", "slow down", EngineBusy, "slow down"),
+        (500, "api_error", "oops", EngineError, "oops"),
+        (504, "timeout_error", "too long", EngineTimeout, "too long"),
+        (529, "overloaded_error", "Overloaded", EngineBusy, "Overloaded"),
+    ],
+)
+async def test_errors(status: int, kind: str, message: str, raised: type[TurngateError], words: str) -> None:
+    for answer in (says(error(kind, message), status), stream(start(), error(kind, message))):
+        with pytest.raises(raised, match=words) as caught:
+            await answered(make, answer, meant(HI))
+        assert type(caught.value) is raised and "sk-ant" not in caught.value.message
+        if isinstance(caught.value, ContextOverflow):
+            assert (caught.value.most, caught.value.size) == (200_000, 208_310)
+
+
+async def test_a_stream_that_breaks_off() -> None:
+    with pytest.raises(EngineUnavailable, match="without finishing"):
+        await answered(make, stream(start(), text(0, "x")), meant(HI))
+    with pytest.raises(EngineUnavailable):
+        await answered(make, streams(named_event(start()), 0.02, cut=True), meant(HI))
+    with pytest.raises(EngineError, match="unexpected"):
+        await answered(make, streams(b"data: {}\n\n"), meant(HI))
+    with pytest.raises(BadRequest, match="JSON object"):
+        await answered(make, OK, own("messages", b"[]"))
+
+
+async def test_leaving_early_hangs_up() -> None:
+    server = StandIn(streams(named_event(start()), *(named_event(e) for e in text(0, "x")), 30.0))
+    async with serving(server), started(make(server.url)) as relay:
+        async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
+            assert (await anext(chunks)).events
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+# ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_tokens_are_counted_by_the_endpoint() -> None:
+    async with serving(StandIn(says({"input_tokens": 42}))) as server, started(make(server.url)) as relay:
+        mine = {"model": "agent's", "messages": BODY["messages"], "thinking": {"type": "adaptive"}}
+        request = RelayRequest(call=own("messages", mine, passed={"anthropic-beta": "b"}), model="m")
+        assert await relay.count(request) == 42
+        assert server.paths == ["/v1/messages/count_tokens"] and server.asked == mine | {"model": "m"}
+        assert server.headers[0]["anthropic-beta"] == "b"
+        call = meant(Message("system", "s"), HI, tools=[TOOL], max_tokens=5)
+        assert await relay.count(RelayRequest(call=call)) == 42
+        assert set(server.asked) == {"model", "system", "messages", "tools"}
+    with pytest.raises(EngineBusy):
+        async with (
+            serving(StandIn(says(error("rate_limit_error", "no"), 429))) as server,
+            started(make(server.url)) as relay,
+        ):
+            await relay.count(RelayRequest(call=call))
+
+
+async def test_health() -> None:
+    async with serving(StandIn(documents={"/v1/models": {"data": []}})) as server, started(make(server.url)) as relay:
+        [health] = await relay.health()
+        assert health.ok
+    async with started(make("http://127.0.0.1:1")) as relay:
+        [health] = await relay.health()
+        assert not health.ok and "127.0.0.1" not in health.detail
+
+
+def test_a_kept_turn_reads_back() -> None:
+    assert json.loads(kept([{"type": "text"}], ["a"])) == {"ids": ["a"], "turn": [{"type": "text"}]}

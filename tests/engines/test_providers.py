@@ -1,0 +1,28 @@
+"""The stand-ins for providers are understood by the official SDKs as the real ones are: so what is tested with them counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sdk_agents import Heard, agent
+
+from .providers import KEY, PROVIDERS, Provider, Says
+from .standins import serving
+
+SCRIPT = (
+    Says("Let me look.", "I should look around.", (("read_file", {"path": "a"}), ("list_files", {"path": "."}))),
+    Says("Done.", "That was easy."),
+)
+DIALECT = {"openai": "chat", "anthropic": "messages", "gemini": "gemini", "responses": "responses"}
+
+
+@pytest.mark.parametrize("kind", PROVIDERS, ids=lambda kind: kind.name)
+async def test_the_sdk_speaks_with_the_stand_in_as_with_its_provider(kind: type[Provider]) -> None:
+    async with serving(kind(*SCRIPT)) as server, agent(DIALECT[kind.name], server.url, KEY) as a:
+        first = await a.ask("Look around.")
+        assert (first.text, first.thought, first.finish) == (SCRIPT[0].text, SCRIPT[0].thought, "calls")
+        assert [(call.name, call.arguments) for call in first.calls] == list(SCRIPT[0].calls)
+        assert first.usage == (SCRIPT[0].prompt, SCRIPT[0].sampled, 7)
+        last: Heard = await a.answer({"read_file": "text", "list_files": "a b"})
+        assert (last.text, last.thought, last.calls, last.finish) == (SCRIPT[1].text, SCRIPT[1].thought, [], "stop")
+        assert server.refusals == []

@@ -1,0 +1,442 @@
+"""The relay to OpenAI's Responses API: what it is sent, and what becomes of its streams."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from turngate.engines.base import RelayRequest
+from turngate.engines.responses import ResponsesRelay
+from turngate.errors import (
+    BadRequest,
+    ContextOverflow,
+    EngineBusy,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    NotFound,
+    TurngateError,
+)
+from turngate.types import CallDelta, Constraint, Delta, Message, Sampling, ToolCall, Usage
+
+from .providers import named_event
+from .relays import OTHER, TOOL, Json, answered, any_of, heard, lost, meant, own, said, started
+from .standins import Answer, StandIn, says, serving, streams
+
+BODY: dict[str, Any] = {"model": "agent's", "input": [{"role": "user", "content": "hi"}]}
+HI = Message("user", "hi")
+SEALS = "reasoning.encrypted_content"
+USAGE = {
+    "input_tokens": 11,
+    "input_tokens_details": {"cached_tokens": 4},
+    "output_tokens": 5,
+    "output_tokens_details": {"reasoning_tokens": 2},
+    "total_tokens": 16,
+}
+
+
+def make(url: str) -> ResponsesRelay:
+    return ResponsesRelay(url, "sk-secret")
+
+
+def stream(*events: Json) -> Answer:
+    return streams(*(named_event(event) for event in events))
+
+
+def delta(kind: str, text: str, **fields: Json) -> Json:
+    return {"type": f"response.{kind}.delta", "item_id": "x", "output_index": 0, "delta": text, **fields}
+
+
+def done(item: Json) -> Json:
+    return {"type": "response.output_item.done", "output_index": 0, "item": item}
+
+
+def over(status: str = "completed", **fields: Json) -> Json:
+    response = {"id": "resp_1", "status": status, "error": None, "incomplete_details": None, "usage": USAGE, **fields}
+    return {"type": f"response.{status}", "response": response}
+
+
+def message(text: str, **fields: Json) -> Json:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": content, **fields}
+
+
+OK = stream(delta("output_text", "ok"), done(message("ok")), over())
+
+
+# ── what is sent ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_call_of_its_own_goes_as_it_came() -> None:
+    first = b'{"role":"user",  "content":[{"type":"input_image","image_url":"data:\\u00e9"}],"id":"msg_codex-1"}'
+    tool = b'{"type":"custom",  "name":"patch","format":{"type":"text"}}'
+    raw = (
+        b'{"model":"a","input":[' + first + b'],"tools":[' + tool + b',{"type":"web_search"}],"temperature":0.2,'
+        b'"prompt_cache_key":"k","store":false,"include":["web_search_call.results"],"x":{"a":[1]}}'
+    )
+    passed = {"openai-beta": "b", "Authorization": "Bearer tg-agent"}
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        chunks = await heard(
+            relay, own("responses", raw, passed=passed), model="m", sampling=Sampling(top_p=0.5), max_tokens=20
+        )
+        assert server.paths == ["/v1/responses"]
+        assert first in server.bodies[0] and tool in server.bodies[0]  # not parsed and written again
+        asked = server.asked
+        assert (asked["model"], asked["max_output_tokens"], asked["top_p"], asked["stream"]) == ("m", 20, 0.5, True)
+        assert "temperature" not in asked and (asked["prompt_cache_key"], asked["store"]) == ("k", False)
+        assert asked["include"] == ["web_search_call.results", SEALS] and asked["x"] == {"a": [1]}
+        assert [tool["type"] for tool in asked["tools"]] == ["custom"] and lost(chunks) == ("the tool web_search",)
+        assert (
+            server.headers[0].getall("Authorization") == ["Bearer sk-secret"]
+            and server.headers[0]["openai-beta"] == "b"
+        )
+        await heard(relay, own("responses", {"input": "hi"}))
+        assert server.asked == {"input": "hi", "stream": True, "include": [SEALS]}
+
+
+async def test_items_go_back_under_the_ids_that_the_endpoint_knows() -> None:
+    """The agent has the gateway's ids in hand, and the endpoint's inside what it has sealed."""
+    mark = "tg" + "0" * 24
+    items = [
+        {"type": "reasoning", "id": f"rs_{mark}00", "summary": [], "encrypted_content": "rs_68a:gAAA:B=="},
+        {"type": "message", "id": f"msg_{mark}01", "role": "assistant", "content": []},
+        {"type": "function_call", "id": f"fc_{mark}02", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "id": "fco_codex", "call_id": "call_1", "output": "x"},
+        {"type": "reasoning", "id": f"rs_{mark}00", "summary": [], "encrypted_content": "tg1.abc"},
+        {"type": "reasoning", "id": "rs_other", "summary": [], "encrypted_content": "gAAA"},
+        "no item",
+    ]
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        await heard(relay, own("responses", BODY | {"input": items}))
+    assert server.asked["input"] == [
+        {"type": "reasoning", "id": "rs_68a", "summary": [], "encrypted_content": "gAAA:B=="},
+        {"type": "message", "role": "assistant", "content": []},
+        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        items[3],
+        {"type": "reasoning", "summary": []},  # sealed by nobody but the gateway
+        items[5],
+        "no item",
+    ]
+
+
+async def test_a_call_of_another_dialect_is_written_anew() -> None:
+    call = meant(
+        Message("system", "Be brief."),
+        Message("user", "hi", name="ann"),
+        Message("assistant", "Looking.", tool_calls=(ToolCall("a", "bash", '{"c": 1}'), ToolCall("b", "read", "[1]"))),
+        (Message("tool", "out", tool_call_id="a"), Message("tool", "", tool_call_id="b"), Message("user", "go on")),
+        Message("system", "Time passes."),
+        tools=[TOOL, OTHER],
+        sampling={"temperature": 0.3, "top_k": 5},
+        parallel_tool_calls=False,
+    )
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        chunks = await heard(relay, call, max_tokens=50)
+    said_by_user = {"type": "message", "role": "user"}
+    assert server.asked == {
+        "model": "m",
+        "stream": True,
+        "store": False,
+        "instructions": "Be brief.",
+        "input": [
+            {**said_by_user, "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Looking."}]},
+            {"type": "function_call", "call_id": "a", "name": "bash", "arguments": '{"c": 1}'},
+            {"type": "function_call", "call_id": "b", "name": "read", "arguments": "[1]"},
+            {"type": "function_call_output", "call_id": "a", "output": "out"},
+            {"type": "function_call_output", "call_id": "b", "output": ""},
+            {**said_by_user, "content": [{"type": "input_text", "text": "go on"}]},
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Time passes."}]},
+        ],
+        "include": [SEALS],
+        "max_output_tokens": 50,
+        "tools": [
+            {
+                "type": "function",
+                "name": "bash",
+                "description": "Runs.",
+                "parameters": {"type": "object"},
+                "strict": False,
+            },
+            {
+                "type": "function",
+                "name": "read",
+                "description": None,
+                "parameters": {"type": "object"},
+                "strict": False,
+            },
+        ],
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "temperature": 0.3,
+    }
+    assert lost(chunks) == ("names of users", "top_k")
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        ({"constraint": Constraint("tool", {}, "bash")}, {"tool_choice": {"type": "function", "name": "bash"}}),
+        ({"constraint": any_of("bash", "read")}, {"tool_choice": "required"}),
+        (
+            {"constraint": any_of("bash")},
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "bash"}],
+                }
+            },
+        ),
+        ({"constraint": Constraint("json_object")}, {"text": {"format": {"type": "json_object"}}}),
+        (
+            {"constraint": Constraint("json_schema", {"type": "object"})},
+            {
+                "text": {
+                    "format": {"type": "json_schema", "name": "answer", "schema": {"type": "object"}, "strict": False}
+                }
+            },
+        ),
+        ({"template_hints": {"reasoning_effort": "high"}}, {"reasoning": {"summary": "auto", "effort": "high"}}),
+        ({"template_hints": {"enable_thinking": False}}, {"reasoning": {"effort": "none"}}),
+    ],
+)
+async def test_forced_shapes_and_thinking(fields: Json, body: Json) -> None:
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], **fields))
+    usual = ("model", "stream", "store", "input", "include", "tools")
+    rest = {name: value for name, value in server.asked.items() if name not in usual}
+    assert rest == {"reasoning": {"summary": "auto"}} | body and lost(chunks) == ()
+
+
+async def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
+    with pytest.raises(BadRequest, match="stop strings"):
+        await answered(make, OK, meant(HI, stop=("X",)))
+    with pytest.raises(EngineRejected, match="pins top_k"):
+        await answered(make, OK, own("responses", BODY), sampling=Sampling(top_k=5))
+
+
+class Picky(StandIn):
+    def __init__(self, *refusals: tuple[str, str]) -> None:
+        super().__init__(self.judge)
+        self.refused = refusals
+
+    async def judge(self, request: Any) -> Any:
+        for sign, words in self.refused:
+            if sign in self.bodies[-1].decode():
+                return await says({"error": {"message": words, "type": "invalid_request_error"}}, 400)(request)
+        return await OK(request)
+
+
+async def test_what_a_model_that_does_not_reason_refuses_is_left_out_and_told() -> None:
+    server = Picky(
+        (SEALS, "Encrypted content is not supported with this model."),
+        ('"effort"', "Unsupported parameter: 'reasoning.effort' is not supported with this model."),
+        ('"summary"', "Unsupported parameter: 'reasoning.summary' is not supported with this model."),
+        ('"temperature"', "Unsupported parameter: 'temperature' is not supported with this model."),
+    )
+    call = meant(HI, template_hints={"reasoning_effort": "high"}, sampling={"temperature": 0.5})
+    async with serving(server), started(make(server.url)) as relay:
+        chunks = await heard(relay, call)
+        assert lost(chunks) == ("reasoning_effort", "temperature")
+        assert set(server.asked) == {"model", "stream", "store", "input"}
+        await heard(relay, own("responses", BODY, model="m"))
+        assert "include" not in server.asked and len(server.bodies) == 6
+
+
+# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+REASONING = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
+CALL = {
+    "id": "fc_1",
+    "type": "function_call",
+    "status": "completed",
+    "call_id": "call_1",
+    "name": "bash",
+    "arguments": '{"c": 1}',
+}
+ANSWER = stream(
+    {"type": "response.created", "response": {"id": "resp_1"}},
+    {"type": "response.in_progress", "response": {"id": "resp_1"}},
+    {"type": "response.output_item.added", "output_index": 0, "item": {"type": "reasoning", "id": "rs_1"}},
+    {"type": "response.reasoning_summary_part.added", "summary_index": 0},
+    delta("reasoning_summary_text", "hm"),
+    {"type": "response.reasoning_summary_part.added", "summary_index": 1},
+    delta("reasoning_summary_text", "so"),
+    done(REASONING),
+    delta("output_text", "grü", logprobs=[]),
+    delta("output_text", "ße", logprobs=[]),
+    done(message("grüße")),
+    delta("function_call_arguments", '{"c"'),
+    {"type": "response.function_call_arguments.done", "arguments": '{"c": 1}', "name": "bash"},
+    done(CALL),
+    over(),
+)
+
+
+async def test_text_reasoning_calls_and_usage() -> None:
+    chunks = await answered(make, ANSWER, own("responses", BODY))
+    assert said(chunks) == [
+        Delta("reasoning", "hm"),
+        Delta("reasoning", "\n\n"),
+        Delta("reasoning", "so"),
+        Delta("seal", "rs_1:gAAA"),
+        Delta("content", "grü"),
+        Delta("content", "ße"),
+        CallDelta(0, ToolCall("call_1", "bash", '{"c": 1}')),
+    ]
+    assert (chunks[-1].finish, chunks[-1].usage, chunks[-1].verbatim) == ("tool_calls", Usage(11, 5, 4, 2), b"")
+
+
+async def test_calls_of_all_kinds_have_the_names_that_the_dialect_gives_them() -> None:
+    answer = stream(
+        done({**CALL, "namespace": "multi_agent"}),
+        done({"id": "ctc_1", "type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": '*** "x"'}),
+        done(
+            {
+                "id": "tsc_1",
+                "type": "tool_search_call",
+                "call_id": "call_3",
+                "arguments": {"q": 1},
+                "execution": "client",
+            }
+        ),
+        over(),
+    )
+    calls = [
+        event.call
+        for event in said(await answered(make, answer, own("responses", BODY)))
+        if isinstance(event, CallDelta)
+    ]
+    assert calls == [
+        ToolCall("call_1", "multi_agent__bash", '{"c": 1}'),
+        ToolCall("call_2", "patch", '{"input":"*** \\"x\\""}'),
+        ToolCall("call_3", "tool_search", '{"q": 1}'),
+    ]
+
+
+async def test_a_turn_that_was_sealed_goes_back_as_it_was_whatever_the_agent_speaks() -> None:
+    chunks = await answered(make, ANSWER, meant(HI))
+    assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
+    turn = Message("assistant", "grüße", tool_calls=(ToolCall("renamed", "bash", '{"c":1}'),))
+    call = meant(HI, turn, Message("tool", "1", tool_call_id="renamed"))
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        await heard(relay, call, verbatim={1: chunks[-1].verbatim})
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "1"}
+    assert server.asked["input"][1:] == [REASONING, message("grüße"), CALL, result]
+
+
+async def test_the_phase_of_a_message_is_kept_too() -> None:
+    spoken = message("x", phase="commentary")
+    chunks = await answered(make, stream(delta("output_text", "x"), done(spoken), over()), meant(HI))
+    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
+        await heard(relay, meant(HI, Message("assistant", "x"), HI), verbatim={1: chunks[-1].verbatim})
+    assert server.asked["input"][1] == spoken
+
+
+async def test_reasoning_of_open_models_is_text() -> None:
+    item = {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    answer = stream(delta("reasoning_text", "hm"), done(item), delta("output_text", "x"), done(message("x")), over())
+    assert said(await answered(make, answer, own("responses", BODY))) == [
+        Delta("reasoning", "hm"),
+        Delta("content", "x"),
+    ]
+
+
+async def test_log_probabilities_are_asked_for_only_when_wanted() -> None:
+    tokens = [{"token": "o", "logprob": -0.5, "top_logprobs": []}, {"token": "k", "logprob": -9999.0}]
+    answer = stream(delta("output_text", "ok", logprobs=tokens), done(message("ok")), over())
+    for call in (own("responses", BODY), meant(HI)):
+        async with serving(StandIn(answer)) as server, started(ResponsesRelay(server.url, capture="logprobs")) as relay:
+            chunks = await heard(relay, call)
+        assert "message.output_text.logprobs" in server.asked["include"]
+        assert (chunks[0].ids, chunks[0].logprobs) == (None, [-0.5, None])
+
+
+async def test_ends() -> None:
+    refused = stream(delta("refusal", "I won't."), done(message("")), over())
+    assert said(await answered(make, refused, meant(HI))) == [Delta("content", "I won't.")]
+    cut = over("incomplete", incomplete_details={"reason": "max_output_tokens"})
+    assert (await answered(make, stream(delta("output_text", "x"), cut), meant(HI)))[-1].finish == "length"
+    filtered = over("incomplete", incomplete_details={"reason": "content_filter"})
+    last = (await answered(make, stream(delta("output_text", "x"), filtered), meant(HI)))[-1]
+    assert (last.finish, last.fault) == ("stop", "responses kept its answer back (content_filter)")
+    with pytest.raises(EngineRejected, match="kept its answer back"):
+        await answered(make, stream(filtered), meant(HI))
+
+
+async def test_what_cannot_be_passed_on_fails_loudly() -> None:
+    for events in (
+        [done({"id": "ws_1", "type": "web_search_call", "status": "completed"})],
+        [over("incomplete", incomplete_details={"reason": "steered"})],
+    ):
+        with pytest.raises(EngineError, match="cannot be passed on"):
+            await answered(make, stream(*events), meant(HI))
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "raised"),
+    [
+        (400, "context_length_exceeded", "Your input exceeds the context window of this model.", ContextOverflow),
+        (400, "invalid_prompt", "bad", EngineRejected),
+        (429, "rate_limit_exceeded", "slow down", EngineBusy),
+        (500, "server_error", "oops", EngineError),
+    ],
+)
+async def test_errors(status: int, code: str, message: str, raised: type[TurngateError]) -> None:
+    error = {"message": message, "type": "x", "code": code, "param": None}
+    for answer in (
+        says({"error": error}, status),
+        stream(over("failed", error={"code": code, "message": message})),
+        stream({"type": "error", "code": code, "message": message, "param": None, "sequence_number": 1}),
+        stream({"type": "error", "error": error}),
+    ):
+        with pytest.raises(raised) as caught:
+            await answered(make, answer, meant(HI))
+        assert type(caught.value) is raised and message in caught.value.message
+
+
+async def test_other_errors() -> None:
+    with pytest.raises(EngineError, match="gateway's credentials"):
+        await answered(make, says({"error": {"message": "Incorrect API key provided: sk-se***"}}, 401), meant(HI))
+    with pytest.raises(EngineError, match="it failed"):
+        await answered(make, stream({"type": "response.failed", "response": {"error": None}}), meant(HI))
+    with pytest.raises(EngineUnavailable, match="without finishing"):
+        await answered(make, stream(delta("output_text", "x")), meant(HI))
+    with pytest.raises(BadRequest, match="JSON object"):
+        await answered(make, OK, own("responses", b"[]"))
+
+
+async def test_leaving_early_hangs_up() -> None:
+    server = StandIn(streams(named_event(delta("output_text", "x")), 30.0))
+    async with serving(server), started(make(server.url)) as relay:
+        async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
+            assert (await anext(chunks)).events
+        await asyncio.wait_for(server.hung_up.wait(), 2)
+
+
+# ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_tokens_are_counted_by_the_endpoint_if_it_can() -> None:
+    counted = says({"object": "response.input_tokens", "input_tokens": 42})
+    async with serving(StandIn(counted)) as server, started(make(server.url)) as relay:
+        assert await relay.count(RelayRequest(call=own("responses", BODY), model="m")) == 42
+        assert server.paths == ["/v1/responses/input_tokens"] and server.asked == BODY | {"model": "m"}
+        call = meant(Message("system", "s"), HI, tools=[TOOL], max_tokens=5)
+        assert await relay.count(RelayRequest(call=call)) == 42
+        assert set(server.asked) == {"model", "instructions", "input", "tools", "reasoning"}
+    async with serving(StandIn(says("Not Found", 404))) as server, started(make(server.url)) as relay:
+        with pytest.raises(NotFound, match="estimate"):
+            await relay.count(RelayRequest(call=call))
+
+
+async def test_health() -> None:
+    async with serving(StandIn(documents={"/v1/models": {"data": []}})) as server, started(make(server.url)) as relay:
+        [health] = await relay.health()
+        assert health.ok and "sk-secret" not in repr(relay)

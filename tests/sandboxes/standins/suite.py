@@ -1,0 +1,420 @@
+"""What every remote sandbox is held to beyond the contract: a way to it that breaks, a service that fails, an owner that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sandboxes.standins.machine import Fault, Machine, StandIn
+from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
+from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
+
+
+@dataclass
+class Remote:
+    """One service: its stand-in, how its backend is made, and where its faults strike."""
+
+    standin: StandIn
+    make: Callable[..., Backend]
+    key: str  # the name of the variable with the key
+    secret: str
+    sdk: str
+    start: str  # requests that start a command in the background
+    follow: str  # ... that wait for its end
+    read: str  # ... that read a file
+    remove: str
+
+    @asynccontextmanager
+    async def sandbox(self, settings: dict[str, Any] | None = None, **spec: Any) -> AsyncIterator[Sandbox]:
+        made = await self.make(**(settings or {})).create(SandboxSpec(**spec))
+        try:
+            yield made
+        finally:
+            await made.stop()
+
+    def machine(self, sandbox: Sandbox) -> Machine:
+        return self.standin.machines[sandbox.id]
+
+
+async def until(true: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = true()
+        if found if isinstance(found, bool) else await found:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it did not come true")
+
+
+def sleepers(machine: Machine) -> list[str]:
+    found = []
+    for pid in machine.pids():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].endswith(b"sleep"):
+            found.append(b" ".join(words).decode().strip())
+    return found
+
+
+class RemoteSuite:
+    """Subclasses bring a fixture `remote`."""
+
+    # ---- commands
+
+    async def test_output_input_and_exit_code_come_through_byte_by_byte(self, remote: Remote) -> None:
+        every = bytes(range(256)) * 300
+        async with remote.sandbox() as sandbox:
+            done = await sandbox.exec(["sh", "-c", "cat; printf '\\377' >&2; exit 7"], stdin=every)
+        assert (done.exit_code, done.stdout, done.stderr, done.timed_out) == (7, every, b"\xff", False)
+
+    async def test_the_environment_is_the_one_given_whatever_a_login_shell_thinks(self, remote: Remote) -> None:
+        awkward = "a b\n'\"$HOME`id`\\"
+        async with remote.sandbox(env={"FIRST": awkward, "BOTH": "spec"}) as sandbox:
+            done = await sandbox.exec(
+                ["python3", "-c", "import os; print(ascii([os.environ[k] for k in ('FIRST','BOTH','PATH','HOME')]))"],
+                env={"BOTH": "call", "PATH": "/nowhere:/usr/local/bin:/usr/bin:/bin"},
+            )
+            assert done.stderr == b""
+            assert eval(done.stdout) == [awkward, "call", "/nowhere:/usr/local/bin:/usr/bin:/bin", sandbox.home]
+            with pytest.raises(SandboxError, match="cannot carry"):
+                await sandbox.exec(["true"], env={"no-name": "x"})
+
+    async def test_a_secret_is_in_no_argument_and_no_file(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            job = await sandbox.start(["sleep", "60"], env={"SECRET": "swordfish"})
+            machine = remote.machine(sandbox)
+            await until(lambda: "sleep 60" in sleepers(machine))
+            assert not any("swordfish" in word for process in machine.processes.values() for word in process.argv)
+            assert not any(b"swordfish" in f.read_bytes() for f in machine.folder.rglob("*") if f.is_file())
+            await job.kill(0)
+
+    async def test_a_command_longer_than_an_argument_may_be(self, remote: Remote) -> None:
+        words = ["'" * 60_000] * 8
+        async with remote.sandbox() as sandbox:
+            done = await sandbox.exec(["sh", "-c", 'echo $# "$8"', "sh", *words])
+            assert done.stdout == b"8 " + words[0].encode() + b"\n"
+
+    async def test_past_its_time_a_command_is_killed_with_everything_that_it_started(self, remote: Remote) -> None:
+        script = "sleep 61 & setsid sleep 62 & (trap '' TERM; sleep 63) & echo so far; wait"
+        async with remote.sandbox() as sandbox:
+            done = await sandbox.exec(["sh", "-c", script], timeout_s=0.5)
+            assert (done.exit_code, done.stdout, done.timed_out) == (137, b"so far\n", True)
+            assert sleepers(remote.machine(sandbox)) == []
+
+    async def test_a_cancelled_command_is_killed(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            machine = remote.machine(sandbox)
+            running = asyncio.create_task(sandbox.exec(["sleep", "61"]))
+            await until(lambda: "sleep 61" in sleepers(machine))
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert sleepers(machine) == []
+
+    async def test_nothing_of_a_finished_command_stays(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            for _ in range(3):
+                await sandbox.exec(["true"])
+            assert list((remote.machine(sandbox).folder / "turngate/jobs").iterdir()) == []
+            await until(lambda: remote.machine(sandbox).pids() == [])
+
+    # ---- jobs
+
+    @pytest.mark.parametrize(
+        ("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill -15 $$", 143), ("nosuch", 127)]
+    )
+    async def test_a_job_ends_with_its_true_code(self, remote: Remote, script: str, code: int) -> None:
+        async with remote.sandbox() as sandbox:
+            job = await sandbox.start(["sh", "-c", script])
+            assert await job.wait() == code
+            assert await job.wait() == code
+            await job.kill()
+
+    @pytest.mark.parametrize(
+        ("command", "code"),
+        [
+            (["sleep", "61"], 143),
+            (["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"], 137),
+            (["env", "-i", "sleep", "61"], 143),
+            (["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.1; done"], 0),
+        ],
+    )
+    async def test_a_killed_job(self, remote: Remote, command: list[str], code: int) -> None:
+        async with remote.sandbox() as sandbox:
+            job = await sandbox.start(command)
+            await until(lambda: sleepers(remote.machine(sandbox)) != [])
+            await asyncio.sleep(0.2)
+            await job.kill(0.5)
+            assert await job.wait() == code
+            assert sleepers(remote.machine(sandbox)) == []
+
+    async def test_a_job_can_be_killed_before_it_has_begun(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            job = await sandbox.start(["sleep", "61"])
+            await job.kill(0)
+            assert await job.wait() == 137
+
+    async def test_who_stops_waiting_does_not_end_the_job(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            job = await sandbox.start(["sh", "-c", "sleep 0.6; exit 4"])
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(job.wait(), 0.1)
+            assert await job.wait() == 4
+
+    async def test_two_outputs_into_one_file_and_into_folders_that_are_not_there(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            one, two = f"{sandbox.workdir}/a/one", f"{sandbox.workdir}/b/two"
+            both = await sandbox.start(["sh", "-c", "echo x; echo y >&2; echo z"], stdout=one, stderr=one)
+            apart = await sandbox.start(["sh", "-c", "echo x; echo y >&2"], stderr=two)
+            assert (await both.wait(), await apart.wait()) == (0, 0)
+            assert (await sandbox.read(one), await sandbox.read(two)) == (b"x\ny\nz\n", b"y\n")
+
+    # ---- a way that breaks, a service that fails
+
+    async def test_a_job_outlives_a_broken_way_to_it(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            remote.standin.fail(Fault(remote.start, cut_s=0.1))
+            remote.standin.fail(Fault(remote.follow, times=2, status=503))
+            job = await sandbox.start(["sh", "-c", "sleep 1.5; exit 5"])
+            assert await job.wait() == 5
+
+    async def test_a_job_that_ends_while_nobody_can_look(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            remote.standin.fail(Fault(remote.start, cut_s=0.1))
+            remote.standin.fail(Fault(remote.follow, status=503))
+            job = await sandbox.start(["sh", "-c", "sleep 0.3; kill -9 $$"])
+            assert await job.wait() == 137
+
+    async def test_a_job_out_of_reach_for_too_long_is_an_error_and_never_a_code(self, remote: Remote) -> None:
+        async with remote.sandbox({"patience_s": 0.5}) as sandbox:
+            remote.standin.fail(Fault(remote.start, cut_s=0.1))
+            remote.standin.fail(Fault(remote.follow, times=1000, status=503))
+            job = await sandbox.start(["sleep", "61"])
+            with pytest.raises(SandboxError):
+                await job.wait()
+
+    async def test_a_start_without_an_answer_is_not_tried_again(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            await sandbox.write("count", b"")
+            remote.standin.fail(Fault(remote.start, lose=True))
+            with pytest.raises(SandboxError):
+                await sandbox.start(["sh", "-c", "echo x >>count; sleep 61"])
+            assert len(await sandbox.read("count")) <= 2
+            assert sleepers(remote.machine(sandbox)) == []
+
+    async def test_a_file_is_asked_for_again(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            await sandbox.write("file", b"x" * 100_000)
+            remote.standin.fail(Fault(remote.read, status=503))
+            assert await sandbox.read("file") == b"x" * 100_000
+            remote.standin.fail(Fault(remote.read, lose=True))
+            assert await sandbox.read("file") == b"x" * 100_000
+
+    async def test_a_service_that_keeps_failing_is_a_sandbox_error(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            remote.standin.fail(Fault(remote.read, times=20, status=500))
+            with pytest.raises(SandboxError):
+                await sandbox.read("file")
+            remote.standin.faults.clear()
+
+    async def test_a_slow_service_is_waited_for(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            remote.standin.fail(Fault(remote.start, wait_s=1.0))
+            assert (await sandbox.exec(["echo", "late"])).stdout == b"late\n"
+
+    async def test_a_sandbox_that_vanished_is_an_error_and_never_a_code_or_a_missing_file(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            job = await sandbox.start(["sleep", "61"])
+            await self.vanish(remote, sandbox.id)
+            with pytest.raises(SandboxError):
+                await asyncio.wait_for(job.wait(), 10)
+            for asked in (sandbox.read("file"), sandbox.exec(["true"]), sandbox.write("file", b"")):
+                with pytest.raises(SandboxError) as error:
+                    await asked
+                assert not isinstance(error.value, SandboxFileMissing)
+
+    async def vanish(self, remote: Remote, id: str) -> None:
+        raise NotImplementedError
+
+    # ---- files
+
+    async def test_files_have_their_mode_and_every_byte(self, remote: Remote) -> None:
+        data = bytes(range(256)) * 20_000
+        async with remote.sandbox() as sandbox:
+            path = f"{sandbox.workdir}/deep/er/it's a file"
+            await sandbox.write(path, b"longer than nothing", mode=0o644)
+            await sandbox.write(path, data, mode=0o750)
+            assert await sandbox.read(path) == data
+            assert (await sandbox.exec(["stat", "-c", "%a", path])).stdout == b"750\n"
+            with pytest.raises(SandboxError, match="larger"):
+                await sandbox.read(path, limit=len(data) - 1)
+            with pytest.raises(SandboxFileMissing):
+                await sandbox.read(f"{sandbox.workdir}/none")
+            for at_a_folder in (sandbox.write(f"{sandbox.workdir}/deep", b""), sandbox.read(f"{sandbox.workdir}/deep")):
+                with pytest.raises(SandboxError):
+                    await at_a_folder
+
+    async def test_folders_travel_both_ways(self, remote: Remote, tmp_path: Path) -> None:
+        there, back = tmp_path / "there", tmp_path / "back"
+        (there / "sub").mkdir(parents=True)
+        (there / "sub/run").write_bytes(b"\x00\xff")
+        (there / "sub/run").chmod(0o755)
+        (there / "link").symlink_to("sub/run")
+        async with remote.sandbox() as sandbox:
+            target = f"{sandbox.workdir}/it's here"
+            await sandbox.upload(there, target)
+            await sandbox.exec(["ln", "-s", "/etc/passwd", f"{target}/out"])
+            await sandbox.download(target, back)
+            with pytest.raises(SandboxFileMissing):
+                await sandbox.download(f"{sandbox.workdir}/none", back)
+        assert (back / "sub/run").read_bytes() == b"\x00\xff"
+        assert (back / "sub/run").stat().st_mode & 0o777 == 0o755
+        assert (back / "link").readlink() == Path("sub/run")
+        assert not (back / "out").is_symlink()
+
+    async def test_mounts_are_copied_in(self, remote: Remote, tmp_path: Path) -> None:
+        (tmp_path / "host").mkdir()
+        (tmp_path / "host/file").write_text("from the host")
+        async with remote.sandbox(mounts=(Mount(str(tmp_path / "host"), str(tmp_path / "guest")),)) as sandbox:
+            assert await sandbox.read(str(tmp_path / "guest/file")) == b"from the host"
+            assert sandbox.shared is None
+
+    # ---- beginning and end
+
+    async def test_stopping_ends_everything_and_can_be_done_twice(self, remote: Remote) -> None:
+        async with remote.sandbox() as sandbox:
+            machine = remote.machine(sandbox)
+            job = await sandbox.start(["sh", "-c", "setsid sleep 61 & sleep 62"])
+            await until(lambda: len(sleepers(machine)) >= 2)
+            await sandbox.stop()
+            assert await job.wait() == 137
+            await job.kill()
+            await sandbox.stop()
+            assert not machine.alive
+            assert machine.pids() == []
+            with pytest.raises(SandboxError):
+                await sandbox.exec(["true"])
+
+    async def test_stopping_is_tried_again_and_a_failure_told(self, remote: Remote) -> None:
+        sandbox = await remote.make().create(SandboxSpec())
+        remote.standin.fail(Fault(remote.remove, times=40, status=500))
+        with pytest.raises(SandboxError):
+            await sandbox.stop()
+        remote.standin.faults.clear()
+        await sandbox.stop()
+        assert not remote.machine(sandbox).alive
+
+    async def test_a_sandbox_that_cannot_be_set_up_is_removed_again(self, remote: Remote) -> None:
+        with pytest.raises(SandboxError):
+            await remote.make().create(SandboxSpec(mounts=(Mount("/no/such/folder", "/x"),)))
+        assert [m for m in remote.standin.machines.values() if m.alive] == []
+
+    async def test_it_lives_past_its_lease_while_its_owner_does_and_ends_with_its_life(self, remote: Remote) -> None:
+        async with remote.sandbox({"lease_s": 1.0}, life_s=3.0) as sandbox:
+            began, machine = time.monotonic(), remote.machine(sandbox)
+            while time.monotonic() - began < 2.2:
+                assert machine.alive
+                await asyncio.sleep(0.05)
+            await until(lambda: not machine.alive, 3)
+
+    async def test_it_ends_when_its_owner_is_gone_even_with_a_job_in_it(self, remote: Remote) -> None:
+        async with remote.sandbox({"lease_s": 1.0}, life_s=2.0) as sandbox:
+            job = await sandbox.start(["sleep", "61"])
+            for task in asyncio.all_tasks():  # what a killed owner no longer does
+                if task.get_coro().__qualname__ in ("ShellSandbox._renew", "ShellJob._watched"):  # type: ignore[union-attr]
+                    task.cancel()
+            await until(lambda: not remote.machine(sandbox).alive, 6)
+            del job
+
+    async def test_sweeping_takes_what_dead_owners_left_and_nothing_else(self, remote: Remote) -> None:
+        backend = remote.make()
+        mine, dead, other = [await backend.create(SandboxSpec(labels={"who": str(i)})) for i in range(3)]
+        machine = remote.machine(mine)
+        assert machine.labels["who"] == "0"
+        remote.machine(dead).labels["turngate-process"] = "4194305-1"
+        remote.machine(other).labels.update({"turngate-process": "4194305-1", "turngate-host": "elsewhere"})
+        assert await backend.sweep() == 1
+        assert [remote.machine(each).alive for each in (mine, dead, other)] == [True, False, True]
+        for each in (mine, dead, other):
+            await each.stop()
+
+    async def test_a_job_ends_with_the_life_of_its_sandbox(self, remote: Remote) -> None:
+        async with remote.sandbox(life_s=2.0) as sandbox:
+            job = await sandbox.start(["sleep", "61"])
+            assert await asyncio.wait_for(job.wait(), 10) == 137
+            with pytest.raises(SandboxError):
+                await sandbox.exec(["true"])
+
+    async def test_a_stop_that_is_cancelled_stops_all_the_same(self, remote: Remote) -> None:
+        sandbox = await remote.make().create(SandboxSpec())
+        stopping = asyncio.create_task(sandbox.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert not remote.machine(sandbox).alive
+
+    @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.06, 0.1, 0.3])
+    async def test_a_creation_that_is_cancelled_leaves_nothing(self, remote: Remote, after_s: float) -> None:
+        creating = asyncio.create_task(remote.make().create(SandboxSpec()))
+        await asyncio.sleep(after_s)
+        creating.cancel()
+        with suppress(asyncio.CancelledError):
+            await (await creating).stop()  # it was faster
+        await asyncio.sleep(0.2)  # for a request that was on its way
+        await until(lambda: not any(machine.alive for machine in remote.standin.machines.values()))
+
+    async def test_a_fork_bomb_is_killed_with_its_job(self, remote: Remote) -> None:
+        bomb = "n=0; while [ $n -lt 40 ]; do (setsid sh -c 'while :; do sleep 61 & sleep 0.2; done' &); n=$((n+1)); done; sleep 62"
+        async with remote.sandbox() as sandbox:
+            job = await sandbox.start(["sh", "-c", bomb])
+            await asyncio.sleep(1)
+            await job.kill(0)
+            assert await job.wait() == 137
+            await asyncio.sleep(0.5)
+            assert sleepers(remote.machine(sandbox)) == []
+
+    # ---- keys
+
+    async def test_a_good_key_passes(self, remote: Remote) -> None:
+        await remote.make().check()
+
+    async def test_no_key_and_a_wrong_key(self, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(remote.key, "wrong-and-secret")
+        for refused in (remote.make().check(), remote.make().create(SandboxSpec())):
+            with pytest.raises(SandboxUnavailable) as error:
+                await refused
+            assert "wrong-and-secret" not in str(error.value)
+            assert error.value.__cause__ is None
+        monkeypatch.delenv(remote.key)
+        with pytest.raises(SandboxUnavailable, match=remote.key):
+            await remote.make().check()
+
+    async def test_without_the_sdk_it_says_what_to_install(
+        self, remote: Remote, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(__import__("sys").modules, remote.sdk, None)
+        for refused in (remote.make().check(), remote.make().create(SandboxSpec()), remote.make().sweep()):
+            with pytest.raises(SandboxUnavailable, match=r"pip install 'turngate\["):
+                await refused
+
+    async def test_a_service_that_is_not_there(self, remote: Remote) -> None:
+        remote.standin.fail(Fault("", times=1000, status=503))
+        with pytest.raises(SandboxUnavailable):
+            await remote.make().check()
+
+    async def test_no_image_of_that_name(self, remote: Remote) -> None:
+        with pytest.raises(SandboxError, match="nothing"):
+            await remote.make().create(SandboxSpec(image="nothing"))
+        with pytest.raises(SandboxUnavailable, match="Dockerfile"):
+            await remote.make().create(SandboxSpec(dockerfile="/somewhere"))

@@ -1,0 +1,163 @@
+"""Every backend of this machine keeps the contract, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.sandboxes import kit
+from tests.sandboxes.contract import Contract, alive
+from turngate.errors import SandboxError, SandboxUnavailable
+from turngate.sandboxes import BACKENDS
+from turngate.sandboxes import backend as backend_named
+from turngate.sandboxes.base import Backend, SandboxSpec
+
+
+class TestContract(Contract):
+    pass
+
+
+def test_backends_are_known_by_name() -> None:
+    assert set(BACKENDS) >= {"local", "bubblewrap", "docker"}
+    for name in ("local", "bubblewrap", "docker"):
+        assert backend_named(name).name == name
+    with pytest.raises(SandboxUnavailable, match="local, bubblewrap, docker"):
+        backend_named("nowhere")
+
+
+async def test_a_backend_that_is_there_says_so(backend: Backend) -> None:
+    await backend.check()
+
+
+async def test_a_program_that_is_missing_is_named(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend.name == "local":
+        pytest.skip("needs no program")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match="apt-get install"):
+        await backend.check()
+    with pytest.raises(SandboxUnavailable, match="apt-get install"):
+        await backend.create(SandboxSpec())
+
+
+async def test_twenty_sandboxes_leave_no_process_no_folder_and_no_descriptor(backend: Backend, root: Path) -> None:
+    async def one(n: int) -> None:
+        sandbox = await backend.create(SandboxSpec())
+        await sandbox.start(["/bin/sh", "-c", f"(setsid sleep 41{n:02} &); sleep 41{n:02}"])
+        assert (await sandbox.exec(["echo", "x"])).stdout == b"x\n"
+        await sandbox.stop()
+
+    await one(99)  # what is made once
+    before = len(os.listdir("/proc/self/fd"))
+    for batch in range(5):
+        await asyncio.gather(*(one(batch * 4 + n) for n in range(4)))
+    await kit.soon(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert not [pid for n in range(20) for pid in kit.processes(f"sleep\x0041{n:02}")]
+    assert not list(root.iterdir())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.3, 0.6])
+async def test_a_creation_that_is_cancelled_leaves_nothing(backend: Backend, root: Path, after_s: float) -> None:
+    task = asyncio.create_task(backend.create(SandboxSpec()))
+    await asyncio.sleep(after_s)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await (await task).stop()  # it was faster
+    assert not list(root.iterdir())
+    assert not kit.processes(str(root))
+
+
+async def test_a_stop_that_is_cancelled_stops_all_the_same(backend: Backend, root: Path) -> None:
+    sandbox = await backend.create(SandboxSpec())
+    task = asyncio.create_task(sandbox.stop())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not list(root.iterdir())
+
+
+async def test_a_sandbox_ends_by_itself_when_its_life_is_over(backend: Backend) -> None:
+    sandbox = await backend.create(SandboxSpec(life_s=2))
+    try:
+        job = await sandbox.start(["sleep", "4201"])
+        assert await asyncio.wait_for(job.wait(), 20) == 137
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["true"])
+        assert not kit.processes("sleep\x004201")
+    finally:
+        await sandbox.stop()
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from tests.sandboxes import kit
+from turngate.sandboxes.base import SandboxSpec
+
+async def main():
+    sandbox = await kit.MAKE[sys.argv[1]](Path(sys.argv[2])).create(SandboxSpec())
+    await sandbox.start(["/bin/sh", "-c", "(setsid sleep " + sys.argv[3] + " &); env -i setsid sleep " + sys.argv[3]])
+    await asyncio.sleep(1)
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_what_a_killed_owner_left_is_swept(backend: Backend, root: Path) -> None:
+    seconds = {"local": "4301", "bubblewrap": "4302", "docker": "4303"}[backend.name]
+    command = [sys.executable, "-c", OWNER, backend.name, str(root), seconds]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert owner.stdout
+    assert await asyncio.to_thread(owner.stdout.readline) == b"ready\n"
+    owner.stdout.close()
+    assert kit.processes(f"sleep\x00{seconds}")
+    assert await backend.sweep() == 0  # it lives
+    assert kit.processes(f"sleep\x00{seconds}")
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    await backend.sweep()  # 0 where the supervisor was faster
+    await kit.soon(lambda: not kit.processes(f"sleep\x00{seconds}"))
+    await backend.sweep()
+    assert await backend.sweep() == 0
+    assert not list(root.iterdir())
+
+
+async def test_a_killed_supervisor_and_owner_are_swept_too(root: Path) -> None:
+    backend = kit.MAKE["local"](root)
+    command = [sys.executable, "-c", OWNER, "local", str(root), "4304"]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert owner.stdout
+    assert await asyncio.to_thread(owner.stdout.readline) == b"ready\n"
+    owner.stdout.close()
+    for pid in kit.processes("supervisor.py"):
+        if str(root) in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+    assert await backend.sweep() == 1
+    # What threw its mark away and lost its supervisor is nobody's any more: local is no wall.
+    for pid in kit.processes("sleep\x004304"):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_fork_bomb_is_killed_with_its_job(backend: Backend) -> None:
+    sandbox = await backend.create(SandboxSpec())
+    try:
+        bomb = "n=0; while [ $n -lt 60 ]; do (setsid sh -c 'while :; do sleep 4305 & sleep 0.2; done' &); n=$((n+1)); done; wait"
+        job = await sandbox.start(["/bin/sh", "-c", bomb])
+        await asyncio.sleep(1.5)
+        await job.kill(grace_s=0)
+        await asyncio.sleep(0.5)
+        assert not await alive(sandbox, "sleep 4305")
+    finally:
+        await sandbox.stop()
+    assert not kit.processes("sleep\x004305")

@@ -1,0 +1,131 @@
+"""What only docker has: images, Dockerfiles, limits, labels, and a command line that everybody can read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sandboxes import kit
+from tests.sandboxes.contract import sh
+from tools import base_image
+from turngate.errors import SandboxError
+from turngate.sandboxes.base import Resources, Sandbox, SandboxSpec
+from turngate.sandboxes.docker import DEFAULT_IMAGE, DockerBackend
+
+
+@pytest.fixture
+def backend(root: Path) -> DockerBackend:
+    kit.need("docker")
+    return DockerBackend(root)
+
+
+@asynccontextmanager
+async def made(backend: DockerBackend, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+    sandbox = await backend.create(spec)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.stop()
+
+
+def inspect(sandbox: Sandbox) -> Any:
+    return json.loads(subprocess.run(["docker", "inspect", sandbox.id], capture_output=True, check=True).stdout)[0]
+
+
+def test_the_default_image_is_the_one_that_we_make() -> None:
+    assert base_image.IMAGE == DEFAULT_IMAGE
+
+
+async def test_a_container_has_its_limits_and_labels(backend: DockerBackend) -> None:
+    limits = Resources(cpus=0.5, memory_mb=64, pids=40)
+    async with made(backend, SandboxSpec(resources=limits, labels={"rollout": "r1"}, life_s=77)) as sandbox:
+        found = inspect(sandbox)
+        host = found["HostConfig"]
+        assert (host["NanoCpus"], host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (
+            5e8,
+            64 << 20,
+            64 << 20,
+            40,
+        )
+        assert (host["CapDrop"], host["SecurityOpt"], host["NetworkMode"]) == (["ALL"], ["no-new-privileges"], "none")
+        assert (host["Privileged"], host["Init"], host["AutoRemove"]) == (False, True, True)
+        labels = found["Config"]["Labels"]
+        assert labels["rollout"] == "r1"
+        assert {"turngate.sandbox", "turngate.owner", "turngate.created"} <= set(labels)
+        assert found["Config"]["Cmd"] == ["77"]
+        greedy = await sandbox.start(["python3", "-c", "x = bytearray(500_000_000)"])
+        assert await asyncio.wait_for(greedy.wait(), 60) == 137
+        forks = await sandbox.exec(["/bin/sh", "-c", "for i in $(seq 100); do sleep 5 & done; wait"], timeout_s=60)
+        assert b"annot fork" in forks.stderr
+
+
+async def test_a_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {DEFAULT_IMAGE}\nUSER root\nCOPY data /data/\nWORKDIR /testbed\nENV MODE=built\n"
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "file").write_text("one")
+    spec = SandboxSpec(dockerfile=str(tmp_path))
+    async with made(backend, spec) as sandbox:
+        assert sandbox.workdir == "/testbed"
+        assert (
+            await sh(sandbox, "id -u; pwd; cat /data/file; echo $MODE; touch ~/x y; ls -A")
+            == "0\n/testbed\nonebuilt\ny\n"
+        )
+        image = inspect(sandbox)["Image"]
+    async with made(backend, spec) as sandbox:
+        assert inspect(sandbox)["Image"] == image
+    (tmp_path / "data" / "file").write_text("two")
+    async with made(backend, spec) as sandbox:
+        assert await sh(sandbox, "cat /data/file") == "two"
+    with pytest.raises(SandboxError, match="no Dockerfile"):
+        await backend.create(SandboxSpec(dockerfile=str(tmp_path / "data")))
+    (tmp_path / "Dockerfile").write_text(f"FROM {DEFAULT_IMAGE}\nCOPY nothing /\n")
+    with pytest.raises(SandboxError, match="nothing"):
+        await backend.create(spec)
+
+
+async def test_git_works_in_the_workdir(backend: DockerBackend) -> None:
+    """It refuses folders that belong to somebody else."""
+    async with made(backend, SandboxSpec()) as sandbox:
+        await sh(
+            sandbox,
+            "git init -q && git status && touch a && git add a && git -c user.name=a -c user.email=a commit -qm a",
+        )
+
+
+async def test_no_secret_is_in_a_command_line_or_in_the_containers_settings(backend: DockerBackend) -> None:
+    spec = SandboxSpec(env={"KEY": "secret-of-the-spec"})
+    async with made(backend, spec) as sandbox:
+        env = {"MULTI": "line one\nsecret-of-the-caller", "ONE": "secret-of-the-other"}
+        job = await sandbox.start(["/bin/sh", "-c", "sleep 6301; : "], env=env)
+        await kit.soon(lambda: kit.processes("sleep\x006301"))
+        assert not kit.processes("secret-of-the")
+        assert "secret-of-the" not in json.dumps(inspect(sandbox))
+        await job.kill()
+
+
+async def test_an_image_that_is_not_there_is_named(backend: DockerBackend) -> None:
+    with pytest.raises(SandboxError, match="pull"):
+        await backend.create(SandboxSpec(image="localhost:1/no-such-image:latest"))
+
+
+async def test_a_container_that_was_removed_is_noticed(backend: DockerBackend) -> None:
+    async with made(backend, SandboxSpec()) as sandbox:
+        job = await sandbox.start(["sleep", "6302"])
+        await kit.soon(lambda: kit.processes("sleep\x006302"))
+        await asyncio.sleep(0.3)  # and docker's command has noticed, too
+        subprocess.run(["docker", "rm", "-f", sandbox.id], capture_output=True, check=True)
+        assert await asyncio.wait_for(job.wait(), 30) == 137
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["true"])
+        with pytest.raises(SandboxError):
+            await (await sandbox.start(["true"])).wait()
+        await job.kill()

@@ -1,0 +1,169 @@
+"""The door: model calls pass, and nothing else does, however it is dressed up."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.sandboxes.upstream import Call, raw, upstream
+from turngate.sandboxes import door
+
+PASS = [
+    ("HEAD", "/"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/qwen3-8b"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages?beta=true"),
+    ("POST", "/v1/messages/count_tokens?beta=true"),
+    ("POST", "/v1beta/models/gemini-2.5-pro:generateContent"),
+    ("POST", "/v1beta/models/gemini-2.5-pro:streamGenerateContent?alt=sse"),
+    ("POST", "/v1beta/models/gemini%2D2.5-pro%3AcountTokens"),
+]
+REFUSED = [
+    ("GET", "/"),
+    ("GET", "/health"),
+    ("GET", "/admin"),
+    ("GET", "/admin/sessions"),
+    ("POST", "/admin/sessions"),
+    ("DELETE", "/v1/chat/completions"),
+    ("GET", "/v1/chat/completions"),
+    ("OPTIONS", "/v1/chat/completions"),
+    ("POST", "/v1/chat/completions/"),
+    ("POST", "/v1/chat/completions/../../admin"),
+    ("POST", "/v1/chat/../chat/completions"),
+    ("POST", "/./v1/chat/completions"),
+    ("POST", "//v1/chat/completions"),
+    ("POST", "/v1//chat/completions"),
+    ("POST", "//evil.example/v1/chat/completions"),
+    ("POST", "/v1/chat/completions%2f..%2f..%2fadmin"),
+    ("POST", "/%2e%2e/admin"),
+    ("GET", "/v1/models/%2e%2e/%2e%2e/admin"),
+    ("GET", "/v1/models/.."),
+    ("GET", "/v1/models/%2e%2e"),
+    ("GET", "/v1/models/..%2f..%2fadmin"),
+    ("GET", "/v1/models/%252e%252e%252fadmin"),
+    ("GET", "/v1/models/a/b"),
+    ("GET", "/v1/models/a%00b"),
+    ("GET", "/v1/models/a%0d%0ab"),
+    ("GET", "/v1/models/a\\b"),
+    ("GET", "/v1/models/"),
+    ("POST", "/v1beta/models/../../admin:generateContent"),
+    ("POST", "/v1beta/models/a/b:generateContent"),
+    ("POST", "/v1beta/models/:generateContent"),
+    ("POST", "/v1beta/models/m:deleteEverything"),
+    ("POST", "/s/other/v1/chat/completions"),
+    ("POST", "/v1/rollouts/r1/register"),
+    ("GET", "/v1/rollouts/r1/trajectory"),
+    ("POST", "/v1/rollouts/r1/chat/completions"),
+    ("POST", "/V1/chat/completions"),
+    ("POST", "/v1/chat/completions;x"),
+]
+BAD = {
+    "absolute form": "POST http://evil.example/v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
+    "authority form": "CONNECT evil.example:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+    "asterisk": "OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+    "two hosts": "POST /v1/messages HTTP/1.1\r\nhost: a\r\nhost: b\r\ncontent-length: 0\r\n\r\n",
+    "length and chunks": "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two lengths": "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\ncontent-length: 40\r\n\r\n",
+    "another coding": "POST /v1/messages HTTP/1.1\r\nhost: x\r\ntransfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "a length with a sign": "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: +5\r\n\r\nhello",
+    "a folded header": "POST /v1/messages HTTP/1.1\r\nhost: x\r\na: b\r\n c: d\r\ncontent-length: 0\r\n\r\n",
+    "a blank before the colon": "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length : 5\r\n\r\nhello",
+    "a bare line feed": "POST /v1/messages HTTP/1.1\r\nhost: x\nx-smuggled: 1\r\ncontent-length: 0\r\n\r\n",
+    "a header inside a path": "POST /v1/messages\rx: y HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a blank in a path": "POST /v1/messages /admin HTTP/1.1\r\nhost: x\r\n\r\n",
+    "another version": "POST /v1/messages HTTP/2.0\r\nhost: x\r\n\r\n",
+    "not HTTP": "\x16\x03\x01\x02\x00\x01\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize(("method", "path"), PASS)
+async def test_model_calls_pass(method: str, path: str) -> None:
+    async with upstream() as gateway, door.opened(gateway.url) as way:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            reply = await client.request(method, way.target + path, content=b"x" if method == "POST" else None)
+        assert reply.status_code == 200
+        assert gateway.seen[0].first == f"{method} {path} HTTP/1.1"
+        assert (way.calls, way.refused) == (1, 0)
+
+
+@pytest.mark.parametrize(("method", "path"), REFUSED)
+async def test_nothing_else_does(method: str, path: str) -> None:
+    async with upstream() as gateway, door.opened(gateway.url) as way:
+        port = int(way.target.rpartition(":")[2])
+        said = await raw(port, f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 404 ")
+        assert b"x-turngate: 1" in said  # or the relay would try it again
+        assert not gateway.seen
+        assert (way.calls, way.refused) == (0, 1)
+
+
+@pytest.mark.parametrize("what", BAD)
+async def test_what_could_be_read_in_two_ways_is_refused(what: str) -> None:
+    smuggled = "GET /admin HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with upstream() as gateway, door.opened(gateway.url) as way:
+        said = await raw(int(way.target.rpartition(":")[2]), (BAD[what] + smuggled).encode("latin-1"))
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert said.count(b"connection: close") == 1
+        assert not gateway.seen
+
+
+async def test_a_refused_call_does_not_open_the_way_for_the_next() -> None:
+    async with upstream() as gateway, door.opened(gateway.url) as way:
+        admin = "POST /admin HTTP/1.1\r\nhost: x\r\ncontent-length: 7\r\n\r\nGET / H"
+        good = "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
+        said = await raw(int(way.target.rpartition(":")[2]), admin + admin + good)
+        assert [said.count(b"HTTP/1.1 404"), said.count(b"HTTP/1.1 200")] == [2, 1]
+        assert [seen.first for seen in gateway.seen] == ["POST /v1/messages HTTP/1.1"]
+
+
+async def test_what_a_server_might_believe_of_a_proxy_is_taken_out() -> None:
+    headers = {"x-forwarded-for": "127.0.0.1", "forwarded": "for=x", "x-turngate-session": "other", "x-api-key": "mine"}
+    async with upstream() as gateway, door.opened(gateway.url) as way:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await client.post(f"{way.target}/v1/messages", content=b"x", headers=headers)
+        seen = gateway.seen[0].headers
+        assert seen["x-api-key"] == "mine"
+        assert not {"x-forwarded-for", "forwarded", "x-turngate-session"} & set(seen)
+        assert seen["host"] == gateway.url.removeprefix("http://")
+
+
+async def test_the_socket_is_for_its_user_alone_and_goes_with_the_door(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    calls: list[tuple[str, str]] = []
+    async with upstream() as gateway:
+        async with door.opened(gateway.url, folder=tmp_path, on_call=lambda *call: calls.append(call)) as way:
+            assert way.socket and stat.S_IMODE(way.socket.stat().st_mode) == 0o600
+            said = await raw(0, "HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", path=way.socket)
+            assert said.startswith(b"HTTP/1.1 200 ")
+            assert calls == [("HEAD", "/")]
+        assert not list(tmp_path.iterdir())
+
+
+async def test_a_gateway_that_is_down_is_told_from_one_that_answers() -> None:
+    async with door.opened("http://127.0.0.1:1") as way, httpx.AsyncClient(trust_env=False) as client:
+        reply = await client.post(f"{way.target}/v1/messages", content=b"x")
+        assert reply.status_code == 502
+        assert "x-turngate" not in reply.headers
+
+
+async def test_a_hang_up_passes_the_door() -> None:
+    gone = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        if await call.hung_up():
+            gone.set()
+
+    async with upstream(script) as gateway, door.opened(gateway.url) as way:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(way.target.rpartition(":")[2]))
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nok")
+        while not gateway.seen:
+            await asyncio.sleep(0.01)
+        writer.close()
+        await asyncio.wait_for(gone.wait(), 2)

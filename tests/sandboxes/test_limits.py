@@ -1,0 +1,71 @@
+"""Limits of local and bubblewrap: held where the machine lets us, named where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sandboxes import kit
+from turngate.sandboxes import cgroups
+from turngate.sandboxes.base import Backend, Resources, SandboxSpec
+
+LIMITS = Resources(cpus=0.5, memory_mb=100, pids=30)
+ALL = {"cpus", "memory_mb", "pids"}
+
+
+@pytest.fixture(params=["local", "bubblewrap"])
+def backend(request: pytest.FixtureRequest, root: Path) -> Backend:
+    kit.need(request.param)
+    return kit.MAKE[request.param](root)
+
+
+def groups() -> list[Path]:
+    return [path for path in Path("/sys/fs/cgroup").rglob("turngate/*-*") if path.is_dir()]
+
+
+async def test_limits_are_held_where_they_can_be(backend: Backend) -> None:
+    if cgroups.available() != ALL:
+        pytest.skip("this machine lets us make no control groups")
+    assert not set(backend.not_enforced(SandboxSpec(resources=LIMITS))) & ALL  # type: ignore[attr-defined]
+    before = groups()
+    sandbox = await backend.create(SandboxSpec(resources=LIMITS))
+    try:
+        greedy = await sandbox.exec(["python3", "-c", "x = bytearray(500_000_000)"], timeout_s=60)
+        assert greedy.exit_code == 137
+        forks = await sandbox.exec(["/bin/sh", "-c", "for i in $(seq 100); do sleep 5 & done; wait"], timeout_s=60)
+        assert b"annot fork" in forks.stderr
+        full = await sandbox.exec(["true"])  # what the shell left is still sleeping
+        assert (full.exit_code, b"cannot fork" in full.stderr) in ((126, True), (0, False))
+        await kit.soon(lambda: not kit.processes("sleep\x005\x00"), within_s=20)
+        script = "import time; began = time.monotonic(); t = time.process_time\nwhile time.monotonic() - began < 2: pass\nprint(t())"
+        used = float((await sandbox.exec(["python3", "-c", script], timeout_s=60)).stdout)
+        assert used < 1.5
+    finally:
+        await sandbox.stop()
+    assert groups() == before
+
+
+def test_version_two_is_written_as_the_kernel_wants_it(tmp_path: Path) -> None:
+    """On folders that stand for it: the machine that this was written on has version 1."""
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    (tmp_path / "cgroup.subtree_control").write_text("")
+    assert cgroups.available(tmp_path) == ALL
+    cgroups.apply("s1", LIMITS, [11, 12], tmp_path)
+    place = tmp_path / "turngate" / "s1"
+    found = {path.name: path.read_text() for path in place.iterdir()}
+    assert found == {
+        "cpu.max": "50000 100000",
+        "memory.max": "104857600",
+        "memory.swap.max": "0",
+        "pids.max": "30",
+        "cgroup.procs": "12",
+    }
+    assert (tmp_path / "turngate" / "cgroup.subtree_control").read_text() == "+pids"
+
+
+def test_what_cannot_be_held_is_named(tmp_path: Path) -> None:
+    assert cgroups.available(tmp_path) == frozenset()
+    assert set(cgroups.not_enforced(LIMITS, tmp_path)) == ALL
+    assert cgroups.not_enforced(Resources(), tmp_path) == ()
+    cgroups.apply("s1", LIMITS, [1], tmp_path)  # a wish

@@ -1,0 +1,413 @@
+"""The relay, in Python and in Node: every call is answered by the gateway, once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.sandboxes.upstream import OK, Call, Script, Upstream, answer, drop, each, raw, upstream
+from tools import parts
+from turngate.sandboxes import relay, supervisor
+
+FOLDER = Path(relay.__file__).parent
+CHUNKED = f"HTTP/1.1 200 OK\r\n{OK}content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def node() -> str:
+    ours = parts.cache() / "node" / "bin" / "node"
+    found = str(ours) if ours.exists() else shutil.which("node")
+    if not found:
+        reason = "Node is missing (run: python tools/parts.py node)"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    return str(found)
+
+
+RUN: dict[str, Callable[[], list[str]]] = {
+    "python": lambda: [sys.executable, "-I", str(FOLDER / "relay.py")],
+    "node": lambda: [node(), str(FOLDER / "relay.mjs")],
+}
+
+
+class Running:
+    """A relay as it runs in a sandbox: a process, a port, and a file that names its target."""
+
+    def __init__(self, port: int, target: Path, command: list[str]) -> None:
+        self.port, self.target, self.command = port, target, command
+        self.url = f"http://127.0.0.1:{port}"
+
+    def aim(self, url: str) -> None:
+        new = self.target.with_suffix(".new")
+        new.write_text(url + "\n")
+        new.rename(self.target)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=30, trust_env=False)
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(params=RUN)
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    command = RUN[request.param]()
+
+    @asynccontextmanager
+    async def start(target: str, *options: str) -> AsyncIterator[Running]:
+        (tmp_path / "target").write_text(target)
+        port_file = tmp_path / "port"
+        port_file.unlink(missing_ok=True)
+        whole = [*command, "--target", str(tmp_path / "target"), "--port", "0", "--port-file", str(port_file), *options]
+        process = await asyncio.create_subprocess_exec(*whole)
+        try:
+            async with asyncio.timeout(20):
+                while not port_file.exists():
+                    await asyncio.sleep(0.02)
+            yield Running(int(port_file.read_text()), tmp_path / "target", command)
+        finally:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), 10)
+
+    return start
+
+
+# ── what passes through ──
+
+
+async def test_a_call_passes_as_it_is(start: Start) -> None:
+    headers = f"{OK}set-cookie: a=1\r\nset-cookie: b=2\r\nX-Mixed: Case\r\n"
+    async with upstream(answer("é" * 1000, headers=headers)) as gateway, start(gateway.url + "/prefix") as way:
+        async with way.client() as client:
+            sent = {"authorization": "Bearer secret", "X-Odd": "é".encode("latin-1")}
+            reply = await client.post("/v1/chat/completions?beta=true&x=%20", content=b"\0body", headers=sent)
+        assert (reply.status_code, reply.text) == (200, "é" * 1000)
+        assert reply.headers.get_list("set-cookie") == ["a=1", "b=2"]
+        [seen] = gateway.seen
+        assert seen.first == "POST /prefix/v1/chat/completions?beta=true&x=%20 HTTP/1.1"
+        assert (seen.headers["authorization"], seen.body) == ("Bearer secret", b"\0body")
+        assert seen.headers["host"] == gateway.url.removeprefix("http://")
+        assert (seen.headers["x-turngate-attempt"], len(seen.headers["idempotency-key"])) == ("1", 32)
+
+
+async def test_a_unix_socket_is_a_target(start: Start, tmp_path: Path) -> None:
+    async with upstream(path=tmp_path / "gateway.sock") as gateway, start(gateway.url) as way, way.client() as client:
+        assert (await client.get("/v1/models")).text == "hello"
+        assert gateway.seen[0].headers["host"] == "localhost"
+
+
+async def test_an_agents_own_idempotency_key_stays(start: Start) -> None:
+    async with upstream() as gateway, start(gateway.url) as way, way.client() as client:
+        await client.post("/", content=b"x", headers={"Idempotency-Key": "mine", "X-Turngate-Attempt": "99"})
+        assert gateway.seen[0].headers["idempotency-key"] == "mine"
+        assert gateway.seen[0].headers["x-turngate-attempt"] == "1"
+        assert gateway.seen[0].names.count("idempotency-key") == 1
+
+
+async def test_every_call_has_its_own_idempotency_key_and_connections_stay_open(start: Start) -> None:
+    async with upstream() as gateway, start(gateway.url) as way, way.client() as client:
+        for _ in range(3):
+            assert (await client.post("/", content=b"x")).status_code == 200
+        assert len({seen.headers["idempotency-key"] for seen in gateway.seen}) == 3
+        assert len(client._transport._pool.connections) == 1  # type: ignore[attr-defined]
+
+
+async def test_a_stream_comes_piece_by_piece(start: Start) -> None:
+    go_on = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.send(CHUNKED + "6\r\nfirst\n\r\n")
+        await go_on.wait()
+        await call.send("7\r\nsecond\n\r\n0\r\n\r\n")
+
+    async with upstream(script) as gateway, start(gateway.url) as way, way.client() as client:
+        async with client.stream("POST", "/", content=b"x") as reply:
+            pieces = reply.aiter_raw()
+            assert await asyncio.wait_for(anext(pieces), 5) == b"first\n"
+            go_on.set()
+            assert b"".join([piece async for piece in pieces]) == b"second\n"
+        assert (await client.get("/")).status_code == 200  # the connection is still good
+
+
+async def test_head_no_content_and_errors_of_the_gateway(start: Start) -> None:
+    async def script(call: Call) -> None:
+        method = call.seen.first.split()[0]
+        if method == "HEAD":
+            await call.send(f"HTTP/1.1 200 OK\r\n{OK}content-length: 500\r\n\r\n")
+        elif method == "DELETE":
+            await call.send(f"HTTP/1.1 204 No Content\r\n{OK}\r\n")
+        else:
+            await call.reply('{"error": 1}', call.seen.first.split()[1].strip("/") + " Reason")
+
+    async with upstream(script) as gateway, start(gateway.url) as way, way.client() as client:
+        head = await client.head("/")
+        assert (head.status_code, head.headers["content-length"], head.content) == (200, "500", b"")
+        assert (await client.delete("/")).status_code == 204
+        for status in (400, 401, 404, 409, 429, 500, 502, 503):
+            reply = await client.get(f"/{status}")
+            assert (reply.status_code, reply.text) == (status, '{"error": 1}')
+        assert len(gateway.seen) == 10
+
+
+async def test_a_client_that_waits_for_100_is_told_to_go_on(start: Start) -> None:
+    async with upstream() as gateway, start(gateway.url) as way:
+        reader, writer = await asyncio.open_connection("127.0.0.1", way.port)
+        writer.write(
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\nexpect: 100-continue\r\nconnection: close\r\n\r\n"
+        )
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 100 ")
+        writer.write(b"body")
+        assert (await asyncio.wait_for(reader.read(), 5)).endswith(b"hello")
+        writer.close()
+        assert gateway.seen[0].body == b"body"
+        assert "expect" not in gateway.seen[0].headers
+
+
+async def test_chunked_requests_and_pipelined_ones(start: Start) -> None:
+    async def script(call: Call) -> None:
+        await asyncio.sleep(0.2 if call.seen.body == b"chunked" else 0)
+        await call.reply(call.seen.body.decode())
+
+    first = "POST /1 HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3;ext=1\r\nchu\r\n4\r\nnked\r\n0\r\ntrailer: x\r\n\r\n"
+    second = "POST /2 HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\nconnection: close\r\n\r\nsecond"
+    async with upstream(script) as gateway, start(gateway.url) as way:
+        said = await raw(way.port, first + second)
+        assert said.index(b"chunked") < said.index(b"second")
+        assert said.count(b"HTTP/1.1 200") == 2
+        assert {seen.body for seen in gateway.seen} == {b"chunked", b"second"}
+        assert all("transfer-encoding" not in seen.headers for seen in gateway.seen)
+
+
+async def test_an_old_client_gets_a_stream_too(start: Start) -> None:
+    async def script(call: Call) -> None:
+        await call.send(CHUNKED + "5\r\nhello\r\n0\r\n\r\n")
+
+    async with upstream(script) as gateway, start(gateway.url) as way:
+        said = await raw(way.port, "GET / HTTP/1.0\r\nhost: x\r\n\r\n")
+        assert said.endswith(b"\r\n\r\nhello")
+
+
+async def test_a_reply_without_a_length_ends_with_its_connection(start: Start) -> None:
+    async def script(call: Call) -> None:
+        await call.send(f"HTTP/1.1 200 OK\r\n{OK}\r\nall of it")
+
+    async with upstream(script) as gateway, start(gateway.url) as way, way.client() as client:
+        assert (await client.get("/")).text == "all of it"
+
+
+async def test_many_calls_at_once(start: Start) -> None:
+    async def script(call: Call) -> None:
+        await asyncio.sleep(0.5)
+        await call.reply(call.seen.body.decode())
+
+    async with upstream(script) as gateway, start(gateway.url) as way, way.client() as client:
+        began = time.monotonic()
+        replies = await asyncio.gather(*(client.post("/", content=b"%d" % n) for n in range(50)))
+        assert [reply.text for reply in replies] == [str(n) for n in range(50)]
+        assert time.monotonic() - began < 8
+
+
+async def test_large_bodies_both_ways_and_too_large_ones(start: Start) -> None:
+    limit = ("--body-limit", "9000000")
+    async with upstream(answer("x" * 20_000_000)) as gateway, start(gateway.url, *limit) as way, way.client() as client:
+        reply = await client.post("/", content=b"y" * 9_000_000)
+        assert (len(reply.content), len(gateway.seen[0].body)) == (20_000_000, 9_000_000)
+        with suppress(httpx.WriteError, httpx.ReadError):  # it may be hung up on while it is still sending
+            refused = await client.post("/", content=b"y" * 9_000_001)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (413, "invalid_request_error")
+        assert len(gateway.seen) == 1
+
+
+# ── what is tried again ──
+
+BROKEN: dict[str, Script] = {
+    "no reply at all": drop,
+    "half a head": lambda call: call.send("HTTP/1.1 200 OK\r\ncontent-le"),
+    "nonsense": lambda call: call.send("SSH-2.0-OpenSSH\r\n\r\n"),
+    "404 of a dead tunnel": answer("no such tunnel", "404 Not Found", ""),
+    "500": answer("x", "500 Internal Server Error", ""),
+    "502": answer("x", "502 Bad Gateway", ""),
+    "503": answer("x", "503 Service Unavailable", ""),
+    "530 of a dead tunnel": answer("x", "530 Origin Error", ""),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+async def test_what_the_gateway_did_not_answer_is_tried_again(start: Start, broken: str) -> None:
+    script = each(BROKEN[broken], BROKEN[broken], answer("at last"))
+    async with upstream(script) as gateway, start(gateway.url) as way, way.client() as client:
+        reply = await client.post("/v1/x", content=b"body")
+        assert (reply.status_code, reply.text) == (200, "at last")
+        assert [seen.headers["x-turngate-attempt"] for seen in gateway.seen] == ["1", "2", "3"]
+        assert len({seen.headers["idempotency-key"] for seen in gateway.seen}) == 1
+        assert [seen.body for seen in gateway.seen] == [b"body"] * 3
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "403 Forbidden", "429 Too Many Requests"])
+async def test_other_answers_count_whoever_sent_them(start: Start, status: str) -> None:
+    async with upstream(answer("x", status, "")) as gateway, start(gateway.url) as way, way.client() as client:
+        assert (await client.get("/")).status_code == int(status[:3])
+        assert len(gateway.seen) == 1
+
+
+async def test_a_gateway_that_is_not_there_yet_is_waited_for(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    gateway = Upstream(answer("late"))
+    async with start(f"http://127.0.0.1:{port}") as way, way.client() as client:
+        call = asyncio.create_task(client.get("/"))
+        await asyncio.sleep(0.7)
+        assert not call.done()
+        await gateway.listen(port=port)
+        assert (await call).text == "late"
+        await gateway.close()
+
+
+async def test_a_new_target_is_used_at_once(start: Start) -> None:
+    lost = answer("x", "404 Not Found", "")
+    async with upstream(lost) as dead, upstream(answer("new")) as new, start("") as way, way.client() as client:
+        call = asyncio.create_task(client.get("/"))
+        await asyncio.sleep(0.3)
+        way.aim(dead.url)
+        await asyncio.sleep(0.5)
+        way.aim(new.url)
+        assert (await call).text == "new"
+        assert dead.seen
+
+
+async def test_a_call_that_waits_at_a_silent_tunnel_moves_to_the_new_one(start: Start) -> None:
+    async def silent(call: Call) -> None:
+        await call.hung_up()
+
+    async with upstream(silent) as dead, upstream(answer("new")) as new, start(dead.url) as way, way.client() as client:
+        call = asyncio.create_task(client.post("/", content=b"x"))
+        await asyncio.sleep(0.3)
+        way.aim(new.url)
+        assert (await asyncio.wait_for(call, 10)).text == "new"
+        assert dead.seen[0].headers["idempotency-key"] == new.seen[0].headers["idempotency-key"]
+
+
+async def test_it_gives_up_in_the_end_and_says_so(start: Start) -> None:
+    async with upstream(drop) as gateway, start(gateway.url, "--give-up-s", "1") as way, way.client() as client:
+        began = time.monotonic()
+        reply = await client.post("/", content=b"x")
+        assert (reply.status_code, reply.json()["error"]["type"]) == (503, "gateway_unreachable")
+        assert 0.3 < time.monotonic() - began < 5
+        assert len(gateway.seen) >= 3
+
+
+# ── ends that are no good ends ──
+
+CUTS = {
+    "chunked": CHUNKED + "6\r\nfirst\n\r\n",
+    "inside a chunk": CHUNKED + "6\r\nfir",
+    "before the last line": CHUNKED + "6\r\nfirst\n\r\n0\r\n",
+    "by length": f"HTTP/1.1 200 OK\r\n{OK}content-length: 100\r\n\r\nfirst",
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_a_reply_that_is_cut_is_cut_for_the_agent_too(start: Start, cut: str) -> None:
+    async def script(call: Call) -> None:
+        await call.send(CUTS[cut])
+        await asyncio.sleep(0.1)
+
+    async with upstream(script) as gateway, start(gateway.url) as way, way.client() as client:
+        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+            await client.post("/", content=b"x")
+        assert len(gateway.seen) == 1
+
+
+@pytest.mark.parametrize("before", ["the reply", "its end"])
+async def test_an_agent_that_hangs_up_ends_the_call_upstream(start: Start, before: str) -> None:
+    gone = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        if before == "its end":
+            await call.send(CHUNKED + "6\r\nfirst\n\r\n")
+        if await call.hung_up():
+            gone.set()
+
+    async with upstream(script) as gateway, start(gateway.url) as way:
+        reader, writer = await asyncio.open_connection("127.0.0.1", way.port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nbody")
+        if before == "its end":
+            await asyncio.wait_for(reader.readuntil(b"first"), 5)
+        else:
+            await asyncio.sleep(0.3)
+        began = time.monotonic()
+        writer.close()
+        await asyncio.wait_for(gone.wait(), 5)
+        assert time.monotonic() - began < 1
+        await asyncio.sleep(0.5)
+        assert len(gateway.seen) == 1
+
+
+async def test_an_agent_that_hangs_up_between_attempts_is_forgotten(start: Start) -> None:
+    async with upstream(drop) as gateway, start(gateway.url) as way:
+        _, writer = await asyncio.open_connection("127.0.0.1", way.port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.sleep(0.5)
+        writer.close()
+        await asyncio.sleep(0.3)
+        count = len(gateway.seen)
+        await asyncio.sleep(1.5)
+        assert len(gateway.seen) == count
+
+
+# ── the whole ──
+
+
+async def test_the_official_client_streams_through_it(start: Start) -> None:
+    async def script(call: Call) -> None:
+        await call.send(CHUNKED)
+        for word in ("Hel", "lo"):
+            chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+            event = {**chunk, "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}]}
+            data = f"data: {json.dumps(event)}\n\n"
+            await call.send(f"{len(data):x}\r\n{data}\r\n")
+        await call.send("e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    async with (
+        upstream(each(drop, script)) as gateway,
+        start(gateway.url) as way,
+        openai.AsyncOpenAI(base_url=f"{way.url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        question: Any = [{"role": "user", "content": "Hi"}]
+        stream = await client.chat.completions.create(model="m", messages=question, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Hello"
+
+
+async def test_a_probe_tells_whether_the_gateway_answers(start: Start) -> None:
+    async def probe(way: Running) -> int | None:
+        process = await asyncio.create_subprocess_exec(*way.command, "--probe", str(way.port))
+        return await asyncio.wait_for(process.wait(), 20)
+
+    async with upstream(answer("", "404 Not Found")) as gateway, start(gateway.url, "--give-up-s", "1") as way:
+        assert await probe(way) == 0
+        way.aim("http://127.0.0.1:1")
+        assert await probe(way) == 1
+
+
+def test_what_runs_in_a_sandbox_is_old_python_and_needs_nothing() -> None:
+    for module in (relay, supervisor):
+        tree = ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
+        imported = {
+            name.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+        }
+        imported |= {
+            node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+        }
+        assert imported <= sys.stdlib_module_names

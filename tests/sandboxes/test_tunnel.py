@@ -1,0 +1,143 @@
+"""Tunnels: found by the URL they print, watched, replaced when they die, and the agent notices nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sandboxes import kit
+from tests.sandboxes.test_wayout import ask
+from tests.sandboxes.upstream import answer, upstream
+from turngate.errors import SandboxError
+from turngate.sandboxes import door, tunnel
+from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.wayout import connected
+
+# A tunnel as they come: prints its address among other lines, on a new port every time, and passes connections on.
+# `touch broken`: it still runs, and answers 404 by itself, as a dead one does.
+COMMAND = """
+import asyncio, os, subprocess, sys
+async def pipe(reader, writer):
+    try:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    writer.close()
+async def main():
+    child = subprocess.Popen(["sleep", "5" + sys.argv[1]])
+    async def accept(reader, writer):
+        if os.path.exists(sys.argv[2] + "/broken-" + str(os.getpid())):
+            writer.write(b"HTTP/1.1 404 Not Found\\r\\ncontent-length: 0\\r\\n\\r\\n")
+            return writer.close()
+        up = await asyncio.open_connection("127.0.0.1", int(sys.argv[1]))
+        await asyncio.gather(pipe(reader, up[1]), pipe(up[0], writer))
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    print("INFO see https://docs.example/tunnels for help", file=sys.stderr)
+    print("x" * 200_000, file=sys.stderr)
+    print(f"+ your url is: http://127.0.0.1:{server.sockets[0].getsockname()[1]}/ +", file=sys.stderr, flush=True)
+    open(sys.argv[2] + "/pid", "w").write(str(os.getpid()))
+    while True:
+        await asyncio.sleep(0.1)
+        print("noise " * 100, flush=True)
+asyncio.run(main())
+"""
+FAST = {"probe_every_s": 0.2, "probe_s": 2.0, "probes_lost": 2, "pause_s": (0.1, 1.0), "pattern": r"your url is: (\S+)"}
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, "-c", COMMAND, "{port}", str(folder)]
+
+
+async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_path: Path) -> None:
+    async with upstream() as gateway, door.opened(gateway.url) as way:
+        async with tunnel.opened(command(tmp_path), way.target, **FAST) as opened:
+            assert opened.url.startswith("http://127.0.0.1:")
+            assert opened.url != way.target
+            port = way.target.rpartition(":")[2]
+            assert kit.processes(f"sleep\x005{port}")
+            await asyncio.sleep(1)  # it is alive, and stays
+            assert opened.replaced == 0
+        await kit.soon(lambda: not kit.processes(f"sleep\x005{port}"))
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("echo no address here", "ended with 0 without a URL: no address here"),
+        ("sh -c 'echo oh no >&2; exit 3'", "ended with 3 without a URL: oh no"),
+        ("sleep 60", "took longer than 1 s"),
+        ("no-such-tunnel {port}", "cannot be started"),
+        ("", "is empty"),
+    ],
+)
+async def test_a_command_that_gives_no_url_is_named(words: str, why: str) -> None:
+    with pytest.raises(SandboxError, match=why):
+        async with tunnel.opened(words, "http://127.0.0.1:9", start_s=1):
+            pass
+
+
+async def test_the_placeholders_stand_for_our_address() -> None:
+    async with tunnel.opened(
+        "sh -c 'echo https://{port}.example/{url}; sleep 60'", "http://127.0.0.1:99", probe_every_s=60
+    ) as one:
+        assert one.url == "https://99.example/http://127.0.0.1:99"
+
+
+@pytest.mark.parametrize("death", ["killed", "broken"])
+async def test_a_tunnel_that_dies_is_replaced_and_the_agent_notices_nothing(
+    tmp_path: Path, root: Path, death: str
+) -> None:
+    """The sandbox is asked all the time, by a client that never tries twice, while the tunnel goes away under it."""
+    sandbox = await kit.MAKE["local"](root).create(SandboxSpec())
+    seen: list[str] = []
+
+    async def keep_asking(url: str) -> None:
+        while True:
+            seen.append(await ask(sandbox, f"{url}/v1/messages"))
+
+    try:
+        async with (
+            upstream(answer("yes")) as gateway,
+            door.opened(gateway.url) as way,
+            tunnel.opened(command(tmp_path), way.target, **FAST) as opened,
+            connected(sandbox, opened) as url,
+        ):
+            asking = asyncio.create_task(keep_asking(url))
+            await kit.soon(lambda: len(seen) >= 3)
+            first, pid = opened.url, int((tmp_path / "pid").read_text())
+            if death == "killed":
+                os.kill(pid, signal.SIGKILL)
+            else:
+                (tmp_path / f"broken-{pid}").touch()
+            began = time.monotonic()
+            await kit.soon(lambda: opened.replaced == 1, within_s=20)
+            count = len(seen)
+            await kit.soon(lambda: len(seen) >= count + 3, within_s=20)
+            asking.cancel()
+            await asyncio.wait([asking])
+            assert opened.url != first
+            assert set(seen) == {"200 yes"}
+            assert time.monotonic() - began < 20
+    finally:
+        await sandbox.stop()
+
+
+async def test_a_tunnel_that_cannot_be_made_again_is_tried_with_pauses(tmp_path: Path) -> None:
+    script = (
+        f"echo x >>{tmp_path}/tries; [ $(wc -l <{tmp_path}/tries) = 1 ] && echo http://127.0.0.1:1 && sleep 0.5; exit 1"
+    )
+    said: list[str] = []
+    options = {"probe_every_s": 60.0, "pause_s": (0.2, 0.8), "log": said.append}
+    async with tunnel.opened(["sh", "-c", script], "http://127.0.0.1:9", **options):
+        await asyncio.sleep(4)
+        tries = len((tmp_path / "tries").read_text().splitlines())
+        assert 3 <= tries <= 7
+        assert any("ended with 1 without a URL" in line for line in said)

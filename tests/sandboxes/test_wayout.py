@@ -1,0 +1,154 @@
+"""An agent in a sandbox without a network reaches the gateway, and the gateway alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.sandboxes.contract import sh
+from tests.sandboxes.test_relay import node
+from tests.sandboxes.upstream import OK, Call, answer, upstream
+from turngate.errors import SandboxError
+from turngate.sandboxes import door
+from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
+from turngate.sandboxes.wayout import FOLDER, connected
+
+# As an agent would: a POST, in the sandbox; prints the status and what comes, as it comes.
+ASK = """
+import sys, urllib.request, urllib.error
+try:
+    reply = urllib.request.urlopen(urllib.request.Request(sys.argv[1], data=b"question"), timeout=30)
+except urllib.error.HTTPError as error:
+    reply = error
+print(reply.status, reply.read().decode())
+"""
+
+
+async def ask(sandbox: Sandbox, url: str) -> str:
+    done = await sandbox.exec(["python3", "-c", ASK, url], timeout_s=60)
+    return done.stdout.decode().strip() or done.stderr.decode()[-200:]
+
+
+async def stream(call: Call) -> None:
+    await call.send(f"HTTP/1.1 200 OK\r\n{OK}transfer-encoding: chunked\r\n\r\n")
+    for piece in ("one ", "two"):
+        await call.send(f"{len(piece):x}\r\n{piece}\r\n")
+    await call.send("0\r\n\r\n")
+
+
+async def test_a_sandbox_reaches_the_gateway_through_its_door_and_nothing_else(sandbox: Sandbox) -> None:
+    assert sandbox.shared
+    async with upstream(stream) as gateway:
+        folder = sandbox.shared[0]
+        async with door.opened(gateway.url, folder=folder) as way, connected(sandbox, way, give_up_s=5) as url:
+            assert await ask(sandbox, f"{url}/v1/messages") == "200 one two"
+            assert (await ask(sandbox, f"{url}/admin/sessions")).startswith("404")
+            assert (await ask(sandbox, f"{url}/v1/rollouts/other/chat/completions")).startswith("404")
+            posts = [seen for seen in gateway.seen if seen.first.startswith("POST")]
+            assert [(seen.first.split()[1], seen.body) for seen in posts] == [("/v1/messages", b"question")]
+        assert not list(folder.iterdir())
+        assert "Connection refused" in await ask(sandbox, f"{url}/v1/messages")
+
+
+async def test_a_killed_relay_comes_back_on_its_port(sandbox: Sandbox) -> None:
+    assert sandbox.shared
+    async with (
+        upstream(answer("still here")) as gateway,
+        door.opened(gateway.url, folder=sandbox.shared[0]) as way,
+        connected(sandbox, way) as url,
+    ):
+        await sh(sandbox, f"kill -KILL $(pgrep -f {sandbox.home}/{FOLDER}/[r]elay.py)")
+        for _ in range(40):
+            if await ask(sandbox, f"{url}/v1/messages") == "200 still here":
+                return
+            await asyncio.sleep(0.25)
+        raise AssertionError("the relay has not come back")
+
+
+async def test_a_gateway_that_restarts_is_not_noticed(sandbox: Sandbox) -> None:
+    assert sandbox.shared
+    async with (
+        upstream(answer("after")) as gateway,
+        door.opened(gateway.url, folder=sandbox.shared[0]) as way,
+        connected(sandbox, way) as url,
+    ):
+        port = int(gateway.url.rpartition(":")[2])
+        await gateway.close()
+        call = asyncio.create_task(ask(sandbox, f"{url}/v1/messages"))
+        await asyncio.sleep(1.5)
+        assert not call.done()
+        await gateway.listen(port=port)
+        assert await call == "200 after"
+
+
+async def test_a_gateway_that_is_not_there_is_named_at_once(sandbox: Sandbox) -> None:
+    assert sandbox.shared
+    async with door.opened("http://127.0.0.1:1", folder=sandbox.shared[0]) as way:
+        with pytest.raises(SandboxError, match="cannot be reached from the sandbox"):
+            async with connected(sandbox, way, give_up_s=0.5):
+                pass
+    assert not await _relays(sandbox)
+
+
+async def test_an_image_without_python_takes_node(backend: Backend) -> None:
+    program = Path(node()).resolve()
+    inside = str(program.parent) if backend.name == "local" else "/opt/node"
+    sandbox = await backend.create(SandboxSpec(mounts=(Mount(str(program.parent), inside),)))
+    try:
+        assert sandbox.shared
+        hide = "mkdir bin && for name in python3 python; do printf '#!/bin/sh\\nexit 127\\n' >bin/$name && chmod +x bin/$name; done"
+        await sh(sandbox, hide)
+        sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin:/usr/bin:/bin"}  # type: ignore[attr-defined]
+        async with upstream(answer("by node")) as gateway, door.opened(gateway.url, folder=sandbox.shared[0]) as way:
+            async with connected(sandbox, way, node=f"{inside}/node") as url:
+                assert await sh(sandbox, f"curl -s -d question {url}/v1/messages") == "by node"
+                assert "relay.mjs" in await sh(sandbox, f"ls {sandbox.home}/{FOLDER}")
+            with pytest.raises(SandboxError, match="neither Python"):
+                sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin"}  # type: ignore[attr-defined]
+                async with connected(sandbox, way):
+                    pass
+    finally:
+        await sandbox.stop()
+
+
+async def test_ending_in_the_middle_leaves_no_relay(sandbox: Sandbox) -> None:
+    assert sandbox.shared
+    async with upstream() as gateway, door.opened(gateway.url, folder=sandbox.shared[0]) as way:
+
+        async def use() -> None:
+            async with connected(sandbox, way):
+                await asyncio.sleep(60)
+
+        for after_s in (0.05, 0.3, 2.0):
+            task = asyncio.create_task(use())
+            await asyncio.sleep(after_s)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not await _relays(sandbox)
+
+
+async def test_a_sandbox_that_ends_first_is_no_trouble(backend: Backend) -> None:
+    sandbox = await backend.create(SandboxSpec())
+    assert sandbox.shared
+    folder = sandbox.shared[0]
+    async with upstream() as gateway, door.opened(gateway.url, folder=folder) as way, connected(sandbox, way):
+        await sandbox.stop()
+        await asyncio.sleep(1)
+
+
+async def _relays(sandbox: Sandbox) -> list[str]:
+    await asyncio.sleep(0.2)
+    return (await sandbox.exec(["pgrep", "-f", f"{sandbox.home}/{FOLDER}/relay.py"])).stdout.decode().split()
+
+
+async def test_the_relay_has_no_secret_in_its_command_line(sandbox: Sandbox) -> None:
+    assert sandbox.shared
+    async with (
+        upstream() as gateway,
+        door.opened(gateway.url, folder=sandbox.shared[0]) as way,
+        connected(sandbox, way),
+    ):
+        assert gateway.url not in await sh(sandbox, "ps axww -o args")

@@ -1,0 +1,112 @@
+"""Observe mode from end to end: an agent on an official SDK, the gateway, and an endpoint that speaks the same dialect or another.
+
+The endpoints are strict (`tests/engines/providers.py`): a call that was answered was one that the real provider would have taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import pytest
+
+from tests.engines.providers import KEY, PROVIDERS, ChatProvider, Provider, Says
+from tests.engines.standins import serving
+from tests.kit import Opened, Running, gateway
+from tests.sdk_agents import DIALECTS, SYSTEM, Agent, agent
+
+OWN = {"openai": "chat", "anthropic": "messages", "gemini": "gemini", "responses": "responses"}
+RESULTS = {"read_file": "the text", "list_files": "a b"}
+SCRIPT = (
+    Says("Let me look.", "I should look around.", (("read_file", {"path": "a.py"}), ("list_files", {"path": "."}))),
+    Says("", "One more.", (("read_file", {"path": "b.py"}),)),
+    Says("All is well: grüße 🙂.", "Now I know."),
+)
+every_endpoint = pytest.mark.parametrize("endpoint", PROVIDERS, ids=lambda kind: kind.name)
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
+streamed_or_not = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+
+
+class Scene(NamedTuple):
+    provider: Provider
+    gateway: Running
+    session: Opened
+    agent: Agent
+
+
+@asynccontextmanager
+async def scene(
+    provider: Provider, dialect: str, monkeypatch: pytest.MonkeyPatch, *, stream: bool = True, **session: object
+) -> AsyncIterator[Scene]:
+    monkeypatch.setenv("PROVIDER_KEY", KEY)
+    async with (
+        serving(provider),
+        gateway(observe=provider.name, engine_url=[provider.url], engine_key_env="PROVIDER_KEY") as g,
+    ):
+        opened = await g.open(mode="observe", **session)
+        async with agent(dialect, g.root, opened.key, stream=stream) as a:
+            yield Scene(provider, g, opened, a)
+
+
+async def converse(a: Agent) -> list[object]:
+    return [await a.ask("Look around."), await a.answer(RESULTS), await a.answer(RESULTS)]
+
+
+@every_endpoint
+@every_dialect
+@streamed_or_not
+async def test_a_conversation_with_tools_and_thinking(
+    dialect: str, endpoint: type[Provider], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(endpoint(*SCRIPT), dialect, monkeypatch, stream=stream) as s:
+        first = await s.agent.ask("Look around.")
+        assert (first.text, first.thought, first.finish) == (SCRIPT[0].text, SCRIPT[0].thought, "calls")
+        assert [(call.name, call.arguments) for call in first.calls] == list(SCRIPT[0].calls)
+        assert len({call.id for call in first.calls}) == 2 and all(call.id for call in first.calls)
+        assert first.usage[:2] == (SCRIPT[0].prompt, SCRIPT[0].sampled)
+        if dialect != "chat":  # which does not tell
+            assert first.usage[2] == 7
+        second = await s.agent.answer(RESULTS)
+        assert (second.text, second.thought, second.finish) == ("", SCRIPT[1].thought, "calls")
+        last = await s.agent.answer(RESULTS)
+        assert (last.text, last.thought, last.calls, last.finish) == (SCRIPT[2].text, SCRIPT[2].thought, [], "stop")
+        await assert_recorded(s)
+        assert_private(s)
+
+
+async def assert_recorded(s: Scene) -> None:
+    """All of it is one line of work, in the words of the model, marked as what it is."""
+    turns = await s.gateway.turns(s.session.id)
+    assert [turn["message"].get("content", "") for turn in turns] == [said.text for said in SCRIPT]
+    assert [turn["message"]["reasoning"] for turn in turns] == [said.thought for said in SCRIPT]
+    assert [turn["finish"] for turn in turns] == ["tool_calls", "tool_calls", "stop"]
+    assert {(turn["role"], turn["cause"], turn["capture"], turn["engine"]) for turn in turns} == {
+        ("main", None, "text", s.provider.name)
+    }
+    assert {turn["lost"] == [] or s.provider.name != OWN[s.provider.name] for turn in turns} == {True}
+    assert await s.gateway.samples(s.session.id) == []
+
+
+def assert_private(s: Scene) -> None:
+    """The provider never sees the agent's key, and was asked three times, each time with everything in order."""
+    assert s.provider.refusals == [] and len(s.provider.seen) == 3
+    for headers, body in zip(s.provider.headers, s.provider.bodies, strict=True):
+        assert s.session.key not in str(dict(headers)) and s.session.key.encode() not in body
+    assert SYSTEM in s.provider.bodies[-1].decode() and "the text" in s.provider.bodies[-1].decode()
+
+
+@every_dialect
+@streamed_or_not
+async def test_token_ids_of_a_vllm_make_one_row_whatever_the_agent_speaks(
+    dialect: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in's template shows every word: a thought or an argument that was lost on the way would start a new row."""
+    provider = ChatProvider(*SCRIPT, tells=True)
+    async with scene(provider, dialect, monkeypatch, stream=stream, sampling={"temperature": 1.0}) as s:
+        await converse(s.agent)
+        [row] = await s.gateway.samples(s.session.id)
+        assert [span["trained"] for span in row["spans"]] == [True] * 3
+        assert row["ids"][: row["spans"][-1]["start"]] == provider.prompt_ids()
+        assert bytes(row["ids"]).decode().endswith(provider.shown(SCRIPT[2].thought, SCRIPT[2].text, []))
+        assert {turn["capture"] for turn in await s.gateway.turns(s.session.id)} == {"tokens"}

@@ -1,0 +1,351 @@
+"""Observe mode where it is not plain sailing: what an endpoint refuses, what a dialect cannot say, what breaks off in between."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from google.genai import errors as google
+
+from tests.engines.providers import (
+    KEY,
+    PROVIDERS,
+    AnthropicProvider,
+    ChatProvider,
+    GeminiProvider,
+    Provider,
+    ResponsesProvider,
+    Says,
+)
+from tests.engines.standins import StandIn, event, says, serving
+from tests.kit import gateway, until
+from tests.sdk_agents import DIALECTS, Agent, MessagesAgent, agent
+from tests.server.test_observe import OWN, RESULTS, SCRIPT, every_dialect, every_endpoint, scene
+
+Json = Any
+ALL_ERRORS = (openai.APIStatusError, openai.APIError, anthropic.APIStatusError, google.APIError)
+PIXEL = base64.b64encode(b"\x89PNG not really").decode()
+
+
+def status(error: Exception) -> int:
+    return int(getattr(error, "status_code", 0) or getattr(error, "code", 0) or 0)
+
+
+# ── what is no text ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+IMAGES: dict[str, Json] = {
+    "chat": {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}],
+    },
+    "responses": {"role": "user", "content": [{"type": "input_image", "image_url": f"data:image/png;base64,{PIXEL}"}]},
+    "messages": {
+        "role": "user",
+        "content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}],
+    },
+    "gemini": {"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": PIXEL}}]},
+}
+
+
+@every_endpoint
+@every_dialect
+async def test_an_image_reaches_an_endpoint_of_its_own_dialect_and_is_refused_by_others(
+    dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(endpoint(*SCRIPT), dialect, monkeypatch) as s:
+        s.agent.history.append(IMAGES[dialect])
+        if dialect != OWN[endpoint.name]:
+            with pytest.raises(ALL_ERRORS, match="supported") as caught:
+                await s.agent.ask("What is this?")
+            assert status(caught.value) == 400 and s.provider.bodies == []
+            assert await s.gateway.turns(s.session.id) == []
+            return
+        assert (await s.agent.ask("What is this?")).text == SCRIPT[0].text
+        await s.agent.answer(RESULTS)
+        assert PIXEL.encode() in s.provider.bodies[0] and PIXEL.encode() in s.provider.bodies[1]
+        turns = await s.gateway.turns(s.session.id)
+        assert [turn["cause"] for turn in turns] == [None, None]  # one line of work
+
+
+@every_dialect
+async def test_an_image_is_refused_where_the_gateway_renders(dialect: str) -> None:
+    async with gateway() as g:
+        session = await g.open()
+        async with agent(dialect, g.root, session.key) as a:
+            a.history.append(IMAGES[dialect])
+            with pytest.raises(ALL_ERRORS, match="supported") as caught:
+                await a.ask("What is this?")
+            assert status(caught.value) == 400
+
+
+# ── errors of the endpoint ──────────────────────────────────────────────────────────────────────────────────────────────
+
+OVERFLOWS = {
+    "openai": "This model's maximum context length is 4096 tokens. However, your messages resulted in 5000 tokens.",
+    "anthropic": "prompt is too long: 5000 tokens > 4096 maximum",
+    "gemini": "The input token count (5000) exceeds the maximum number of tokens allowed (4096).",
+    "responses": "Your input exceeds the context window of this model. Please adjust your input and try again.",
+}
+# By what the agents of each dialect know that they have to make room.
+SIGNS = {
+    "chat": "maximum context length|context window|prompt is too long|token count",
+    "responses": "context window",
+    "messages": "prompt is too long",
+    "gemini": "exceeds the maximum number of tokens",
+}
+
+
+class Failing(StandIn):
+    def __init__(self, kind: type[Provider], code: int, message: str) -> None:
+        body: Json = {"error": {"message": message, "type": "x", "code": code}}
+        if kind is AnthropicProvider:
+            body = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+        if kind is GeminiProvider:
+            body = {"error": {"code": code, "message": message, "status": "X"}}
+        super().__init__(says(body, code))
+        self.name = kind.name
+
+
+async def failed(kind: type[Provider], dialect: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    async with scene(Failing(kind, code, message), dialect, monkeypatch) as s:  # type: ignore[arg-type]
+        with pytest.raises((*ALL_ERRORS, AssertionError)) as caught:
+            await s.agent.ask("Hi")
+        assert KEY not in str(caught.value) and await s.gateway.turns(s.session.id) == []
+        return caught.value
+
+
+@every_endpoint
+@every_dialect
+async def test_an_overflow_reads_as_one_in_each_dialect(
+    dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = await failed(endpoint, dialect, 400, OVERFLOWS[endpoint.name], monkeypatch)
+    assert pytest.importorskip("re").search(SIGNS[dialect], str(error))
+    if dialect == "messages" and endpoint.name != "responses":
+        assert "prompt is too long: 5000 tokens > 4096 maximum" in str(error)
+
+
+@every_endpoint
+@every_dialect
+async def test_the_providers_verdict_on_our_key_is_not_one_on_the_agents(
+    dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that believes its key to be wrong gives up, or asks its user for another."""
+    for code, words in ((401, f"bad key {KEY}"), (403, "not allowed")):
+        assert status(await failed(endpoint, dialect, code, words, monkeypatch)) >= 500
+
+
+@every_endpoint
+@every_dialect
+async def test_a_busy_provider_reads_as_busy(
+    dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = 529 if endpoint is AnthropicProvider else 429
+    assert status(await failed(endpoint, dialect, code, "Overloaded", monkeypatch)) == 429
+
+
+# ── what breaks off ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@every_dialect
+async def test_an_agent_that_hangs_up_hangs_up_on_the_provider(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(AnthropicProvider):
+        def stream(self, said: Says, turn: int) -> Any:
+            return [*super().stream(said, turn)[:8], 60.0]
+
+    async with scene(Slow(*SCRIPT), dialect, monkeypatch) as s:
+        task = asyncio.create_task(s.agent.ask("Look around."))
+        await until(lambda: bool(s.provider.seen))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(s.provider.hung_up.wait(), 5)
+
+        async def recorded() -> bool:
+            return bool(await s.gateway.turns(s.session.id))
+
+        for _ in range(50):
+            if await recorded():
+                break
+            await asyncio.sleep(0.05)
+        [turn] = await s.gateway.turns(s.session.id)
+        assert (turn["role"], turn["finish"], turn["fault"]) == ("aborted", "abort", "aborted")
+        assert turn["message"]["reasoning"] == SCRIPT[0].thought
+
+
+async def test_a_stream_that_fails_midway_is_recorded_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(AnthropicProvider):
+        def stream(self, said: Says, turn: int) -> list[bytes]:
+            error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
+            return [*super().stream(said, turn)[:8], b"event: error\n" + event(error)]
+
+    async with scene(Failing(*SCRIPT), "messages", monkeypatch) as s:
+        with pytest.raises(anthropic.APIStatusError, match="Overloaded"):
+            await s.agent.ask("Hi")
+        [turn] = await s.gateway.turns(s.session.id)
+        assert (turn["finish"], turn["fault"]) == ("abort", "anthropic: Overloaded")
+
+
+@pytest.mark.parametrize("endpoint", [AnthropicProvider, GeminiProvider, ResponsesProvider], ids=lambda kind: kind.name)
+async def test_a_restarted_gateway_still_knows_what_the_provider_signed(
+    endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The agent speaks chat, which has no place for signatures: they are in the trace."""
+    monkeypatch.setenv("PROVIDER_KEY", KEY)
+    async with serving(endpoint(*SCRIPT)) as provider:
+        settings: Json = {
+            "observe": endpoint.name,
+            "engine_url": [provider.url],
+            "engine_key_env": "PROVIDER_KEY",
+            "data": tmp_path,
+        }
+        async with gateway(**settings) as g:
+            session = await g.open(mode="observe")
+            async with agent("chat", g.root, session.key) as a:
+                await a.ask("Look around.")
+                await a.answer(RESULTS)
+                history = a.history
+        async with gateway(**settings) as g, agent("chat", g.root, session.key) as b:
+            b.history, b.last = history, a.last
+            for message in b.history:  # as most agents have it
+                message.pop("reasoning_content", None)
+            assert (await b.answer(RESULTS)).text == SCRIPT[2].text
+            assert provider.refusals == []
+            assert [turn["role"] for turn in await g.turns(session.id)] == ["main"] * 3
+
+
+# ── what is passed on, and what is not ──────────────────────────────────────────────────────────────────────────────────
+
+
+@every_endpoint
+async def test_betas_go_to_anthropic_alone(endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene(endpoint(*SCRIPT), "messages", monkeypatch) as s:
+        await s.agent.ask("Hi")
+        seen = s.provider.headers[0].get("anthropic-beta")
+        assert seen == ("b-1" if endpoint is AnthropicProvider else None)
+
+
+@every_endpoint
+async def test_the_sessions_model_and_limit_are_laid_over_the_agents(
+    endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dialect in DIALECTS:
+        config: Json = {"model": "m", "max_tokens": 77, "sampling": {"temperature": 0.5}}
+        async with scene(endpoint(*SCRIPT), dialect, monkeypatch, **config) as s:
+            await s.agent.ask("Hi")
+            asked = json.dumps(s.provider.asked)
+            assert "77" in asked and '"temperature": 0.5' in asked
+            assert s.provider.asked.get("model", "m") == "m" and "/m:" in s.provider.paths[0] + "/m:"
+
+
+async def test_what_is_lost_in_translation_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene(AnthropicProvider(*SCRIPT), "chat", monkeypatch) as s:
+        s.agent.extra = {"presence_penalty": 0.5, "chat_template_kwargs": {"a": 1}, "seed": 7}
+        await s.agent.ask("Hi")
+        [turn] = await s.gateway.turns(s.session.id)
+        assert turn["lost"] == ["presence_penalty", "seed", "chat_template_kwargs"]
+
+
+async def test_an_answer_that_a_filter_ended_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Filtered(GeminiProvider):
+        def finish(self, said: Says) -> str:
+            return "SAFETY"
+
+    async with scene(Filtered(Says("I would")), "messages", monkeypatch) as s:
+        heard = await s.agent.ask("Hi")
+        assert (heard.text, heard.finish) == ("I would", "stop")
+        [turn] = await s.gateway.turns(s.session.id)
+        assert turn["fault"] == "gemini kept its answer back (SAFETY)"
+
+
+async def test_hidden_thinking_makes_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hiding(AnthropicProvider):
+        def blocks(self, said: Says, turn: int) -> list[Json]:
+            return [{"type": "redacted_thinking", "data": f"hidden {turn}"}, *super().blocks(said, turn)]
+
+    for dialect in ("messages", "chat"):
+        async with scene(Hiding(*SCRIPT), dialect, monkeypatch) as s:
+            await s.agent.ask("Look around.")
+            await s.agent.answer(RESULTS)
+            block = s.provider.asked["messages"][1]["content"][0]
+            assert block == {"type": "redacted_thinking", "data": "hidden 0"}
+
+
+async def test_cut_answers_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint in PROVIDERS:
+        for dialect in DIALECTS:
+            async with scene(endpoint(Says("It is", cut=True)), dialect, monkeypatch) as s:
+                assert (await s.agent.ask("Hi")).finish == "length"
+                assert (await s.gateway.show(s.session.id))["roles"] == {"main": 1}
+
+    class Stopping(ChatProvider):
+        def stream(self, said: Says, turn: int) -> list[bytes]:
+            return [
+                part.replace(b'"finish_reason": "stop"', b'"finish_reason": "stop", "stop_reason": "END"')
+                for part in super().stream(said, turn)
+            ]
+
+    async with scene(Stopping(Says("It is")), "messages", monkeypatch) as s:
+        assert isinstance(s.agent, MessagesAgent)
+        reply = await s.agent.client.messages.create(
+            model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}], stop_sequences=["END"]
+        )
+        assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "END")
+        assert s.provider.asked["stop"] == ["END"]
+
+
+async def test_the_token_limit_of_a_session_holds_where_the_endpoint_tells_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {"sampled_tokens": 10}
+    async with scene(ChatProvider(*SCRIPT, tells=True), "chat", monkeypatch, limits=limits) as s:
+        await s.agent.ask("Look around.")
+        assert "limit (sampled tokens)" in (await s.agent.answer(RESULTS)).text
+        assert len(s.provider.seen) == 1
+
+
+# ── counting ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def counted(a: Agent) -> int:
+    match a:
+        case MessagesAgent():
+            count = await a.client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "Hi"}])
+            return count.input_tokens
+        case _:
+            told = await a.client.aio.models.count_tokens(model="m", contents="Hi")  # type: ignore[attr-defined]
+            return told.total_tokens or 0
+
+
+@every_endpoint
+@pytest.mark.parametrize("dialect", ["messages", "gemini"])
+async def test_tokens_are_counted_by_the_endpoint_if_it_can(
+    dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(endpoint(*SCRIPT), dialect, monkeypatch) as s:
+        if endpoint is ChatProvider:
+            with pytest.raises(ALL_ERRORS, match="estimate") as caught:
+                await counted(s.agent)
+            assert status(caught.value) == 404
+            return
+        assert await counted(s.agent) == len(json.dumps(s.provider.asked))
+        assert s.provider.refusals == [] and await s.gateway.turns(s.session.id) == []
+
+
+async def test_a_script_is_not_asked_for_what_only_streams_can_say() -> None:
+    """A provider that is not there at all: the agent is told to come back, and nothing is recorded."""
+    async with gateway(observe="anthropic", engine_url=["http://127.0.0.1:1"]) as g:
+        session = await g.open(mode="observe")
+        async with agent("messages", g.root, session.key) as a:
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                await a.ask("Hi")
+            assert caught.value.status_code == 529 and "127.0.0.1" not in str(caught.value)
+        assert (await g.http().get("/health")).status_code == 503
+        assert await g.turns(session.id) == []

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Make what the isolated sandboxes are tested with: Docker with the image `turngate-base:bookworm`, and bubblewrap.
+
+Called by hand or by CI (`python tools/base_image.py docker bubblewrap`, as root on Debian) and by `parts.py`. Nothing is
+pulled: the image is what debootstrap makes of Debian's packages. Its tarball is kept in the cache, so that a new Docker has the
+image again in seconds. Where no Docker daemon answers, one is started by hand; its log lies in the cache too.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+IMAGE = "turngate-base:bookworm"
+SUITE = "bookworm"
+MIRROR = "http://deb.debian.org/debian"
+PACKAGES = ("python3", "git", "ca-certificates", "procps", "curl", "ripgrep")
+USER = "agent"  # some agents refuse to work as root
+RECIPE = (1, SUITE, PACKAGES, USER)  # raise the number when `_build` changes
+RECIPE_LABEL = "turngate.recipe"
+DAEMON_WAIT_S = 60
+# Where the machine lets no one touch its firewall a bridge cannot be made; sandboxes use none.
+DAEMON = ("dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none")
+STORAGE = ((), ("--storage-driver", "vfs"))  # what dockerd chooses by itself; else the one that works anywhere
+
+
+class ImageError(Exception):
+    """It could not be made. The text says which step failed, and how."""
+
+
+def cache() -> Path:
+    """The same folder as that of `parts.py`."""
+    return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
+
+
+# ---- what callers use ----
+
+
+def missing_bubblewrap() -> str | None:
+    """Why bubblewrap cannot be used, and how to get it; None when it can."""
+    return None if shutil.which("bwrap") else "bwrap is missing (run: python tools/base_image.py bubblewrap, as root)"
+
+
+def missing_docker() -> str | None:
+    """Why Docker, or its base image, cannot be used, and how to get it; None when it can."""
+    hint = "(run: python tools/base_image.py docker, as root)"
+    if not shutil.which("docker"):
+        return f"docker is missing {hint}"
+    if not _daemon_answers():
+        return f"no Docker daemon answers {hint}"
+    if _imported() != fingerprint():
+        return f"the image {IMAGE} is missing or was made by another recipe {hint}"
+    return None
+
+
+def ensure_bubblewrap() -> None:
+    if missing_bubblewrap():
+        _install("bubblewrap")
+
+
+def ensure_docker() -> None:
+    """Docker is installed, a daemon answers, and it has the base image."""
+    if missing_docker() is None:
+        return
+    with _locked("docker"):
+        if not (shutil.which("docker") and (_daemon_answers() or shutil.which("dockerd"))):
+            _install("docker.io")
+        if not _daemon_answers():
+            _start_daemon()
+        if _imported() != fingerprint():
+            _import(_tarball())
+
+
+def fingerprint() -> str:
+    return hashlib.sha256(json.dumps(RECIPE).encode()).hexdigest()[:16]
+
+
+# ---- the daemon ----
+
+
+def _daemon_answers() -> bool:
+    return subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0
+
+
+def _start_daemon() -> None:
+    log = cache() / "docker" / "dockerd.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for storage in STORAGE:
+        with log.open("ab") as out:
+            daemon = subprocess.Popen(
+                [*DAEMON, *storage], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        deadline = time.monotonic() + DAEMON_WAIT_S
+        while daemon.poll() is None and time.monotonic() < deadline:
+            if _daemon_answers():
+                print(f"docker: started dockerd (process {daemon.pid}, log {log})", flush=True)
+                return
+            time.sleep(0.5)
+        daemon.terminate()
+        daemon.wait()
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+    raise ImageError(f"dockerd does not start; the end of {log}:\n{tail}")
+
+
+# ---- the image ----
+
+
+def _imported() -> str:
+    """The recipe that the daemon's image was made by; empty when it has none."""
+    form = f'{{{{index .Config.Labels "{RECIPE_LABEL}"}}}}'
+    done = subprocess.run(
+        ["docker", "image", "inspect", "--format", form, IMAGE], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _import(tarball: Path) -> None:
+    changes = [f"USER {USER}", f"LABEL {RECIPE_LABEL}={fingerprint()}", 'CMD ["/bin/bash"]']
+    options = [word for change in changes for word in ("--change", change)]
+    _run("docker: import the base image", ["docker", "import", *options, str(tarball), IMAGE])
+
+
+def _tarball() -> Path:
+    folder = cache() / "docker"
+    folder.mkdir(parents=True, exist_ok=True)
+    tarball = folder / f"base-{fingerprint()}.tar"
+    if not tarball.exists():
+        if not shutil.which("debootstrap"):
+            _install("debootstrap")
+        with tempfile.TemporaryDirectory(prefix="base-", dir=folder) as scratch:
+            _build(Path(scratch), Path(scratch, "base.tar"))
+            Path(scratch, "base.tar").rename(tarball)
+    return tarball
+
+
+def _build(scratch: Path, tarball: Path) -> None:
+    root = str(scratch / "root")
+    bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, root, MIRROR]
+    _run("docker: debootstrap the base image (a minute)", bootstrap)
+    _run(f"docker: add the user {USER}", ["chroot", root, "useradd", "--no-create-home", "--shell", "/bin/bash", USER])
+    left_out = [
+        "--exclude=./var/cache/apt/*",
+        "--exclude=./var/lib/apt/lists/*",
+        "--exclude=./dev/*",
+        "--exclude=./proc/*",
+    ]
+    _run("docker: pack it", ["tar", *left_out, "--numeric-owner", "-cf", str(tarball), "-C", root, "."])
+
+
+# ---- small things ----
+
+
+def _install(package: str) -> None:
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise ImageError(f"{package} is missing, and only root on Debian can install it: apt-get install {package}")
+    command = ["apt-get", "install", "--yes", "--no-install-recommends", package]
+    try:
+        _run(f"apt-get install {package}", command)
+    except ImageError:  # the lists may be old, or there are none
+        _run("apt-get update", ["apt-get", "update"])
+        _run(f"apt-get install {package}", command)
+
+
+def _run(what: str, command: list[str]) -> None:
+    print(what, flush=True)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-20:])
+        raise ImageError(f"{shlex.join(command)}\n  ended with status {done.returncode}; its last lines:\n{tail}")
+
+
+@contextmanager
+def _locked(name: str) -> Iterator[None]:
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+ENSURE = {"docker": ensure_docker, "bubblewrap": ensure_bubblewrap}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Install what isolated sandboxes need, and make the base image.")
+    parser.add_argument("names", nargs="+", choices=[*ENSURE], metavar="NAME", help=", ".join(ENSURE))
+    try:
+        for name in parser.parse_args().names:
+            ENSURE[name]()
+            print(f"{name}: ready", flush=True)
+    except ImageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Plans one run of an agent: files, environment, command line. Pure; the rollout carries it out through the sandbox seam.
+
+The key goes into the environment or into files of mode 0600, never into a command line. A prompt may be any text: it goes in by
+standard input or a file wherever the agent allows it, and is refused where it would not survive.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from turngate.agents import template
+from turngate.agents.install import Installed
+from turngate.agents.signals import Signals
+from turngate.agents.spec import AgentSpec
+from turngate.errors import AgentError
+from turngate.explain import suggestion
+from turngate.sandboxes.base import Mount
+
+LARGEST_ARGUMENT = 128 * 1024 - 1  # of one argument or environment variable, on Linux; with the NUL behind it
+QUOTED = (".json", ".toml", ".yaml", ".yml")  # files whose values stand inside quotes
+OWN = ".turngate"  # our folder in the sandbox's HOME
+
+
+class LaunchFile(msgspec.Struct, frozen=True):
+    """A file to write before the start."""
+
+    path: str
+    data: bytes
+    mode: int
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, ready to be carried out. Paths are paths in the sandbox."""
+
+    files: tuple[LaunchFile, ...]
+    env: dict[str, str]
+    command: tuple[str, ...]
+    cwd: str
+    mounts: tuple[Mount, ...]
+    check: tuple[str, ...]  # a command that has to succeed first; empty: none
+    stdout: str  # where the output goes
+    stderr: str
+    transcript: str  # a pattern, as in file names; empty: there is none, or it is stdout
+    subagents: str
+    logs: tuple[str, ...]
+    signals: Signals  # with the model's name put in
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent is told about its model, so that it compacts in time."""
+
+    context_tokens: int = 131072
+    max_output_tokens: int = 16384
+
+
+def plan(
+    spec: AgentSpec,
+    installed: Installed,
+    *,
+    base_url: str,
+    api_key: str,
+    model: str,
+    prompt: str,
+    home: str,
+    workdir: str,
+    limits: Limits = Limits(),
+    options: Mapping[str, str] | None = None,
+) -> Launch:
+    """One run of the agent. `AgentError` where the prompt or an option cannot be passed on."""
+    own = f"{home}/{OWN}"
+    values: dict[str, template.Value] = {
+        "base_url": base_url.rstrip("/"),
+        "api_key": api_key,
+        "model": model,
+        "small_model": f"{model}-small",
+        "context_tokens": limits.context_tokens,
+        "max_output_tokens": limits.max_output_tokens,
+        "home": home,
+        "workdir": workdir,
+        "prompt": prompt,
+        "prompt_file": f"{own}/prompt.txt",
+        "install": installed.folder,
+        "program": installed.program,
+        "node": installed.node,
+        "python": installed.python,
+        **_options(spec, options or {}),
+    }
+    files = [_file(file.path, file.content, int(file.mode, 8), values) for file in spec.files]
+    if spec.uses("prompt_file"):
+        files.append(LaunchFile(f"{own}/prompt.txt", _bytes(spec, prompt), 0o600))
+    command = tuple(template.fill(word, values) for word in spec.command)
+    if spec.stdin:
+        files.append(LaunchFile(f"{own}/stdin", _bytes(spec, template.fill(spec.stdin, values)), 0o600))
+        command = ("/bin/sh", "-c", 'exec "$@" < "$0"', f"{own}/stdin", *command)
+    env = {name: template.fill(text, values) for name, text in spec.env.items()}
+    _check_passable(spec, command, env)
+    transcript = spec.transcript
+    return Launch(
+        files=tuple(files),
+        env=env,
+        command=command,
+        cwd=workdir,
+        mounts=tuple(Mount(source=folder, target=folder) for folder in installed.mounts),
+        check=spec.install.check,
+        stdout=f"{own}/stdout",
+        stderr=f"{own}/stderr",
+        transcript=f"{home}/{transcript.path}" if transcript and transcript.path else "",
+        subagents=f"{home}/{transcript.subagents}" if transcript and transcript.subagents else "",
+        logs=tuple(f"{home}/{pattern}" for pattern in spec.logs),
+        signals=resolved(spec.signals, model),
+    )
+
+
+def resolved(signals: Signals, model: str) -> Signals:
+    """The signals with the model's name put into the patterns for models."""
+    name = glob.escape(model)
+    values: dict[str, template.Value] = {"model": name, "small_model": f"{name}-small"}
+    filled = {template.fill(pattern, values): role for pattern, role in signals.models.items()}
+    return msgspec.structs.replace(signals, models=filled)
+
+
+def _options(spec: AgentSpec, given: Mapping[str, str]) -> dict[str, str]:
+    for name in given:
+        if name not in spec.options:
+            near = suggestion(name, list(spec.options)) or "; it has none"
+            raise AgentError(f"options.{name}: {spec.name} has no such option{near}", param=f"options.{name}")
+    values: dict[str, str] = {}
+    for name, option in spec.options.items():
+        value = given.get(name, option.default)
+        if value is None:
+            raise AgentError(f"options.{name}: {spec.name} needs it: {option.about}", param=f"options.{name}")
+        values[name] = value
+    return values
+
+
+def _file(path: str, content: str, mode: int, values: Mapping[str, template.Value]) -> LaunchFile:
+    name = template.fill(path, values)
+    escape = template.quoted if Path(name).suffix in QUOTED else str
+    place = name if name.startswith("/") else f"{values['home']}/{name}"
+    return LaunchFile(place, template.fill(content, values, escape).encode("utf-8", "surrogatepass"), mode)
+
+
+def _bytes(spec: AgentSpec, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise AgentError(f"{spec.name}: prompt: holds characters that UTF-8 does not have", param="prompt") from None
+
+
+def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str, str]) -> None:
+    """What the kernel would refuse, or cut off."""
+    words = [(f"command[{n}]", word) for n, word in enumerate(command)]
+    words += [(f"env.{name}", f"{name}={value}") for name, value in env.items()]
+    for field, word in words:
+        if "\0" in word:
+            raise AgentError(f"{spec.name}: {field}: holds a NUL character, which cannot be passed on", param=field)
+        if (size := len(word.encode("utf-8", "surrogatepass"))) > LARGEST_ARGUMENT:
+            raise AgentError(
+                f"{spec.name}: {field}: is {size} bytes long; one argument may have {LARGEST_ARGUMENT}. "
+                "Describe the agent so that it reads the prompt from stdin or {prompt_file}",
+                param=field,
+            )

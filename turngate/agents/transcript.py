@@ -1,0 +1,238 @@
+"""Reads what an agent wrote down about its own run, and holds it against the trace.
+
+The agent wrote these files, so they are not trusted: no links are followed, sizes are bounded, and nothing in them is more than a
+claim to compare. The expressions that take them apart are part of the agent's description.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jmespath
+import msgspec
+
+from turngate.agents.spec import Transcript
+from turngate.errors import AgentError
+
+LARGEST_FILE = 256_000_000
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A tool call. `arguments` are the parsed JSON, or the text where it is none."""
+
+    name: str
+    arguments: Any = None
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One reply of the model, as somebody recorded it."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    id: str = ""
+
+
+class Transcripts(msgspec.Struct, frozen=True):
+    """What was found: the main conversation, and one list per sub-agent."""
+
+    main: tuple[Turn, ...] = ()
+    subagents: tuple[tuple[Turn, ...], ...] = ()
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Where the transcript and the trace disagree. Positions count from 0; None: there is no such turn on that side."""
+
+    what: Literal["missing in trace", "missing in transcript", "text", "reasoning", "calls"]
+    transcript: int | None
+    trace: int | None
+    detail: str = ""
+
+
+def read(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
+    """The turns below a copy of the agent's HOME, or in its output. None at all where there is no transcript."""
+    if spec.stdout:
+        return Transcripts(tuple(_turns(spec, _records(spec, stdout))))
+    main: list[Turn] = []
+    subagents: list[tuple[Turn, ...]] = []
+    for file in _files(home, spec.path):
+        records = _records(spec, file.read_bytes())
+        turns = tuple(_turns(spec, records))
+        if spec.subagent and any(_search(spec.subagent, record) for record in records):
+            subagents.append(turns)
+        else:
+            main.extend(turns)
+    if spec.subagents:
+        subagents += [tuple(_turns(spec, _records(spec, file.read_bytes()))) for file in _files(home, spec.subagents)]
+    return Transcripts(tuple(main), tuple(subagents))
+
+
+def agree(
+    transcript: Sequence[Turn], trace: Sequence[Turn], *, side: Sequence[Turn] = (), fills_in: bool = False
+) -> list[Difference]:
+    """Every difference between what the agent wrote down and what was recorded; none: they agree.
+
+    `trace` is what has to be in the transcript; `side` what may be: some agents write their own summaries down as turns, others not.
+
+    Text counts without blanks at its ends, arguments as parsed JSON, the calls of one turn in any order (agents write them down as
+    they end), reasoning only where the transcript has any. `fills_in`: the agent adds arguments that the model left out.
+    """
+    ours = [_shape(turn) for turn in transcript]
+    theirs = [_shape(turn) for turn in trace]
+    may_be = {_shape(turn) for turn in side}
+    found: list[Difference] = []
+    for kind, a, a_end, b, b_end in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+        pairs = min(a_end - a, b_end - b)
+        for n in range(pairs):
+            found += _differences(transcript[a + n], trace[b + n], a + n, b + n, fills_in)
+        if kind != "equal":
+            alone = [n for n in range(a + pairs, a_end) if ours[n] not in may_be]
+            found += [Difference("missing in trace", n, None, _line(transcript[n])) for n in alone]
+            found += [Difference("missing in transcript", None, n, _line(trace[n])) for n in range(b + pairs, b_end)]
+    return found
+
+
+# ---- reading ----
+
+
+def _files(home: Path, pattern: str) -> Iterator[Path]:
+    """The files that fit, oldest name first. A link could lead to a file of the host."""
+    for file in sorted(home.glob(pattern)):
+        inside = file.relative_to(home)
+        linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
+        if not linked and file.is_file():
+            if file.stat().st_size > LARGEST_FILE:
+                raise AgentError(f"transcript: {inside} is larger than {LARGEST_FILE} bytes", param="transcript")
+            yield file
+
+
+def _records(spec: Transcript, data: bytes) -> list[Any]:
+    """What the file holds; lines that are no JSON are somebody's output in between, or were cut off."""
+    if spec.format == "json":
+        try:
+            found = _search(spec.records, json.loads(data))
+        except ValueError:
+            return []
+        return found if isinstance(found, list) else []
+    records = []
+    for line in data.splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[Turn]:
+    """Turns, put together from their parts."""
+    parts: dict[str, Turn] = {}  # in order of first appearance, which is the order of the turns
+    open_turn: Turn | None = None
+    for n, record in enumerate(records):
+        found = _search(spec.turn, record)
+        part = _turn(found) if isinstance(found, Mapping) else None
+        if spec.merge == "end":
+            open_turn = _joined(open_turn, part) if part else open_turn
+            if open_turn and (ended := _search(spec.end, record)):
+                parts[str(n)] = msgspec.structs.replace(open_turn, id=ended if isinstance(ended, str) else "")
+                open_turn = None
+        elif part:
+            key = part.id if spec.merge != "none" and part.id else f"\0{n}"
+            parts[key] = _joined(parts.get(key), part) if spec.merge == "id" else part
+    yield from parts.values()
+    if open_turn:  # it was never finished
+        yield open_turn
+
+
+def _search(expression: str, record: Any) -> Any:
+    try:
+        return jmespath.search(expression, record)
+    except jmespath.exceptions.JMESPathError:  # a record of another kind: a function met a type that it does not take
+        return None
+
+
+def _turn(found: Mapping[str, Any]) -> Turn:
+    calls = found.get("calls")
+    return Turn(
+        text=_text(found.get("text")),
+        reasoning=_text(found.get("reasoning")),
+        calls=tuple(_call(call) for call in calls or () if isinstance(call, Mapping))
+        if isinstance(calls, list)
+        else (),
+        id=_text(found.get("id")),
+    )
+
+
+def _call(found: Mapping[str, Any]) -> Call:
+    return Call(_text(found.get("name")), parsed(found.get("arguments")))
+
+
+def parsed(arguments: Any) -> Any:
+    """Arguments as values, whether they were written as text or not."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _text(found: Any) -> str:
+    return found if isinstance(found, str) else ""
+
+
+def _joined(before: Turn | None, part: Turn) -> Turn:
+    if before is None:
+        return part
+    return Turn(
+        text=before.text + part.text,
+        reasoning=before.reasoning + part.reasoning,
+        calls=before.calls + part.calls,
+        id=before.id or part.id,
+    )
+
+
+# ---- comparing ----
+
+
+def _shape(turn: Turn) -> tuple[str, tuple[str, ...]]:
+    """What two records of one turn have in common even where they differ in detail; the calls sorted."""
+    return turn.text.strip(), tuple(sorted(call.name for call in turn.calls))
+
+
+def _differences(ours: Turn, theirs: Turn, a: int, b: int, fills_in: bool) -> Iterator[Difference]:
+    if ours.text.strip() != theirs.text.strip():
+        yield Difference("text", a, b, f"{_short(ours.text.strip())} against {_short(theirs.text.strip())}")
+    if ours.reasoning.strip() and ours.reasoning.strip() != theirs.reasoning.strip():
+        yield Difference(
+            "reasoning", a, b, f"{_short(ours.reasoning.strip())} against {_short(theirs.reasoning.strip())}"
+        )
+    rest = list(theirs.calls)
+    for call in ours.calls:
+        twin = next((other for other in rest if _same_call(call, other, fills_in)), None)
+        if twin is None:
+            yield Difference("calls", a, b, f"the trace has no {call.name} {_short(json.dumps(call.arguments))}")
+        else:
+            rest.remove(twin)
+    for call in rest:
+        yield Difference("calls", a, b, f"the transcript has no {call.name} {_short(json.dumps(call.arguments))}")
+
+
+def _same_call(ours: Call, theirs: Call, fills_in: bool) -> bool:
+    if ours.name != theirs.name:
+        return False
+    if fills_in and isinstance(ours.arguments, dict) and isinstance(theirs.arguments, dict):
+        return all(name in ours.arguments and ours.arguments[name] == value for name, value in theirs.arguments.items())
+    return bool(ours.arguments == theirs.arguments)
+
+
+def _line(turn: Turn) -> str:
+    calls = ", ".join(call.name for call in turn.calls)
+    return _short(turn.text.strip()) + (f" calls {calls}" if calls else "")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:60]}…{text[-15:]}")

@@ -1,0 +1,300 @@
+"""Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and its siblings.
+
+Decoding scans the body into raw turns and looks inside only those that are new (`gemini_contents`); every other field is checked here,
+so that a wrong one is refused by name in Google's own error shape. Fields may be spelled `camelCase` or `snake_case`, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import orjson
+
+from turngate.dialects.base import Route, Wire
+from turngate.dialects.gemini_contents import GeminiHistory, camel, data, fields, items, system_piece, value
+from turngate.dialects.gemini_reply import GeminiStream, Wanted, error_body, error_status, whole
+from turngate.dialects.gemini_tools import GeminiTools, json_schema
+from turngate.dialects.wire import (
+    any_tool,
+    bearer,
+    checked_sampling,
+    checked_stops,
+    param,
+    reason,
+    refused,
+    retried,
+)
+from turngate.errors import BadRequest, TurngateError
+from turngate.types import Call, Constraint, Done, Json
+
+T = TypeVar("T")
+
+
+class _Thinking(msgspec.Struct, rename="camel"):
+    include_thoughts: bool = False
+    thinking_budget: int | None = None
+    thinking_level: str = ""
+
+
+class _Config(msgspec.Struct, rename="camel"):
+    """`generationConfig`. What is not here says nothing to a model that writes text."""
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop_sequences: list[str] = []
+    candidate_count: int = 1
+    response_mime_type: str = "text/plain"
+    response_schema: Json = None
+    response_json_schema: Json = None
+    response_modalities: list[str] = []
+    response_logprobs: bool = False
+    logprobs: int | None = None
+    speech_config: Json = None
+    image_config: Json = None
+    continuation_token: str = ""
+    thinking_config: Json = msgspec.field(default_factory=dict)
+
+
+_AT = "generationConfig"
+_SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
+_NAMES = {name: f"{_AT}.{camel(name)}" for name in _SAMPLING}
+_VERSIONS = ("v1beta", "v1", "v1alpha")
+_PASSED = ("x-goog-api-client",)
+
+
+class Gemini:
+    """The dialect."""
+
+    name = "gemini"
+    routes = tuple(
+        route
+        for version in _VERSIONS
+        for route in (
+            Route(f"/{version}/models/{{model}}:generateContent"),
+            Route(f"/{version}/models/{{model}}:streamGenerateContent", "stream"),
+            Route(f"/{version}/models/{{model}}:countTokens", "count"),
+        )
+    )
+    area = "/v1beta"
+    id_header = ""
+
+    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+        return headers.get("x-goog-api-key", "").strip() or query.get("key", "").strip() or bearer(headers)
+
+    def decode(self, wire: Wire) -> Call:
+        request = _request(wire)
+        config = _config(request)
+        thinking = _thinking(config)
+        tools, constraint = _tools(request, config)
+        headers = wire.headers
+        return Call(
+            model=wire.model,
+            history=_history(request),
+            tools=tools,
+            sampling=checked_sampling(
+                {name: asked for name in _SAMPLING if (asked := getattr(config, name)) is not None}, _NAMES
+            ),
+            max_tokens=config.max_output_tokens,
+            stop=checked_stops(f"{_AT}.stopSequences", config.stop_sequences),
+            constraint=constraint,
+            template_hints=_hints(thinking),
+            stream=wire.verb == "stream",
+            retried=retried(headers),
+            idempotency_key=headers.get("idempotency-key", ""),
+            dialect=self.name,
+            body=wire.body,
+            passed={name: headers[name] for name in _PASSED if name in headers},
+            wire=Wanted(thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"),
+        )
+
+    def history(self, raws: Sequence[bytes]) -> GeminiHistory:
+        return GeminiHistory(raws, recorded=True)
+
+    def stream(self, call: Call) -> GeminiStream:
+        return GeminiStream(call)
+
+    def whole(self, call: Call, done: Done) -> bytes:
+        return whole(call, done)
+
+    def count(self, tokens: int) -> bytes:
+        details = [{"modality": "TEXT", "tokenCount": tokens}]
+        return orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details})
+
+    def models(self, names: Sequence[str], created: int) -> bytes:
+        return orjson.dumps({"models": [_model(name) for name in names]})
+
+    def model(self, name: str, created: int) -> bytes:
+        return orjson.dumps(_model(name))
+
+    def status(self, error: TurngateError) -> int:
+        return error_status(error)[0]
+
+    def error(self, error: TurngateError) -> bytes:
+        return orjson.dumps(error_body(error))
+
+    def in_stream(self, error: TurngateError) -> bool:
+        return False
+
+
+def _model(name: str) -> Json:
+    return {
+        "name": f"models/{name}",
+        "baseModelId": name,
+        "version": "1",
+        "displayName": name,
+        "description": "Served by Turngate",
+        "supportedGenerationMethods": ["generateContent", "countTokens"],
+    }
+
+
+def _request(wire: Wire) -> dict[str, msgspec.Raw]:
+    try:
+        request = fields(wire.body, "The body")
+    except BadRequest as error:
+        raise BadRequest(f"The body is not a JSON object: {error.message.removeprefix('The body: ')}") from None
+    if wire.verb == "count" and "generateContentRequest" in request:
+        request = fields(request["generateContentRequest"], "generateContentRequest")
+    if "cachedContent" in request:
+        raise refused("cachedContent", "is not supported, since nothing is cached here; send the whole contents")
+    return request
+
+
+def _history(request: dict[str, msgspec.Raw]) -> GeminiHistory:
+    contents = [bytes(raw) for raw in items(request["contents"], "contents")] if "contents" in request else []
+    if not contents:
+        raise refused("contents", "contents is not specified; it must hold at least one content")
+    system = request.get("systemInstruction")
+    return GeminiHistory(contents, b"" if system is None else system_piece(system))
+
+
+def _config(request: dict[str, msgspec.Raw]) -> _Config:
+    config = _converted(data(request[_AT], _AT) if _AT in request else {}, _Config, _AT)
+    _refuse_what_we_do_not_do(config)
+    return config
+
+
+def _converted(given: Json, kind: type[T], where: str) -> T:
+    if not isinstance(given, dict):
+        raise refused(where, "must be an object")
+    known = {camel(name): asked for name, asked in given.items() if asked is not None}
+    try:
+        return msgspec.convert(known, kind, strict=False)  # numbers may come as strings, and whole ones with a point
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{where}.{reason(error)}", param=f"{where}.{param(error) or ''}".rstrip(".")) from None
+
+
+def _refuse_what_we_do_not_do(config: _Config) -> None:
+    if config.candidate_count != 1:
+        raise refused(
+            f"{_AT}.candidateCount",
+            f"{config.candidate_count} candidates are not supported, only 1; send the call several times instead",
+        )
+    if config.response_logprobs or config.logprobs:
+        raise refused(
+            f"{_AT}.responseLogprobs",
+            "log-probabilities are recorded by the gateway and not given to agents; leave it out",
+        )
+    if any(modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for modality in config.response_modalities):
+        raise refused(f"{_AT}.responseModalities", "only TEXT is supported")
+    for name, asked in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
+        if asked is not None:
+            raise refused(f"{_AT}.{name}", "is not supported; this gateway answers in text")
+    if config.continuation_token:
+        raise refused(f"{_AT}.continuationToken", "is not supported; no reply of this gateway asks for it")
+    if config.max_output_tokens is not None and config.max_output_tokens < 1:
+        raise refused(f"{_AT}.maxOutputTokens", f"{config.max_output_tokens} is less than 1")
+
+
+def _thinking(config: _Config) -> _Thinking:
+    return _converted(config.thinking_config, _Thinking, f"{_AT}.thinkingConfig")
+
+
+def _hints(thinking: _Thinking) -> dict[str, Json]:
+    """What a thinking configuration means to a chat template, where it knows such a thing."""
+    hints: dict[str, Json] = {}
+    if thinking.thinking_budget is not None:
+        hints["enable_thinking"] = hints["thinking"] = thinking.thinking_budget != 0
+        if thinking.thinking_budget > 0:
+            hints["thinking_budget"] = thinking.thinking_budget
+    level = thinking.thinking_level.lower()
+    if level and not level.endswith("unspecified"):
+        hints["reasoning_effort"] = "low" if level == "minimal" else level
+    return hints
+
+
+def _tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
+    """The tools that are offered, and what the output is forced into."""
+    raw = bytes(request.get("tools", b"[]"))
+    tools = GeminiTools(raw) if raw not in (b"[]", b"{}") else None
+    mode, allowed = _calling(request)
+    shape = _shape(config)
+    if mode == "NONE":
+        return None, shape
+    if mode == "ANY":
+        if shape is not None:
+            raise refused(_MODE, "forced calls and a response schema cannot both hold; leave one out")
+        return tools, _forced(tools, allowed)
+    if mode == "VALIDATED" and allowed and tools is not None:
+        _named(tools, allowed)
+        tools = GeminiTools(raw, allowed)
+    return tools, shape
+
+
+_CALLING = "toolConfig.functionCallingConfig"
+_MODE = f"{_CALLING}.mode"
+_ALLOWED = f"{_CALLING}.allowedFunctionNames"
+
+
+def _calling(request: dict[str, msgspec.Raw]) -> tuple[str, list[str]]:
+    """How functions may be called, and which of them."""
+    found = fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
+    if "functionCallingConfig" not in found:
+        return "AUTO", []
+    calling = fields(found["functionCallingConfig"], _CALLING)
+    mode = value(calling, "mode", str, "AUTO", _CALLING).upper()
+    allowed = value(calling, "allowedFunctionNames", list[str], [], _CALLING)
+    if mode not in ("AUTO", "MODE_UNSPECIFIED", "ANY", "NONE", "VALIDATED"):
+        raise refused(_MODE, f"{mode!r} is not one of AUTO, ANY, NONE, VALIDATED")
+    if allowed and mode not in ("ANY", "VALIDATED"):
+        raise refused(_ALLOWED, "should only be set when the mode is ANY or VALIDATED")
+    return mode, allowed
+
+
+def _forced(tools: GeminiTools | None, allowed: list[str]) -> Constraint:
+    offered = tools.decode() if tools is not None else ()
+    if tools is None or not offered:
+        raise refused(_MODE, "ANY forces a call, but there are no functions")
+    _named(tools, allowed)
+    return any_tool([tool for tool in offered if not allowed or tool.name in allowed], parallel=True)
+
+
+def _named(tools: GeminiTools, allowed: list[str]) -> None:
+    names = [tool.name for tool in tools.decode()]
+    for name in allowed:
+        if name not in names:
+            raise refused(_ALLOWED, f"{name!r} is not among the declared functions")
+
+
+def _shape(config: _Config) -> Constraint | None:
+    """What a reply that is no call has to look like."""
+    schema = config.response_json_schema
+    if config.response_schema is not None:
+        schema = json_schema(config.response_schema, f"{_AT}.responseSchema")
+    match config.response_mime_type:
+        case "application/json":
+            return Constraint("json_object") if schema is None else Constraint("json_schema", schema)
+        case "text/plain" | "":
+            if schema is not None:
+                raise refused(f"{_AT}.responseMimeType", "a response schema needs 'application/json'")
+            return None
+        case other:
+            raise refused(
+                f"{_AT}.responseMimeType", f"{other!r} is not supported; use 'text/plain' or 'application/json'"
+            )

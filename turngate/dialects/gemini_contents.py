@@ -1,0 +1,281 @@
+"""The contents of a Gemini request, wire JSON → our messages. Used by `gemini.py` only.
+
+A conversation is a list of contents, each by one role and made of parts. Contents in a row by the same role are one turn, however an
+agent cuts them: streaming SDKs keep every chunk as a content of its own, Gemini CLI joins them. So a turn is one raw piece here, and
+cutting it otherwise changes nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from turngate.dialects.wire import UNREADABLE, given, reason, refused
+from turngate.errors import BadRequest
+from turngate.types import Json, Message, ToolCall
+
+T = TypeVar("T")
+Speaker = Literal["system", "user", "model"]
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raws = msgspec.json.Decoder(list[msgspec.Raw])
+
+# A part is one of these. What else it may carry says nothing to a model that reads text.
+_KINDS = ("text", "functionCall", "functionResponse")
+_BESIDES = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
+_SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
+# How most clients spell a role. An object that ends so has it as its own last field: nothing inside it can look like this.
+_ENDS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
+    ("model", (b',"role":"model"}', b', "role": "model"}')),
+    ("user", (b',"role":"user"}', b', "role": "user"}')),
+)
+_OURS = b"tg1."  # what our own thought signatures begin with
+# Arguments have to be an object in this format. What a model wrote instead is delivered as the text that it is.
+RAW_ARGUMENTS = "__arguments__"
+
+
+def camel(name: str) -> str:
+    """Fields may be spelled `camelCase` or `snake_case`."""
+    if "_" not in name.strip("_"):
+        return name
+    head, *rest = name.split("_")
+    return head + "".join(word[:1].upper() + word[1:] for word in rest)
+
+
+def fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
+    """An object's fields that are not null, each as it came."""
+    try:
+        found = _fields.decode(raw)
+    except UNREADABLE as error:
+        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+    return {camel(name): value for name, value in found.items() if given(value)}
+
+
+def items(raw: msgspec.Raw | bytes, where: str) -> list[msgspec.Raw]:
+    """A list's items. A single one may stand for a list of one."""
+    plain = bytes(raw)
+    if plain.startswith(b"{"):
+        return [msgspec.Raw(plain)]
+    try:
+        return _raws.decode(raw)
+    except UNREADABLE as error:
+        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+
+
+def data(raw: msgspec.Raw, where: str) -> Json:
+    """A value that is data."""
+    try:
+        return msgspec.json.decode(raw)
+    except UNREADABLE as error:
+        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+
+
+def value(found: dict[str, msgspec.Raw], name: str, kind: type[T], default: T, where: str) -> T:
+    """One field of an object, in its type."""
+    if name not in found:
+        return default
+    try:
+        return msgspec.json.decode(found[name], type=kind)
+    except UNREADABLE as error:
+        raise BadRequest(f"{where}.{name}: {reason(error)}", param=f"{where}.{name}") from None
+
+
+def sealed(reasoning: str) -> str:
+    """A thought signature of our own: it carries the reasoning, which most agents do not send back otherwise."""
+    return base64.urlsafe_b64encode(_OURS + reasoning.encode()).decode()
+
+
+def unsealed(signature: str) -> str | None:
+    """The reasoning in a signature of our own; None if it is somebody else's. An agent may write what it likes into one, as it may
+    into any thought that it sends: it is what the agent says that the model thought, and no more."""
+    try:
+        plain = base64.b64decode(signature.translate(_STANDARD), validate=True)
+        return plain.removeprefix(_OURS).decode() if plain.startswith(_OURS) else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+_STANDARD = str.maketrans("-_", "+/")
+
+
+class _Turn(msgspec.Struct):
+    """Contents in a row by one speaker."""
+
+    speaker: Speaker
+    contents: list[bytes]
+    at: int  # index of the first of them in the request
+
+
+class GeminiHistory:
+    """The turns of one request, decoded one at a time. The system instruction is the first, in a form of our own."""
+
+    def __init__(self, contents: Sequence[bytes], system: bytes = b"", *, recorded: bool = False) -> None:
+        self._turns: list[_Turn] = [_Turn("system", [system], -1)] if system else []
+        for at, raw in enumerate(contents):
+            speaker = _speaker(raw, at)
+            if speaker == "system" and not recorded:
+                raise refused(f"contents[{at}].role", "'system' is not a valid role; use systemInstruction")
+            if self._turns and self._turns[-1].speaker == speaker != "system":
+                self._turns[-1].contents.append(raw)
+            else:
+                self._turns.append(_Turn(speaker, [raw], at))
+        self.raws = [b",".join(turn.contents) for turn in self._turns]
+
+    def decode(self, index: int) -> tuple[Message, ...]:
+        turn = self._turns[index]
+        match turn.speaker:
+            case "system":
+                return (Message("system", _system(_parts(turn))),)
+            case "model":
+                return (_model(_parts(turn)),)
+            case "user":
+                before = self._turns[index - 1] if index else None
+                return _user(turn, before if before is not None and before.speaker == "model" else None)
+
+
+def system_piece(raw: msgspec.Raw) -> bytes:
+    """The system instruction as the first piece of a history. Whatever role it came with, it is the system's."""
+    parts = fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
+    return b'{"role":"system","parts":' + bytes(parts) + b"}"
+
+
+def _speaker(raw: bytes, at: int) -> Speaker:
+    for speaker, ends in _ENDS:
+        if raw.endswith(ends):
+            return speaker
+    where = f"contents[{at}]"
+    role = value(fields(raw, where), "role", str, "", where)
+    if role not in _SPEAKERS:
+        raise refused(f"{where}.role", f"{role!r} is not a valid role; use user or model")
+    return _SPEAKERS[role]
+
+
+def _parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
+    """The parts of a turn, and where each one stands in the request."""
+    for offset, raw in enumerate(turn.contents):
+        where = f"contents[{turn.at + offset}]" if turn.speaker != "system" else "systemInstruction"
+        for n, part in enumerate(items(fields(raw, where).get("parts", msgspec.Raw(b"[]")), f"{where}.parts")):
+            yield f"{where}.parts[{n}]", fields(part, f"{where}.parts[{n}]")
+
+
+def _kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
+    """What a part is. One that only carries a signature is a text of nothing."""
+    for name in part:
+        if name in _BESIDES or name in kinds:
+            continue
+        if name in _KINDS:
+            raise refused(f"{where}.{name}", f"cannot stand in {speaker}")
+        raise refused(f"{where}.{name}", "is not supported; this gateway takes text and functions only")
+    return next((name for name in kinds if name in part), "text")
+
+
+def _system(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> str:
+    texts = []
+    for where, part in parts:
+        _kind(part, where, ("text",), "a system instruction")
+        texts.append(value(part, "text", str, "", where))
+    return "\n".join(texts)
+
+
+def _model(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    seal = kept = ""
+    for where, part in parts:
+        kind = _kind(part, where, ("text", "functionCall"), "a content of the model")
+        signature = value(part, "thoughtSignature", str, "", where)
+        reasoning = unsealed(signature) if signature else None
+        if reasoning is not None:
+            kept, signature = reasoning, ""
+        if "functionCall" in part:
+            calls.append(_call(part, where, len(calls), signature))
+        elif signature:
+            seal = signature
+        if kind == "text":
+            thought = value(part, "thought", bool, False, where)
+            (thoughts if thought else texts).append(value(part, "text", str, "", where))
+    return Message("assistant", "".join(texts), "".join(thoughts) or kept, tuple(calls), seal=seal)
+
+
+def _call(part: dict[str, msgspec.Raw], where: str, n: int, seal: str) -> ToolCall:
+    where = f"{where}.functionCall"
+    found = fields(part["functionCall"], where)
+    name = value(found, "name", str, "", where)
+    return ToolCall(value(found, "id", str, "", where) or f"call_{n}", name, _arguments(found, where), seal)
+
+
+def _arguments(found: dict[str, msgspec.Raw], where: str) -> str:
+    if "args" not in found:
+        return "{}"
+    raw = bytes(found["args"])
+    if not raw.startswith(b"{"):
+        raise refused(f"{where}.args", "must be an object")
+    if raw.find(RAW_ARGUMENTS.encode(), 0, 200) >= 0:
+        args = _fields.decode(raw)
+        if list(args) == [RAW_ARGUMENTS] and bytes(args[RAW_ARGUMENTS]).startswith(b'"'):
+            return value(args, RAW_ARGUMENTS, str, "", f"{where}.args")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise refused(f"{where}.args", str(error)) from None
+
+
+def _user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
+    """What the user says, and what its tools answer, in the order in which it stands there."""
+    messages: list[Message] = []
+    texts: list[str] = []
+    calls: list[ToolCall] | None = None
+    for where, part in _parts(turn):
+        if _kind(part, where, ("text", "functionResponse"), "a content of the user") == "text":
+            texts.append(value(part, "text", str, "", where))
+        if "functionResponse" in part:
+            if texts:
+                messages.append(Message("user", "\n".join(texts)))
+                texts = []
+            if calls is None:
+                calls = list(_model(_parts(answered)).tool_calls) if answered is not None else []
+            messages.append(_result(part["functionResponse"], f"{where}.functionResponse", calls))
+    if texts:
+        messages.append(Message("user", "\n".join(texts)))
+    if not messages:
+        raise refused(f"contents[{turn.at}].parts", "must hold at least one part")
+    return tuple(messages)
+
+
+def _result(raw: msgspec.Raw, where: str, calls: list[ToolCall]) -> Message:
+    """The answer to a call. Many clients send it without an id: then it answers the first open call of its name."""
+    found = fields(raw, where)
+    if "parts" in found and items(found["parts"], f"{where}.parts"):
+        raise refused(f"{where}.parts", "media are not supported; this gateway takes text and functions only")
+    name, given_id = value(found, "name", str, "", where), value(found, "id", str, "", where)
+    call = next((c for c in calls if c.id == given_id), None) or next((c for c in calls if c.name == name), None)
+    if call is not None:
+        calls.remove(call)
+    text = _answer(value(found, "response", dict[str, Json], {}, where))
+    return Message("tool", text, tool_call_id=call.id if call is not None else given_id or name, name=name)
+
+
+def _answer(response: dict[str, Json]) -> str:
+    """What the model reads of a response. `output`, `result` and `error` are the names that clients wrap plain answers in."""
+    wrapped = [name for name in ("output", "result") if name in response]
+    if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:
+        return _plain(response)
+    said = [_plain(response[name]) for name in wrapped]
+    if response.get("error") is not None:
+        said.append(_fault(response["error"]))
+    return "\n".join(filter(None, said))
+
+
+def _plain(said: Json) -> str:
+    return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+
+
+def _fault(error: Json) -> str:
+    text = _plain(error)
+    return text if text[:5].lower() == "error" else f"Error: {text}"

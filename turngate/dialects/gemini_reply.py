@@ -1,0 +1,214 @@
+"""What we answer in Gemini's format: replies, whole and streamed, and errors. Used by `gemini.py` only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+import orjson
+
+from turngate.dialects.gemini_contents import RAW_ARGUMENTS, sealed
+from turngate.errors import ContextOverflow, TurngateError
+from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, Message, ReplyEvent, ToolCall, Usage
+
+_RPC = "type.googleapis.com/google.rpc."
+_DEEPEST = 64  # nesting of arguments that all clients can read
+_ONE_LINE = str.maketrans("\r\n", "  ")
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What of the request decides how it is answered. `Call.wire` of this dialect."""
+
+    thoughts: bool = False  # are they to be shown?
+    sse: bool = True  # a stream of events; otherwise a JSON list that grows
+
+
+class GeminiStream:
+    """One streamed reply. Every chunk holds a part: SDKs take a reply with an empty chunk in it for a broken one, and drop it."""
+
+    def __init__(self, call: Call) -> None:
+        wanted = call.wire if isinstance(call.wire, Wanted) else Wanted()
+        self.media = "text/event-stream" if wanted.sse else "application/json; charset=UTF-8"
+        self._wanted = wanted
+        self._head = _head(call)
+        self._reasoning: list[str] = []
+        self._signed = False  # a signature is out, or not wanted any more
+        self._begun = False
+
+    def begin(self) -> bytes:
+        return b"" if self._wanted.sse else b"["
+
+    def event(self, event: ReplyEvent) -> bytes:
+        match event:
+            case Delta(kind="content", text=text):
+                return self._chunk([{"text": text}])
+            case Delta(kind="reasoning", text=text):
+                self._reasoning.append(text)
+                return self._chunk([{"text": text, "thought": True}]) if self._wanted.thoughts else b""
+            case Delta(text=seal):
+                self._signed = True
+                return self._chunk([{"text": "", "thoughtSignature": seal}])
+            case CallDelta(call=call):
+                signature = call.seal or ("" if self._signed else _signature("".join(self._reasoning)))
+                self._signed = True
+                return self._chunk([_call_part(call, signature)])
+            case Alive():
+                # White space is all that every client takes: a comment, or a chunk without a part, breaks some.
+                return b"\n"
+            case Done() as done:
+                return self._chunk([{"text": ""}], done) + (b"" if self._wanted.sse else b"]")
+
+    def error(self, error: TurngateError) -> bytes:
+        """As a bare object, where events are lines of data: the SDKs know an error in a stream by that."""
+        body = orjson.dumps(error_body(error))
+        return body + b"\n\n" if self._wanted.sse else self._comma() + body + b"]"
+
+    def _chunk(self, parts: Sequence[Json], done: Done | None = None) -> bytes:
+        body = orjson.dumps({**_reply(parts, done), **self._head})
+        return b"data: " + body + b"\r\n\r\n" if self._wanted.sse else self._comma() + body
+
+    def _comma(self) -> bytes:
+        begun, self._begun = self._begun, True
+        return b",\r\n" if begun else b""
+
+
+def whole(call: Call, done: Done) -> bytes:
+    thoughts = isinstance(call.wire, Wanted) and call.wire.thoughts
+    return orjson.dumps({**_reply(_parts(done.message, thoughts), done), **_head(call)})
+
+
+def _parts(message: Message, thoughts: bool) -> list[Json]:
+    parts: list[Json] = []
+    if thoughts and message.reasoning:
+        parts.append({"text": message.reasoning, "thought": True})
+    if message.content or message.seal:
+        parts.append({"text": message.content})
+    if message.seal:
+        parts[-1]["thoughtSignature"] = message.seal
+    for n, call in enumerate(message.tool_calls):
+        ours = _signature(message.reasoning) if n == 0 and not message.seal else ""
+        parts.append(_call_part(call, call.seal or ours))
+    return parts or [{"text": ""}]
+
+
+def _signature(reasoning: str) -> str:
+    return sealed(reasoning) if reasoning else ""
+
+
+def _call_part(call: ToolCall, signature: str) -> Json:
+    part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": _args(call.arguments)}}
+    return {**part, "thoughtSignature": signature} if signature else part
+
+
+def _args(arguments: str) -> Json:
+    """An object as the model wrote it. Anything else, or one that clients choke on, as the text that it is."""
+    if not arguments:
+        return {}
+    try:
+        found = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict) or _deep(found):
+        return {RAW_ARGUMENTS: arguments}
+    return orjson.Fragment(
+        arguments.translate(_ONE_LINE)
+    )  # line breaks stand between words only, and would end the event
+
+
+def _deep(value: Json) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _reply(parts: Sequence[Json], done: Done | None) -> dict[str, Json]:
+    candidate: dict[str, Json] = {"content": {"parts": parts, "role": "model"}, "index": 0}
+    if done is None:
+        return {"candidates": [candidate]}
+    candidate["finishReason"] = _FINISH.get(done.finish, "STOP")
+    reply: dict[str, Json] = {"candidates": [candidate]}
+    if done.usage is not None:
+        reply["usageMetadata"] = _usage(done.usage)
+    return reply
+
+
+_FINISH = {"length": "MAX_TOKENS", "abort": "OTHER"}
+
+
+def _usage(usage: Usage) -> dict[str, Json]:
+    found = {
+        "promptTokenCount": usage.prompt_tokens,
+        "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
+        "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if usage.cached_tokens:
+        found["cachedContentTokenCount"] = usage.cached_tokens
+    if usage.reasoning_tokens:
+        found["thoughtsTokenCount"] = usage.reasoning_tokens
+    return found
+
+
+def _head(call: Call) -> dict[str, Json]:
+    return {"modelVersion": call.model, "responseId": os.urandom(16).hex()}
+
+
+# By the status of ours: the provider's own, and its word for it.
+_STATUS = {
+    400: (400, "INVALID_ARGUMENT"),
+    401: (400, "INVALID_ARGUMENT"),
+    404: (404, "NOT_FOUND"),
+    409: (400, "FAILED_PRECONDITION"),
+    413: (400, "INVALID_ARGUMENT"),
+    422: (400, "INVALID_ARGUMENT"),
+    429: (429, "RESOURCE_EXHAUSTED"),
+    503: (503, "UNAVAILABLE"),
+    504: (504, "DEADLINE_EXCEEDED"),
+}
+
+
+def error_status(error: TurngateError) -> tuple[int, str]:
+    return _STATUS.get(error.status, (500, "INTERNAL"))
+
+
+def error_body(error: TurngateError) -> Json:
+    code, status = error_status(error)
+    body = {"code": code, "message": _message(error), "status": status}
+    details = _details(error)
+    return {"error": {**body, "details": details} if details else body}
+
+
+def _message(error: TurngateError) -> str:
+    if isinstance(error, ContextOverflow):
+        size = "" if error.size is None else f" ({error.size})"
+        most = "" if error.most is None else f" ({error.most})"
+        return f"The input token count{size} exceeds the maximum number of tokens allowed{most}."
+    if error.status == 401:
+        return f"API key not valid. Please pass a valid API key. ({error.message})"
+    return error.message
+
+
+def _details(error: TurngateError) -> list[Json]:
+    if error.status == 401:
+        known = {"service": "generativelanguage.googleapis.com"}
+        return [
+            {"@type": _RPC + "ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com", "metadata": known}
+        ]
+    if error.status in (429, 503) and error.retry_safe:
+        return [{"@type": _RPC + "RetryInfo", "retryDelay": "1s"}]
+    if error.status == 400 and error.param and not isinstance(error, ContextOverflow):
+        return [
+            {
+                "@type": _RPC + "BadRequest",
+                "fieldViolations": [{"field": error.param, "description": error.message}],
+            }
+        ]
+    return []

@@ -1,0 +1,251 @@
+"""Anthropic Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
+
+Decoding scans the body into raw messages and looks inside only those that are new; every other field is checked here, so that a
+wrong one is refused by name in Anthropic's own error shape. `messages_history.py` reads what is said, `messages_stream.py` writes
+the replies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import orjson
+
+from turngate.dialects import messages_stream as reply
+from turngate.dialects.base import Route, Wire
+from turngate.dialects.messages_history import MessagesHistory, MessagesTools
+from turngate.dialects.wire import (
+    ABSENT,
+    UNREADABLE,
+    any_tool,
+    bearer,
+    checked_sampling,
+    checked_stops,
+    given,
+    one_tool,
+    param,
+    reason,
+    refused,
+    retried,
+)
+from turngate.errors import BadRequest, TurngateError
+from turngate.types import Call, Constraint, Done, Json
+
+# Claude Code's note to its provider, another one with every call: no part of what the model is told.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_PASSED = ("anthropic-version", "anthropic-beta")
+# Chat templates know no effort beyond this.
+_EFFORTS = {"xhigh": "high", "max": "high"}
+
+
+class _SystemPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Thinking(msgspec.Struct):
+    type: str
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class _OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: _Format | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Request(msgspec.Struct):
+    messages: list[msgspec.Raw]
+    model: str = ""
+    system: str | list[_SystemPart] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    tools: msgspec.Raw = ABSENT
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None  # the older place of output_config.format
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    context_management: msgspec.Raw = ABSENT
+    mcp_servers: msgspec.Raw = ABSENT
+    container: msgspec.Raw = ABSENT
+    compaction: msgspec.Raw = ABSENT
+    thread: msgspec.Raw = ABSENT
+
+
+_request = msgspec.json.Decoder(_Request)
+
+
+class Messages:
+    """The dialect."""
+
+    name = "messages"
+    routes = (
+        Route("/v1/messages"),
+        Route("/v1/messages/count_tokens", "count"),
+        Route("/messages"),
+        Route("/messages/count_tokens", "count"),
+    )
+    area = "/v1/messages"
+    id_header = "request-id"
+
+    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+        return headers.get("x-api-key", "").strip() or bearer(headers)
+
+    def decode(self, wire: Wire) -> Call:
+        try:
+            request = _request.decode(wire.body)
+        except msgspec.ValidationError as error:
+            raise BadRequest(reason(error), param=param(error)) from None
+        except UNREADABLE as error:
+            raise BadRequest(f"The body is not valid JSON: {error}") from None
+        _refuse_what_we_do_not_do(request)
+        tools = MessagesTools(bytes(request.tools)) if given(request.tools) and bytes(request.tools) != b"[]" else None
+        history = MessagesHistory(request.messages, tools, _system_prompt(request.system))
+        if not history.raws:
+            raise refused("messages", "none of them says anything")
+        if history.last == "assistant" and wire.verb != "count":
+            raise refused(
+                "messages",
+                "This model does not support assistant message prefill. The conversation must end with a user message. "
+                "To shape the reply, use output_config.format or tool_choice",
+            )
+        parallel = not (request.tool_choice and request.tool_choice.disable_parallel_tool_use)
+        sampling = {n: v for n in ("temperature", "top_p", "top_k") if (v := getattr(request, n)) is not None}
+        hidden = request.thinking is not None and request.thinking.display == "omitted"
+        return Call(
+            model=request.model,
+            history=history,
+            tools=None if request.tool_choice and request.tool_choice.type == "none" else tools,
+            sampling=checked_sampling(sampling),
+            max_tokens=request.max_tokens,
+            stop=checked_stops("stop_sequences", request.stop_sequences),
+            constraint=_constraint(request, tools, parallel=parallel),
+            parallel_tool_calls=parallel,
+            template_hints=_hints(request),
+            stream=bool(request.stream),
+            include_usage=True,
+            retried=retried(wire.headers),
+            idempotency_key=wire.headers.get("idempotency-key", ""),
+            dialect=self.name,
+            body=wire.body,
+            passed={name: value for name in _PASSED if (value := wire.headers.get(name))},
+            wire=reply.Asked(hidden, given(request.context_management)),
+        )
+
+    def history(self, raws: Sequence[bytes]) -> MessagesHistory:
+        return MessagesHistory(raws)
+
+    def stream(self, call: Call) -> reply.MessagesStream:
+        return reply.MessagesStream(call)
+
+    def whole(self, call: Call, done: Done) -> bytes:
+        return reply.whole(call, done)
+
+    def count(self, tokens: int) -> bytes:
+        return orjson.dumps({"input_tokens": tokens})
+
+    def models(self, names: Sequence[str], created: int) -> bytes:
+        return reply.models(names, created)
+
+    def model(self, name: str, created: int) -> bytes:
+        return reply.model(name, created)
+
+    def status(self, error: TurngateError) -> int:
+        return reply.status_and_type(error)[0]
+
+    def error(self, error: TurngateError) -> bytes:
+        return reply.error_body(error)
+
+    def in_stream(self, error: TurngateError) -> bool:
+        return False
+
+
+def _system_prompt(system: str | list[_SystemPart] | None) -> str:
+    if isinstance(system, str):
+        return _BILLING.sub("", system)
+    texts = []
+    for n, part in enumerate(system or ()):
+        if part.type != "text":
+            raise refused(f"system.{n}.type", f"{part.type!r} blocks are not supported here; send text")
+        texts.append(_BILLING.sub("", part.text or ""))
+    return "\n".join(text for text in texts if text)
+
+
+def _refuse_what_we_do_not_do(request: _Request) -> None:
+    if not request.messages:
+        raise refused("messages", "at least one message is required")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise refused("max_tokens", f"{request.max_tokens} is less than 1; there is no cache to warm")
+    if given(request.mcp_servers) and bytes(request.mcp_servers) != b"[]":
+        raise refused("mcp_servers", "are not connected to from here; let the agent do it and give the model its tools")
+    if given(request.container):
+        raise refused("container", "there are no containers and skills here; leave it out")
+    if given(request.compaction):
+        raise refused("compaction", "is not done here; ask the model for a summary in a message")
+    if given(request.thread):
+        raise reply.NoThreads(
+            "thread: conversations are not kept for the caller here; send all messages", param="thread"
+        )
+
+
+def _hints(request: _Request) -> dict[str, Json]:
+    """What the request says about thinking, under the names that chat templates have for it."""
+    hints: dict[str, Json] = {}
+    thinking, output = request.thinking, request.output_config
+    if thinking is not None:
+        if thinking.type not in ("enabled", "adaptive", "disabled", "between_tools"):
+            raise refused("thinking.type", f"{thinking.type!r} is not one of enabled, adaptive, disabled")
+        if thinking.type != "between_tools":
+            hints["enable_thinking"] = hints["thinking"] = thinking.type != "disabled"
+        if thinking.type == "enabled" and thinking.budget_tokens is not None:
+            hints["thinking_budget"] = thinking.budget_tokens
+    if output is not None and output.effort is not None:
+        hints["reasoning_effort"] = _EFFORTS.get(output.effort, output.effort)
+    return hints
+
+
+def _constraint(request: _Request, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
+    """What the output is forced into."""
+    forced = _tool_choice(request.tool_choice, tools, parallel=parallel)
+    form, field = request.output_format, "output_format"
+    if request.output_config is not None and request.output_config.format is not None:
+        form, field = request.output_config.format, "output_config.format"
+    if form is None:
+        return forced
+    if form.type != "json_schema":
+        raise refused(f"{field}.type", f"{form.type!r} is not supported; only 'json_schema' is")
+    if form.schema is None:
+        raise refused(f"{field}.schema", "is missing")
+    if forced is not None:
+        raise refused("tool_choice", f"a forced tool and {field} cannot both hold; leave one out")
+    return Constraint("json_schema", form.schema)
+
+
+def _tool_choice(choice: _ToolChoice | None, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
+    if choice is None or choice.type in ("auto", "none"):
+        return None
+    if choice.type not in ("any", "tool"):
+        raise refused("tool_choice.type", f"{choice.type!r} is not one of auto, any, tool, none")
+    if tools is None:
+        raise refused("tool_choice", "forces a tool, but there are no tools")
+    if choice.type == "any":
+        return any_tool(tools.decode(), parallel=parallel)
+    return one_tool(tools.decode(), choice.name, "tool_choice.name")

@@ -1,0 +1,297 @@
+"""Anthropic Messages, what is said: the turns of a conversation and the tools, from their blocks to our types.
+
+Called by `messages.py` alone. Raw until it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import orjson
+
+from turngate.dialects import messages_stream as reply
+from turngate.dialects.wire import ABSENT, UNREADABLE, function_tool, given, reason
+from turngate.errors import BadRequest
+from turngate.types import Message, Tool, ToolCall
+
+_ROLES = ("user", "assistant", "system")
+# How nearly every client begins a message, so that most need not be looked into to know whose it is.
+_BEGINNINGS = tuple((f'{{"role":{space}"{role}"'.encode(), role) for space in ("", " ") for role in _ROLES)
+_ERROR_WORDS = ("error", "<error", "<tool_use_error")
+
+
+class _Block(msgspec.Struct):
+    """A content block of any type."""
+
+    type: str = ""
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = ABSENT
+    tool_use_id: str | None = None
+    content: str | list[_Block] | None = None
+    is_error: bool | None = None
+    tool_name: str | None = None  # of a tool_reference
+    tool: _ToolChange | None = None  # of a tool_addition or tool_removal
+
+
+class _ToolChange(msgspec.Struct):
+    type: str = ""
+    name: str = ""
+    definition: msgspec.Raw = ABSENT
+
+
+class _WireMessage(msgspec.Struct):
+    role: str
+    content: str | list[_Block] | None = None
+
+
+class _Spoken(msgspec.Struct):
+    """As much of a message as tells whose it is."""
+
+    role: str
+
+
+class _WireTool(msgspec.Struct):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    input_examples: list[Any] | None = None
+    defer_loading: bool | None = None
+
+
+_messages = msgspec.json.Decoder(list[_WireMessage])
+_spoken = msgspec.json.Decoder(_Spoken)
+_tools = msgspec.json.Decoder(list[_WireTool])
+
+
+class MessagesHistory:
+    """The messages of one request, decoded one turn at a time.
+
+    Messages of one speaker in a row are one turn, as they are for Anthropic, so they are one piece.
+    """
+
+    def __init__(self, raws: Sequence[bytes], tools: MessagesTools | None = None, system: str = "") -> None:
+        self._tools = tools
+        self._first: list[int | None] = []  # where in the request a piece begins; None: it is the system prompt
+        turns: list[list[bytes]] = []
+        if system:
+            turns.append([orjson.dumps({"role": "system", "content": system})])
+            self._first.append(None)
+        self.last = ""  # who spoke last
+        for index, raw in enumerate(map(bytes, raws)):
+            role = _role(raw, index)
+            if role == "system" and _says_nothing(raw):
+                continue
+            if role == self.last and role != "system":
+                turns[-1].append(raw)
+            else:
+                turns.append([raw])
+                self._first.append(index)
+            self.last = role
+        self.raws = [b",".join(turn) for turn in turns]
+
+    def decode(self, index: int) -> tuple[Message, ...]:
+        first = self._first[index]
+        where = "system" if first is None else f"messages.{first}"
+        try:
+            wires = _messages.decode(b"[" + self.raws[index] + b"]")
+        except UNREADABLE as error:
+            raise BadRequest(f"{where}: {_inside(error)}", param=where) from None
+        blocks = [
+            (block, f"messages.{(first or 0) + n}.content.{m}")
+            for n, wire in enumerate(wires)
+            for m, block in enumerate(_blocks(wire))
+        ]
+        match sorted({wire.role for wire in wires}):
+            case ["assistant"]:
+                return (_assistant(blocks),)
+            case ["user"]:
+                return tuple(_user(blocks, self._tools))
+            case ["system"]:
+                return (_system(blocks, self._tools),)
+            case _:
+                raise BadRequest(f"{where}.role: is given twice", param=f"{where}.role")
+
+
+class MessagesTools:
+    """The tools of one request."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    def decode(self) -> tuple[Tool, ...]:
+        """Those that the model is told of at once; the others wait until a message refers to them."""
+        return tuple(tool for tool, deferred in self._all() if not deferred)
+
+    def declared(self, name: str, where: str) -> Tool:
+        """The one of this name; of no name, the first."""
+        found = next((tool for tool, _ in self._all() if name in ("", tool.name)), None)
+        if found is None:
+            raise BadRequest(f"{where}: there is no tool {name!r} among the tools", param=where)
+        return found
+
+    def _all(self) -> list[tuple[Tool, bool]]:
+        try:
+            wires = _tools.decode(self.raw)
+        except UNREADABLE as error:
+            raise BadRequest(f"tools: {_inside(error)}", param="tools") from None
+        names = [wire.name for wire in wires]
+        if twice := next((name for n, name in enumerate(names) if name in names[:n]), ""):
+            raise BadRequest(f"tools: two of them are called {twice!r}; rename one", param="tools")
+        return [(_tool(wire, f"tools.{n}"), bool(wire.defer_loading)) for n, wire in enumerate(wires)]
+
+
+def _inside(error: Exception) -> str:
+    """The reason, of a list that we made ourselves or that has no name."""
+    return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", reason(error))
+
+
+def _role(raw: bytes, index: int) -> str:
+    for beginning, role in _BEGINNINGS:
+        if raw.startswith(beginning):
+            return role
+    where = f"messages.{index}"
+    try:
+        role = _spoken.decode(raw).role
+    except UNREADABLE as error:
+        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+    if role not in _ROLES:
+        fix = "; a tool's result is a tool_result block in a user message" if role == "tool" else ""
+        raise BadRequest(f"{where}.role: {role!r} is not one of user, assistant, system{fix}", param=f"{where}.role")
+    return role
+
+
+def _says_nothing(raw: bytes) -> bool:
+    """Whether a system message only sets an option from here on, which is a hint at best."""
+    if b'"output_config"' not in raw:
+        return False
+    try:
+        [wire] = _messages.decode(b"[" + raw + b"]")
+    except UNREADABLE:
+        return False  # told when it is read
+    return not wire.content
+
+
+def _blocks(wire: _WireMessage) -> list[_Block]:
+    return [_Block("text", text=wire.content)] if isinstance(wire.content, str) else wire.content or []
+
+
+def _beyond(block: _Block, where: str) -> str:
+    """Why a block cannot be read here."""
+    match block.type:
+        case "image":
+            fix = "this model reads text only; describe the image in a text block"
+        case "document" | "search_result":
+            fix = "this model reads text only; send its text in a text block"
+        case "":
+            fix = "it has no type"
+        case _:
+            fix = "only text, thinking, tool_use and tool_result blocks are; leave it out"
+    return f"{where}: {block.type!r} blocks are not supported here: {fix}"
+
+
+def _assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
+    texts, thoughts, calls, seal, beyond = [], [], [], "", ""
+    for block, where in blocks:
+        match block.type:
+            case "text":
+                texts.append(block.text or "")
+            case "thinking":
+                thoughts.append(block.thinking or reply.unsealed(block.signature or ""))
+                seal = seal or block.signature or ""
+            case "redacted_thinking":
+                pass  # sealed by another provider: nobody here can read it
+            case "tool_use":
+                calls.append(_call(block, where))
+            case _:
+                beyond = beyond or _beyond(block, where)
+    # Blocks are cut where something else came in between; the words themselves run on.
+    reasoning = "\n\n".join(thought for thought in thoughts if thought)
+    return Message("assistant", "".join(texts), reasoning, tuple(calls), seal=seal, beyond=beyond)
+
+
+def _call(block: _Block, where: str) -> ToolCall:
+    if not block.name:
+        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+    arguments = bytes(block.input).decode() if given(block.input) else "{}"
+    return ToolCall(reply.call_id(block.id or ""), block.name, reply.unwrapped(arguments))
+
+
+def _user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> list[Message]:
+    """Results and words, in the order they came in."""
+    messages: list[Message] = []
+    for is_result, run in groupby(blocks, lambda placed: placed[0].type == "tool_result"):
+        if is_result:
+            messages += [_result(block, where, tools) for block, where in run]
+            continue
+        text, beyond = _text(list(run), tools)
+        if text or beyond:
+            messages.append(Message("user", text, beyond=beyond))
+    return messages or [Message("user")]
+
+
+def _result(block: _Block, where: str, tools: MessagesTools | None) -> Message:
+    if block.tool_use_id is None:
+        raise BadRequest(f"{where}.tool_use_id: is missing", param=f"{where}.tool_use_id")
+    parts = [_Block("text", text=block.content)] if isinstance(block.content, str) else block.content or ()
+    text, beyond = _text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
+    if block.is_error and not text.lower().startswith(_ERROR_WORDS):
+        text = f"Error: {text}" if text else "Error"  # the model has no other way to know
+    return Message("tool", text, tool_call_id=reply.call_id(block.tool_use_id), beyond=beyond)
+
+
+def _system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> Message:
+    text, beyond = _text(blocks, tools)
+    return Message("system", text, beyond=beyond)
+
+
+def _text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
+    """What some blocks say, and why that is not all."""
+    texts, beyond = [], ""
+    for block, where in blocks:
+        match block:
+            case _Block(type="text"):
+                texts.append(block.text or "")
+            case _Block(type="tool_reference"):
+                texts.append(_declaration(block.tool_name or "", tools, where))
+            case _Block(type="tool_addition", tool=_ToolChange(type="tool_reference", name=name)):
+                texts.append(_declaration(name, tools, where))
+            case _Block(type="tool_addition", tool=_ToolChange(type="tool_definition", definition=raw)):
+                texts.append(_declaration("", MessagesTools(b"[" + bytes(raw) + b"]"), where))
+            case _Block(type="tool_removal", tool=_ToolChange(type="tool_reference", name=name)):
+                texts.append(f"The tool {name} is no longer available.")
+            case _:
+                beyond = beyond or _beyond(block, where)
+    return "\n".join(text for text in texts if text), beyond
+
+
+def _declaration(name: str, tools: MessagesTools | None, where: str) -> str:
+    """A tool that becomes known in the middle of a conversation, as the model reads of it."""
+    if tools is None:
+        return f"The tool {name} is available now."
+    tool = tools.declared(name, where)
+    return f"<function>{json.dumps(tool.wire['function'], ensure_ascii=False)}</function>"
+
+
+def _tool(wire: _WireTool, where: str) -> Tool:
+    if wire.type not in (None, "custom"):
+        raise BadRequest(
+            f"{where}.type: {wire.type!r} is a tool of Anthropic's own models and servers and does not exist here; "
+            "leave it out, or declare one of your own with a name and an input_schema",
+            param=f"{where}.type",
+        )
+    if not wire.name:
+        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+    if wire.input_schema is None:
+        raise BadRequest(f"{where}.input_schema: is missing", param=f"{where}.input_schema")
+    schema = {**wire.input_schema, "examples": wire.input_examples} if wire.input_examples else wire.input_schema
+    return function_tool(wire.name, wire.description, schema)

@@ -1,0 +1,334 @@
+"""Anthropic Messages, the way back: replies, streamed and whole, models and errors. Called by `messages.py` alone.
+
+What is handed out here comes back with the next request: call ids, signatures of thinking, and arguments that are no JSON object
+have one place each that writes them and reads them again.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import zlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from hashlib import blake2b
+from typing import Literal
+
+import msgspec
+import orjson
+
+from turngate.errors import (
+    BadRequest,
+    Conflict,
+    ContextOverflow,
+    EngineBusy,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+    NotFound,
+    Stopping,
+    TooLarge,
+    TurngateError,
+    Unauthorized,
+    Unprocessable,
+)
+from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, Message, ReplyEvent, ToolCall, Usage
+
+_OURS = re.compile(r"toolu_([0-9a-f]{24})")
+_INVALID = "INVALID_JSON"  # Anthropic's own advice for what is no JSON object but has to travel as one
+_TEXT, _DIGEST = "tg1.t", "tg1.d"  # signatures: the thinking itself, where it is not shown; else a digest of it
+_LONGEST_THOUGHT = 4_000_000
+_DEEPEST = 100  # levels of arguments that clients can be trusted to read
+
+
+class NoThreads(BadRequest):
+    """By this code Anthropic's own tool runner knows to send the whole conversation instead."""
+
+    kind = "thread_unsupported_request"
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a reply has to know of its request."""
+
+    hidden: bool = False  # thinking is not to be shown
+    edits: bool = False  # the request spoke of context edits
+
+
+# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def wire_id(call: str) -> str:
+    """A call's id as Anthropic's clients know ids. Those of other providers stay as they are."""
+    return "toolu_" + call.removeprefix("call_") if call.startswith("call_") else call
+
+
+def call_id(wire: str) -> str:
+    """The id again that the call had with us."""
+    ours = _OURS.fullmatch(wire)
+    return f"call_{ours[1]}" if ours else wire
+
+
+def wrapped(arguments: str) -> str:
+    """Arguments as the JSON object that clients insist on, in the model's own spelling."""
+    try:
+        value = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        value = None
+    if isinstance(value, dict) and set(value) != {_INVALID} and not _deep(value, arguments):
+        return arguments or "{}"
+    return orjson.dumps({_INVALID: arguments}).decode()
+
+
+def _deep(value: Json, text: str) -> bool:
+    """Whether it is nested deeper than clients can read."""
+    level = [value] if text.count("[") + text.count("{") > _DEEPEST else []
+    depth = 0
+    while level and depth <= _DEEPEST:
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level, depth = [child for children in inner for child in children], depth + 1
+    return depth > _DEEPEST
+
+
+def unwrapped(arguments: str) -> str:
+    if _INVALID not in arguments:
+        return arguments
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = value.get(_INVALID) if isinstance(value, dict) and len(value) == 1 else None
+    return text if isinstance(text, str) else arguments
+
+
+def sealed(thinking: str, *, hidden: bool) -> str:
+    """Our signature under some thinking. It proves nothing: what an agent gives back is only ever context."""
+    if hidden:
+        return _TEXT + base64.urlsafe_b64encode(zlib.compress(thinking.encode())).decode()
+    return _DIGEST + base64.urlsafe_b64encode(blake2b(thinking.encode(), digest_size=24).digest()).decode()
+
+
+def unsealed(signature: str) -> str:
+    """The thinking that was not shown, if this signature holds it."""
+    if not signature.startswith(_TEXT):
+        return ""
+    try:
+        packed = base64.urlsafe_b64decode(signature.removeprefix(_TEXT))
+        unpacking = zlib.decompressobj()
+        text = unpacking.decompress(packed, _LONGEST_THOUGHT).decode()
+    except (binascii.Error, zlib.error, ValueError):
+        return ""  # somebody else's, or damaged: it says nothing
+    return text if unpacking.eof else ""
+
+
+# ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def whole(call: Call, done: Done) -> bytes:
+    asked = _asked(call)
+    message = {**_message(call), **_end(done), "content": _content(done.message, asked), "usage": _usage(done.usage)}
+    return orjson.dumps({**message, **_applied(asked)})
+
+
+class MessagesStream:
+    """One streamed reply as server-sent events."""
+
+    media = "text/event-stream; charset=utf-8"
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._asked = _asked(call)
+        self._index = 0
+        self._open: Literal["", "text", "thinking"] = ""
+        self._thought: list[str] = []  # of the block that is open
+
+    def begin(self) -> bytes:
+        # How long the prompt is turns out when it is rendered; the last event but one tells it.
+        return _event("message_start", {"message": {**_message(self._call), "usage": _usage(None)}})
+
+    def event(self, event: ReplyEvent) -> bytes:
+        match event:
+            case Delta(kind="content", text=text):
+                return self._opened("text") + self._delta({"type": "text_delta", "text": text})
+            case Delta(kind="reasoning", text=text):
+                opened = self._opened("thinking")
+                self._thought.append(text)
+                return opened if self._asked.hidden else opened + self._delta(_thinking_delta(text))
+            case Delta(text=text):  # a seal
+                return self._opened("thinking") + self._closed(text)
+            case CallDelta(call=call):
+                return self._closed() + self._tool_use(call)
+            case Alive():
+                return _event("ping", {})
+            case Done() as done:
+                return self._closed() + self._over(done)
+
+    def error(self, error: TurngateError) -> bytes:
+        return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+    def _opened(self, kind: Literal["text", "thinking"]) -> bytes:
+        if self._open == kind:
+            return b""
+        closed = self._closed()
+        self._open = kind
+        block = (
+            {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
+        )
+        return closed + self._start(block)
+
+    def _closed(self, seal: str = "") -> bytes:
+        if not self._open:
+            return b""
+        signed = b""
+        if self._open == "thinking":
+            seal = seal or sealed("".join(self._thought), hidden=self._asked.hidden)
+            signed = self._delta({"type": "signature_delta", "signature": seal})
+        self._open, self._thought = "", []
+        return signed + self._stop()
+
+    def _tool_use(self, call: ToolCall) -> bytes:
+        block = {"type": "tool_use", "id": wire_id(call.id), "name": call.name, "input": {}}
+        delta = {"type": "input_json_delta", "partial_json": wrapped(call.arguments)}
+        return self._start(block) + self._delta(delta) + self._stop()
+
+    def _start(self, block: Json) -> bytes:
+        return _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", {"index": self._index, "delta": delta})
+
+    def _stop(self) -> bytes:
+        self._index += 1
+        return _event("content_block_stop", {"index": self._index - 1})
+
+    def _over(self, done: Done) -> bytes:
+        end = {"delta": _end(done), "usage": _usage(done.usage), **_applied(self._asked)}
+        return _event("message_delta", end) + _event("message_stop", {})
+
+
+def _event(name: str, fields: dict[str, Json]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **fields}) + b"\n\n"
+
+
+def _asked(call: Call) -> Asked:
+    return call.wire if isinstance(call.wire, Asked) else Asked()
+
+
+def _message(call: Call) -> dict[str, Json]:
+    return {
+        "id": f"msg_{os.urandom(12).hex()}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _thinking_delta(text: str) -> Json:
+    return {"type": "thinking_delta", "thinking": text}
+
+
+def _content(message: Message, asked: Asked) -> list[Json]:
+    blocks: list[Json] = []
+    if message.reasoning or message.seal:
+        shown = "" if asked.hidden else message.reasoning
+        seal = message.seal or sealed(message.reasoning, hidden=asked.hidden)
+        blocks.append({"type": "thinking", "thinking": shown, "signature": seal})
+    if message.content:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
+        arguments = orjson.Fragment(wrapped(call.arguments))
+        blocks.append({"type": "tool_use", "id": wire_id(call.id), "name": call.name, "input": arguments})
+    return blocks
+
+
+def _end(done: Done) -> dict[str, Json]:
+    match done:
+        case Done(finish="tool_calls"):
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        case Done(finish="length"):
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        case Done(stopped_by=stop) if stop:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        case _:
+            return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(usage: Usage | None) -> dict[str, Json]:
+    """Numbers that are not known are 0, since clients insist on numbers."""
+    usage = usage or Usage(0, 0)
+    details = {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}} if usage.reasoning_tokens else {}
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        **details,
+    }
+
+
+def _applied(asked: Asked) -> dict[str, Json]:
+    """The conversation is never edited behind the agent's back, and it is told so where it allowed it."""
+    return {"context_management": {"applied_edits": []}} if asked.edits else {}
+
+
+def models(names: Sequence[str], created: int) -> bytes:
+    data = [_model(name, created) for name in names]
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return orjson.dumps({"data": data, "has_more": False, "first_id": first, "last_id": last})
+
+
+def model(name: str, created: int) -> bytes:
+    return orjson.dumps(_model(name, created))
+
+
+def _model(name: str, created: int) -> dict[str, Json]:
+    day = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": name, "display_name": name, "created_at": day, "lifecycle": "active"}
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def status_and_type(error: TurngateError) -> tuple[int, str]:
+    match error:
+        case BadRequest() | Unprocessable() | EngineRejected():
+            return 400, "invalid_request_error"
+        case Unauthorized():
+            return 401, "authentication_error"
+        case Conflict():
+            # Anthropic's clients take 409 for a lock that will be free in a moment; a session that is over stays so.
+            return 403, "permission_error"
+        case NotFound():
+            return 404, "not_found_error"
+        case TooLarge():
+            return 413, "request_too_large"
+        case EngineBusy():
+            return 429, "rate_limit_error"
+        case EngineTimeout():
+            return 504, "timeout_error"
+        case EngineUnavailable() | Stopping():
+            return 529, "overloaded_error"
+        case _:
+            return 500, "api_error"
+
+
+def error_body(error: TurngateError) -> bytes:
+    body: dict[str, Json] = {"type": status_and_type(error)[1], "message": _words(error)}
+    if isinstance(error, NoThreads):
+        body["details"] = {"error_code": error.kind, "unsupported": ["thread"]}
+    return orjson.dumps({"type": "error", "error": body, "request_id": None})
+
+
+def _words(error: TurngateError) -> str:
+    """An overflow has to be told in these very words, or agents do not know that they should compact."""
+    match error:
+        case ContextOverflow(most=int(most), size=int(size)):
+            return f"prompt is too long: {size} tokens > {most} maximum"
+        case ContextOverflow():
+            return f"prompt is too long: {error.message}"
+        case _:
+            return error.message

@@ -1,0 +1,358 @@
+"""The items of a Responses call → messages.
+
+The format spreads one turn of the model over several items: reasoning, text, calls. Here they are one piece again, so that a turn is
+compared and read as the one message that it was. Items that follow each other belong together, unless the ids that we gave them
+say that they came with different replies; by the same ids, calls that an agent has mixed with their results are put back.
+
+What is in the items is only looked at when a piece is new.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import msgspec
+import orjson
+
+from turngate.dialects.responses_tools import SEARCH, decoded, flat
+from turngate.dialects.wire import ABSENT, UNREADABLE, given, reason, stand_in
+from turngate.errors import BadRequest
+from turngate.types import Message, Role, ToolCall
+
+SEAL = "tg1."  # how reasoning begins that the agent keeps for us
+WHOLE_INPUT = "ctcw"  # begins the ids of custom calls whose input is all that the model gave as arguments
+
+_CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
+_RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
+# What tools that the provider runs leave behind. Only the provider can read it.
+_HOSTED = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "computer_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
+        "mcp_call",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "program",
+    }
+)
+_HOSTED_RESULTS = frozenset(
+    {
+        "computer_call_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+        "mcp_approval_response",
+        "program_output",
+    }
+)
+# Items that are part of a turn of the model's, besides its messages.
+_TURN = frozenset({"reasoning"}) | _CALLS | _HOSTED
+_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class InvalidEncryptedContent(BadRequest):
+    kind = "invalid_encrypted_content"
+
+
+class _Head(msgspec.Struct):
+    type: str | None = None
+    role: str | None = None
+    id: str | None = None
+
+
+class _Part(msgspec.Struct, omit_defaults=True):
+    type: str = ""
+    text: str | None = None
+    refusal: str | None = None
+    encrypted_content: str | None = None
+    image_url: msgspec.Raw = ABSENT
+    file_id: msgspec.Raw = ABSENT
+    file_url: msgspec.Raw = ABSENT
+    file_data: msgspec.Raw = ABSENT
+    input_audio: msgspec.Raw = ABSENT
+
+
+class _Item(msgspec.Struct):
+    type: str | None = None
+    role: str | None = None
+    id: str | None = None
+    content: str | list[_Part] | None = None
+    summary: list[_Part] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: msgspec.Raw = ABSENT
+    input: str | None = None
+    output: str | list[_Part] | None = None
+    tools: msgspec.Raw = ABSENT
+
+    @property
+    def kind(self) -> str:
+        return self.type or _untyped(self.role)
+
+
+class _Offer(msgspec.Struct):
+    """An item that brings tools along."""
+
+    tools: list[msgspec.Raw] = []
+
+
+_head = msgspec.json.Decoder(_Head)
+_items = msgspec.json.Decoder(list[_Item])
+_offer = msgspec.json.Decoder(_Offer)
+
+
+class Items:
+    """The pieces of one request, read one at a time. `first`: the place in `input` of the first of these items."""
+
+    def __init__(self, items: Sequence[bytes], first: int = 0) -> None:
+        self.offered: list[bytes] = []  # tools that come with the items rather than with the request
+        self.found: list[bytes] = []  # results of the agent's own search for tools
+        self._first = first
+        self._pieces: list[list[int]] = []  # the items that each is made of
+        turn: list[int] | None = None  # the piece that is a turn and still open for more items
+        mark = ""  # of that turn
+        adjacent = False
+        for n, item in enumerate(items):
+            head = self._read(item, n)
+            kind = head.type or _untyped(head.role)
+            piece = [n]
+            if kind in _TURN or (kind == "message" and head.role == "assistant"):
+                own = _mark(head.id) if head.id else ""
+                same = own == mark or not (own and mark) if adjacent else own != "" and own == mark
+                adjacent = True
+                if turn is not None and same:
+                    turn.append(n)
+                    mark = mark or own
+                    continue
+                turn, mark = piece, own
+            elif kind == "additional_tools":
+                self.offered += _offered(item, self._place(n))
+                continue
+            else:
+                adjacent = False
+                if kind not in _RESULTS:
+                    turn = None  # somebody else spoke
+                elif kind == "tool_search_output":
+                    self.found.append(item)
+            self._pieces.append(piece)
+        self.raws = [items[p[0]] if len(p) == 1 else b",".join([items[n] for n in p]) for p in self._pieces]
+
+    def decode(self, index: int) -> tuple[Message, ...]:
+        places = [self._place(n) for n in self._pieces[index]]
+        try:
+            items = _items.decode(b"[" + self.raws[index] + b"]")
+        except UNREADABLE as error:
+            raise _unreadable(error, places) from None
+        if items[0].kind in _TURN or (items[0].kind == "message" and items[0].role == "assistant"):
+            return (_turn(items, places),)
+        return (_other(items[0], places[0]),)
+
+    def searched(self) -> list[bytes]:
+        """The lists of tools that the agent's searches brought."""
+        return [b"[" + b",".join(_offered(item, "input")) + b"]" for item in self.found]
+
+    def _read(self, item: bytes, n: int) -> _Head:
+        try:
+            return _head.decode(item)
+        except UNREADABLE as error:
+            raise _unreadable(error, [self._place(n)]) from None
+
+    def _place(self, n: int) -> str:
+        return f"input[{n + self._first}]"
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning as an opaque value. It is not secret: the agent has seen it, or could."""
+    raw = reasoning.encode("utf-8", "surrogatepass")
+    return SEAL + base64.urlsafe_b64encode(_check(raw) + raw).decode()
+
+
+def unsealed(value: str, where: str) -> str:
+    try:
+        raw = base64.urlsafe_b64decode(value.removeprefix(SEAL).encode())
+        text = raw[8:].decode("utf-8", "surrogatepass")
+    except (binascii.Error, ValueError):
+        raw, text = b"", ""
+    if raw[:8] != _check(raw[8:]):
+        raise InvalidEncryptedContent(
+            f"{where}.encrypted_content: could not be verified; give it back as it came, or leave the item out",
+            param=f"{where}.encrypted_content",
+        )
+    return text
+
+
+def _check(raw: bytes) -> bytes:
+    return blake2b(raw, digest_size=8, person=b"tg1").digest()
+
+
+def _untyped(role: str | None) -> str:
+    """What an item without a type is."""
+    return "message" if role else "item_reference"
+
+
+def _mark(item_id: str) -> str:
+    """What the ids of one reply of ours have in common; empty if it is none of ours."""
+    return item_id.partition("_tg")[2][:24]
+
+
+def _offered(item: bytes, where: str) -> list[bytes]:
+    try:
+        return [bytes(tool) for tool in _offer.decode(item).tools]
+    except UNREADABLE as error:
+        raise _unreadable(error, [where]) from None
+
+
+def _unreadable(error: Exception, places: list[str]) -> BadRequest:
+    """msgspec's message, at our place: an item of its own, or one of several in a list."""
+    found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", reason(error))
+    if found is None:
+        return BadRequest(f"{places[0]}: {reason(error)}", param=places[0])
+    where = places[int(found[1] or 0)] + (f".{found[2]}" if found[2] else "")
+    return BadRequest(f"{where}: {found[3]}", param=where)
+
+
+# ── a turn of the model's ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _turn(items: list[_Item], places: list[str]) -> Message:
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    seal = beyond = ""
+    for item, where in zip(items, places, strict=True):
+        match item.kind:
+            case "reasoning":
+                text, kept = _reasoning(item, where)
+                reasoning.append(text)
+                seal = kept or seal
+            case "message":
+                texts, more = _texts(item.content, f"{where}.content")
+                content += texts
+                beyond = beyond or more
+            case "function_call" | "custom_tool_call" | "tool_search_call":
+                calls.append(_call(item, where))
+            case kind:
+                beyond = beyond or f"{where}.type: {kind!r} items are the provider's own; this gateway cannot read them"
+    # What was streamed in pieces is put together without anything in between.
+    return Message("assistant", "".join(content), "".join(reasoning), tuple(calls), seal=seal, beyond=beyond)
+
+
+def _reasoning(item: _Item, where: str) -> tuple[str, str]:
+    """The reasoning, and what a provider has sealed it with."""
+    kept = item.encrypted_content or ""
+    if kept.startswith(SEAL):
+        return unsealed(kept, where), ""
+    if isinstance(item.content, str):
+        return item.content, kept
+    if item.content:
+        return "".join(part.text or "" for part in item.content), kept
+    return "\n\n".join(part.text or "" for part in item.summary or ()), kept
+
+
+def _call(item: _Item, where: str) -> ToolCall:
+    if item.call_id is None:
+        raise BadRequest(f"{where}.call_id: is missing", param=f"{where}.call_id")
+    if item.kind == "tool_search_call":
+        return ToolCall(item.call_id, SEARCH, _arguments(item.arguments))
+    if not item.name:
+        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+    name = flat(item.namespace, item.name)
+    if item.kind == "function_call":
+        return ToolCall(item.call_id, name, _arguments(item.arguments))
+    if item.input is None:
+        raise BadRequest(f"{where}.input: is missing", param=f"{where}.input")
+    if (item.id or "").startswith(WHOLE_INPUT):
+        return ToolCall(item.call_id, name, item.input)
+    return ToolCall(item.call_id, name, msgspec.json.encode({"input": item.input}).decode())
+
+
+def _arguments(raw: msgspec.Raw) -> str:
+    """JSON text in a string, or the value itself."""
+    given_as = bytes(raw)
+    text = msgspec.json.decode(given_as, type=str) if given_as.startswith(b'"') else given_as.decode()
+    return "{}" if text in ("", "null") else text
+
+
+# ── what others say ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _other(item: _Item, where: str) -> Message:
+    match item.kind:
+        case "message":
+            role = _ROLES.get(item.role or "")
+            if role is None:
+                raise BadRequest(
+                    f"{where}.role: {item.role!r} is not one of system, developer, user, assistant",
+                    param=f"{where}.role",
+                )
+            texts, beyond = _texts(item.content, f"{where}.content")
+            return Message(role, _joined(texts), beyond=beyond)
+        case "agent_message":
+            texts, beyond = _texts(item.content, f"{where}.content")
+            return Message("user", _joined(texts), beyond=beyond)
+        case "function_call_output" | "custom_tool_call_output":
+            texts, beyond = _texts(item.output, f"{where}.output")
+            return Message("tool", _joined(texts), tool_call_id=_answered(item, where), beyond=beyond)
+        case "tool_search_output":
+            tools = decoded(bytes(item.tools), f"{where}.tools") if given(item.tools) else []
+            text = orjson.dumps([tool.wire for tool in tools]).decode()
+            return Message("tool", text, tool_call_id=_answered(item, where))
+        case kind if kind in _HOSTED_RESULTS:
+            beyond = f"{where}.type: {kind!r} items answer a tool of the provider's; this gateway cannot read them"
+            return Message("tool", tool_call_id=item.call_id or "", beyond=beyond)
+        case "item_reference":
+            raise BadRequest(
+                f"{where}: refers to an item by its id, but nothing is stored here under an id; send the item itself",
+                param=where,
+            )
+        case kind:
+            raise BadRequest(f"{where}.type: {kind!r} items are not supported", param=f"{where}.type")
+
+
+def _answered(item: _Item, where: str) -> str:
+    if item.call_id is None:
+        raise BadRequest(f"{where}.call_id: a result needs the id of the call it answers", param=f"{where}.call_id")
+    return item.call_id
+
+
+def _texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
+    """The texts of some content, and why it is more than text, if it is."""
+    if content is None or isinstance(content, str):
+        return [content or ""], ""
+    texts = []
+    beyond = ""
+    for n, part in enumerate(content):
+        match part.type:
+            case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
+                texts.append(part.text or "")
+            case "refusal":
+                texts.append(part.refusal or "")
+            case "encrypted_content":  # of a message between agents: an argument that a model of ours gave
+                texts.append(part.encrypted_content or "")
+            case "input_image" | "input_file" | "input_audio":
+                texts.append(stand_in(part.type, msgspec.json.encode(part)))
+                why = f"{part.type!r} parts are not supported; this model takes text only"
+                beyond = beyond or f"{where}[{n}].type: {why}"
+            case kind:
+                raise BadRequest(f"{where}[{n}].type: {kind!r} parts are not supported", param=f"{where}[{n}].type")
+    return texts, beyond
+
+
+def _joined(texts: list[str]) -> str:
+    """Parts on lines of their own."""
+    text = ""
+    for more in texts:
+        text += ("\n" if text and not text.endswith("\n") else "") + more
+    return text

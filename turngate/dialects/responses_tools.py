@@ -1,0 +1,185 @@
+"""The tools of a Responses call ⇄ functions that a chat template can show.
+
+The model sees plain functions. A custom tool is one with a single string `input`; a function in a namespace is called
+`namespace__name`; the agent's own `tool_search` is one like any other. `named` is the way back, from the function that the model
+called to the kind of item that the agent expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from turngate.dialects.wire import UNREADABLE, function_tool, reason
+from turngate.errors import BadRequest
+from turngate.types import Json, Tool
+
+PLAIN = ("", "functions")  # the namespaces that need not be told
+SEARCH = "tool_search"
+
+_HOSTED = {
+    "file_search": "is run by the provider, and this gateway runs no tools; give the model a search function of your own",
+    "code_interpreter": "is run by the provider, and this gateway runs no tools; give the model a function that runs code",
+    "mcp": "is run by the provider, and this gateway runs no tools; connect to the server yourself and offer its functions",
+    "programmatic_tool_calling": "is run by the provider, and this gateway runs no tools; leave it out",
+    "local_shell": "has a form of its own; offer a function that runs commands instead",
+    "shell": "has a form of its own; offer a function that runs commands instead",
+    "apply_patch": "has a form of its own; offer a custom tool that takes a patch instead",
+}
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+    syntax: str = ""
+    definition: str = ""
+
+
+class _WireTool(msgspec.Struct):
+    type: str = ""
+    name: str = ""
+    description: str | None = None
+    parameters: Json = None
+    format: _Format | None = None
+    tools: list[_WireTool] | None = None
+    execution: str | None = None
+
+
+class _Name(msgspec.Struct):
+    """As much of a tool as its name needs."""
+
+    type: str = ""
+    name: str = ""
+    tools: list[_Name] | None = None
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What a function that the model sees is to the agent."""
+
+    kind: Literal["function", "custom", "tool_search"]
+    name: str
+    namespace: str = ""
+
+
+_tools = msgspec.json.Decoder(list[_WireTool])
+_names = msgspec.json.Decoder(list[_Name])
+
+
+class ResponsesTools:
+    """The tools of one request.
+
+    `allowed`: the names of those that the model is shown, where not all are. `renewed`: some came in the course of the conversation
+    and take the place of earlier ones.
+    """
+
+    def __init__(self, raw: bytes, allowed: Sequence[str] | None = None, *, renewed: bool = False) -> None:
+        self._tools = raw
+        self._allowed = allowed
+        self._renewed = renewed
+        self.raw = (
+            raw if allowed is None else b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), raw)
+        )
+
+    def decode(self) -> tuple[Tool, ...]:
+        found: dict[str, Tool] = {}
+        for tool in decoded(self._tools, "tools"):
+            if tool.name in found and not self._renewed:
+                raise BadRequest(f"tools: two of them are called {tool.name!r}; rename one", param="tools")
+            found[tool.name] = tool
+        return tuple(tool for name, tool in found.items() if self._allowed is None or name in self._allowed)
+
+    def only(self, names: Sequence[str]) -> ResponsesTools:
+        return ResponsesTools(self._tools, names, renewed=self._renewed)
+
+
+def flat(namespace: str | None, name: str) -> str:
+    """The one name under which the model knows a function."""
+    return name if (namespace or "") in PLAIN else f"{namespace}__{name}"
+
+
+def decoded(raw: bytes, where: str) -> list[Tool]:
+    try:
+        wires = _tools.decode(raw)
+    except UNREADABLE as error:
+        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+    return [tool for n, wire in enumerate(wires) for tool in _shown(wire, f"{where}[{n}]")]
+
+
+def named(raws: Sequence[bytes]) -> dict[str, Named]:
+    """By the names that the model sees, what the tools of these lists are. They were read before; here nothing is refused."""
+    found: dict[str, Named] = {}
+    for raw in raws:
+        try:
+            wires = _names.decode(raw)
+        except UNREADABLE:
+            continue
+        for wire in wires:
+            for inner in wire.tools or () if wire.type == "namespace" else (wire,):
+                namespace = wire.name if wire.type == "namespace" else ""
+                if inner.type == SEARCH:
+                    found[SEARCH] = Named("tool_search", SEARCH)
+                elif inner.type in ("function", "custom"):
+                    kind: Literal["function", "custom"] = "custom" if inner.type == "custom" else "function"
+                    found[flat(namespace, inner.name)] = Named(kind, inner.name, namespace)
+    return found
+
+
+def left_out(kind: str) -> bool:
+    """Tools that agents offer by habit and that the provider would run: the model is not shown them."""
+    return kind.startswith("web_search") or kind == "image_generation"
+
+
+def _shown(wire: _WireTool, where: str) -> Iterator[Tool]:
+    if left_out(wire.type):
+        return
+    match wire.type:
+        case "function" | "custom":
+            yield _function(wire, "", where)
+        case "namespace":
+            yield from _namespace(wire, where)
+        case "tool_search":
+            # One that the provider runs finds what is in the list anyway, which the model is shown whole.
+            if wire.execution == "client":
+                yield function_tool(SEARCH, wire.description, wire.parameters)
+        case kind:
+            why = _HOSTED.get(kind, "is not supported; 'function', 'custom' and 'namespace' tools are")
+            raise BadRequest(f"{where}.type: {kind!r} {why}", param=f"{where}.type")
+
+
+def _namespace(wire: _WireTool, where: str) -> Iterator[Tool]:
+    if not wire.name:
+        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+    about = f"\n\nAbout the {wire.name} tools: {wire.description}" if wire.description else ""
+    for n, inner in enumerate(wire.tools or ()):
+        place = f"{where}.tools[{n}]"
+        if inner.type not in ("function", "custom"):
+            raise BadRequest(f"{place}.type: {inner.type!r} is not supported in a namespace", param=f"{place}.type")
+        yield _function(inner, wire.name, place, about if n == 0 else "")
+
+
+def _function(wire: _WireTool, namespace: str, where: str, about: str = "") -> Tool:
+    if not wire.name:
+        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+    name = flat(namespace, wire.name)
+    if wire.type == "custom":
+        return function_tool(name, _free_text(wire) + about, _FREE)
+    return function_tool(name, (wire.description or "") + about if about else wire.description, wire.parameters)
+
+
+_FREE: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def _free_text(wire: _WireTool) -> str:
+    parts = [wire.description] if wire.description else []
+    parts.append("The input is free text: give it, as it is, as the string `input`.")
+    if wire.format is not None and wire.format.definition:
+        parts.append(
+            f"It has to follow this {wire.format.syntax or 'formal'} grammar:\n{wire.format.definition.strip()}"
+        )
+    return "\n\n".join(parts)

@@ -1,0 +1,198 @@
+"""Does the gateway capture this agent whole? A small task, the scripted engine, and every promise looked at afterwards.
+
+The engine plays the agent's own `[[check]]` steps (read, edit, run, finish), so that the outcome is known beforehand. Called by
+`turngate agents check` and by the tests with real agents.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from turngate.agents.install import Installed
+from turngate.agents.launch import Limits
+from turngate.agents.spec import AgentSpec, Step
+from turngate.config import ServeConfig
+from turngate.engines.scripted import Scripted, derived_logprobs
+from turngate.errors import AgentError
+from turngate.render import load
+from turngate.rollout.client import GatewayClient
+from turngate.rollout.one import Order, Outcome, Rollout, Watch
+from turngate.rollout.playbook import Playbook, Scene, filled
+from turngate.rollout.wayout import WayOut
+from turngate.sandboxes.base import Backend, Network
+from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.server.run import embedded
+from turngate.tasks.task import Task
+from turngate.types import Json
+
+MODEL = "checked"
+INSTRUCTION = "In the file notes.txt, change the word colour to color. Show the file, then write a file done.txt that holds the word done."
+BEFORE = "alpha\ncolour\nomega\n"
+AFTER = "alpha\ncolor\nomega\n"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    what: str
+    ok: bool
+    detail: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    outcome: Outcome
+    findings: tuple[Finding, ...]
+    trace: Json
+    samples: list[Json]
+    folder: Path
+
+    @property
+    def whole(self) -> bool:
+        return all(finding.ok for finding in self.findings)
+
+
+class Staging(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check may vary."""
+
+    image: str = ""
+    network: Network = "none"
+    scenes: Callable[[str], tuple[Scene, ...]] | None = None  # by working folder; None: the agent's own steps
+    instruction: str = INSTRUCTION
+    told: Limits = Limits()
+    pace_s: float = 0.0  # before every chunk that is sampled
+    timeout_s: float = 240.0
+
+
+async def check(
+    agent: AgentSpec,
+    installed: Installed,
+    backend: Backend,
+    folder: Path,
+    staging: Staging = Staging(),
+    watch: Watch = lambda progress: None,
+) -> Report:
+    """Run it in `folder`, where the recording and what the agent left behind stay."""
+    if not agent.check and staging.scenes is None:
+        raise AgentError(f"{agent.name}: check: the description has no [[check]] steps to play", param="check")
+    renderer, certificate = load(BUILTIN_TOKENIZER, model="", family="auto")
+    stage: list[Scene] = []
+    playbook = Playbook(renderer, stage, pace_s=staging.pace_s)
+    engine = Scripted(playbook, model=MODEL, max_context=staging.told.context_tokens, keep=100_000)
+    config = ServeConfig(data=str(folder / "data"), model=MODEL, port=0, alive_s=2.0)
+    async with AsyncExitStack() as stack:
+        files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
+        (files / "notes.txt").write_text(BEFORE)
+        address = await stack.enter_async_context(embedded(config, engine=engine, renderer=(renderer, certificate)))
+        gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
+        wayout = await stack.enter_async_context(WayOut(address.url))
+        order = Order(
+            task=Task(id="check", instruction=staging.instruction, files=files),
+            agent=agent,
+            installed=installed,
+            backend=backend,
+            model=MODEL,
+            timeout_s=staging.timeout_s,
+            image=staging.image,
+            network=staging.network,
+            told=staging.told,
+            folder=folder / "rollouts",
+        )
+
+        def set_up(workdir: str) -> None:
+            scenes = staging.scenes or (lambda at: (Scene(INSTRUCTION[:40], filled(agent.check, {"workdir": at})),))
+            stage[:] = scenes(workdir)
+
+        outcome = await Rollout(order, gateway, wayout, watch, placed=set_up).run()
+        trace = await gateway.trace(outcome.session) if outcome.session else {"nodes": []}
+        samples = await gateway.samples(outcome.session, everything=True) if outcome.session else []
+    left = folder / "rollouts" / outcome.session
+    findings = tuple(_findings(outcome, trace, samples, engine, left, usual=staging.scenes is None))
+    return Report(outcome, findings, trace, samples, left)
+
+
+def _findings(
+    outcome: Outcome, trace: Json, samples: list[Json], engine: Scripted, left: Path, *, usual: bool
+) -> list[Finding]:
+    turns = [node for node in trace["nodes"] if node["kind"] == "sampled"]
+    fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _tail(outcome)
+    found = [Finding("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)]
+    if usual:
+        found.append(_task_done(left))
+        found.append(_one_row(samples))
+    found += [
+        Finding(
+            "every model call it made is in the trace",
+            bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
+            f"{outcome.calls} through its door, {len(engine.received)} at the engine, {len(turns)} in the trace",
+        ),
+        _exact(trace, turns, engine),
+        _untrained(samples),
+    ]
+    collected = outcome.collected
+    if collected.transcript_turns is not None:
+        agrees = not collected.differences and collected.transcript_turns > 0
+        found.append(
+            Finding(
+                "its own transcript agrees, turn by turn",
+                agrees,
+                "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
+            )
+        )
+    return found
+
+
+def _task_done(left: Path) -> Finding:
+    notes, done = left / "work" / "notes.txt", left / "work" / "done.txt"
+    written = notes.read_text() if notes.is_file() else "missing"
+    ok = written == AFTER and done.is_file() and done.read_text().strip() == "done"
+    return Finding(
+        "the task is done", ok, f"notes.txt {written!r}, done.txt {'is there' if done.is_file() else 'missing'}"
+    )
+
+
+def _one_row(samples: list[Json]) -> Finding:
+    main = [row for row in samples if any(span["role"] == "main" for span in row["spans"])]
+    trained = [row for row in main if any(row["mask"])]
+    turns = [len(row["spans"]) for row in main]
+    return Finding("the main conversation is exactly one row", len(main) == len(trained) == 1, f"rows of {turns} turns")
+
+
+def _exact(trace: Json, turns: list[Json], engine: Scripted) -> Finding:
+    """The ids that are recorded before each turn are those that the engine saw, and its log-probabilities follow from them."""
+    nodes = {node["id"]: node for node in trace["nodes"]}
+    sent = sorted(request.prompt.tobytes() for request in engine.received)
+    kept, scored = [], True
+    for turn in turns:
+        prompt: list[int] = []
+        at = nodes[turn["parent"]]
+        while at is not None:
+            prompt[:0] = at["ids"]
+            at = nodes.get(at["parent"])
+        ids = np.array(prompt, np.int32)
+        kept.append(ids.tobytes())
+        scored = scored and turn["logprobs"] == derived_logprobs(ids, turn["ids"])
+    ok = sorted(kept) == sent and scored
+    return Finding("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
+
+
+def _untrained(samples: list[Json]) -> Finding:
+    wrong = [
+        span["role"]
+        for row in samples
+        for span in row["spans"]
+        if span["trained"] != (span["role"] in ("main", "subagent")) and not span["reason"].startswith("trained in")
+    ]
+    sides = sum(span["role"] == "side" for row in samples for span in row["spans"])
+    return Finding("side calls are labelled and not trained", not wrong, f"{sides} side calls")
+
+
+def _tail(outcome: Outcome) -> str:
+    said = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
+    return said[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
+
+
+__all__ = ["Finding", "Report", "Staging", "Step", "check"]

@@ -1,0 +1,392 @@
+"""One rollout, stage by stage.
+
+    sandbox → files → setup → session → relay → agent → seal → collect → clean
+
+    sandbox   make the place to run in
+    files     the task's files, the agent's installation and settings
+    setup     the task's own script
+    session   open one at the gateway: from here on there is a trace
+    relay     give the agent its way to the gateway, and nowhere else
+    agent     run it as a background job until it ends, its time is up, its session met a limit, or somebody cancels
+    seal      no more turns
+    collect   what it printed, its own transcript, what it left in the working folder
+    clean     everything is stopped and removed, whatever happened before
+
+Each stage has a time limit, and a failure says whose fault it was. Whatever happens, the trace that was recorded stays. Called by
+`turngate run` and `turngate agents check`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from turngate.agents.install import Installed
+from turngate.agents.launch import Launch, Limits, plan, resolved
+from turngate.agents.spec import AgentSpec
+from turngate.errors import AgentError, Boundary, SandboxError, TaskError, TurngateError
+from turngate.rollout.agreement import differences
+from turngate.rollout.client import GatewayClient, Opened
+from turngate.rollout.collect import Collected, collect
+from turngate.rollout.wayout import WayOut
+from turngate.sandboxes.base import Backend, Job, Mount, Network, Resources, Sandbox, SandboxSpec
+from turngate.tasks.task import Task
+from turngate.types import Json
+
+Stage = Literal["sandbox", "files", "setup", "session", "relay", "agent", "seal", "collect", "clean"]
+Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
+
+# Seconds. The agent's own time is the rollout's to say.
+_LIMITS: Mapping[Stage, float] = {
+    "sandbox": 600,
+    "files": 300,
+    "setup": 900,
+    "session": 30,
+    "relay": 60,
+    "seal": 60,
+    "collect": 120,
+    "clean": 120,
+}
+_AFTER_LIMIT_S = 30.0  # for an agent to end by itself when its session has
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, where, within which bounds."""
+
+    task: Task
+    agent: AgentSpec
+    installed: Installed
+    backend: Backend
+    model: str
+    timeout_s: float
+    image: str = ""
+    network: Network = "none"
+    resources: Resources = Resources()
+    env: Mapping[str, str] = {}
+    session: Mapping[str, Json] = {}  # further settings of the session: limits, sampling, policy …
+    told: Limits = Limits()  # what the agent is told about its model
+    options: Mapping[str, str] = {}  # of the agent's own
+    folder: Path  # where what it left is kept, in a folder of the session's name
+    keep_work: bool = True
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What went wrong, and on whose side."""
+
+    stage: Stage
+    boundary: Boundary
+    message: str
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """How a rollout ended. Nothing here is a reward."""
+
+    session: str = ""
+    task: str
+    agent: str
+    version: str
+    sandbox: str
+    model: str
+    status: Status = "error"
+    exit_code: int | None = None  # of the agent; None: it did not end by itself
+    stop: str = ""  # the session's limit that was met
+    fault: Fault | None = None
+    seconds: dict[str, float] = {}
+    turns: int = 0
+    sampled_tokens: int = 0
+    roles: dict[str, int] = {}
+    rows: int = 0
+    calls: int | None = None  # that the agent made through its door; None: it had none of ours
+    collected: Collected = Collected()
+    notes: tuple[str, ...] = ()
+
+
+class Progress(msgspec.Struct):
+    """For whoever watches."""
+
+    stage: Stage | Literal["done"] = "sandbox"
+    turns: int = 0
+    sampled_tokens: int = 0
+    session: str = ""
+    started: float = 0.0
+
+
+Watch = Callable[[Progress], None]
+
+
+class Rollout:
+    """Runs one `Order`. Made for one use."""
+
+    def __init__(
+        self,
+        order: Order,
+        gateway: GatewayClient,
+        wayout: WayOut,
+        watch: Watch = lambda progress: None,
+        *,
+        placed: Callable[[str], None] = lambda workdir: None,
+    ) -> None:
+        """`placed` is told the working folder when there is one."""
+        self._order = order
+        self._gateway = gateway
+        self._wayout = wayout
+        self._watch = watch
+        self._placed = placed
+        self.progress = Progress(started=time.time())
+        self.outcome = Outcome(
+            task=order.task.id,
+            agent=order.agent.name,
+            version=order.agent.install.version,
+            sandbox=order.backend.name,
+            model=order.model,
+        )
+        self._session: Opened | None = None
+        self._limit_met = asyncio.Event()
+
+    async def run(self) -> Outcome:
+        """To the end. Cancelling it is a way to end it: everything is cleaned up before the cancellation goes on."""
+        try:
+            async with AsyncExitStack() as stack:
+                await self._stages(stack)
+        except asyncio.CancelledError:
+            self.outcome.status = "cancelled"
+            await self._summed_up()
+            raise
+        except TurngateError as error:
+            self._failed(error)
+        await self._summed_up()
+        return self.outcome
+
+    async def _stages(self, stack: AsyncExitStack) -> None:
+        order = self._order
+        async with self._stage("sandbox"):
+            sandbox = await order.backend.create(self._spec())
+        stack.push_async_callback(self._clean, sandbox)
+        self._placed(sandbox.workdir)
+        async with self._stage("files"):
+            if order.task.files is not None:
+                await sandbox.upload(order.task.files, sandbox.workdir)
+        async with self._stage("setup"):
+            await self._set_up(sandbox)
+        async with self._stage("session"):
+            self._session = opened = await self._gateway.open(self._settings())
+            self.outcome.session = self.progress.session = opened.id
+        stack.push_async_callback(self._end_whatever_happened)
+        watching = asyncio.create_task(self._follow(opened.id))
+        stack.callback(watching.cancel)
+        async with self._stage("relay"):
+            way = await stack.enter_async_context(
+                self._wayout.connected(sandbox, python=order.installed.python, node=order.installed.node)
+            )
+        launch = self._launch(sandbox, way.base_url, opened)
+        async with self._stage("files"):
+            for file in launch.files:
+                await sandbox.write(file.path, file.data, mode=file.mode)
+            await self._check(sandbox, launch)
+        try:
+            async with self._stage("agent", order.timeout_s + 120):
+                await self._run_agent(sandbox, launch)
+        finally:
+            self.outcome.calls = way.generations
+        async with self._stage("seal"):
+            await self._end_session()
+        async with self._stage("collect"):
+            self.outcome.collected = await collect(sandbox, launch, order.folder / opened.id, keep_work=order.keep_work)
+            await self._compare(opened)
+
+    def _spec(self) -> SandboxSpec:
+        order, task = self._order, self._order.task
+        if task.dockerfile is not None and order.backend.name != "docker" and not order.image and task.files is None:
+            raise TaskError(
+                f"task: {task.id} builds its own image (environment/Dockerfile); use --sandbox docker, or --image with a ready one",
+                param="sandbox",
+            )
+        mounts = [Mount(folder, folder) for folder in order.installed.mounts]
+        image = order.image or task.image
+        given = order.resources
+        return SandboxSpec(
+            image=image,
+            dockerfile="" if image or task.dockerfile is None else str(task.dockerfile),
+            network=order.network,
+            reachable=self._wayout.hosts,
+            mounts=tuple(mounts),
+            env=order.env,
+            resources=Resources(
+                cpus=given.cpus or task.cpus, memory_mb=given.memory_mb or task.memory_mb, pids=given.pids
+            ),
+            life_s=order.timeout_s + sum(_LIMITS.values()),
+            labels={"task": task.id, "agent": order.agent.name},
+        )
+
+    async def _set_up(self, sandbox: Sandbox) -> None:
+        script = self._order.task.setup
+        if not script:
+            return
+        result = await sandbox.exec(["sh", "-e", "-c", script], timeout_s=_LIMITS["setup"])
+        if result.timed_out or result.exit_code:
+            how = "ran out of time" if result.timed_out else f"ended with exit code {result.exit_code}"
+            said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
+            raise TaskError(f"setup.sh {how}: {said}")
+
+    def _settings(self) -> dict[str, Json]:
+        order = self._order
+        metadata = {
+            "task": order.task.id,
+            "agent": order.agent.name,
+            "agent_version": order.agent.install.version,
+            "sandbox": order.backend.name,
+        }
+        given = dict(order.session)
+        return {
+            "model": order.model,
+            "signals": msgspec.to_builtins(resolved(order.agent.signals, order.model)),
+            **given,
+            "metadata": {**metadata, **given.get("metadata", {})},
+        }
+
+    def _launch(self, sandbox: Sandbox, base_url: str, opened: Opened) -> Launch:
+        order = self._order
+        return plan(
+            order.agent,
+            order.installed,
+            base_url=base_url,
+            api_key=opened.key,
+            model=order.model,
+            prompt=order.task.instruction,
+            home=sandbox.home,
+            workdir=sandbox.workdir,
+            limits=order.told,
+            options=order.options,
+        )
+
+    async def _check(self, sandbox: Sandbox, launch: Launch) -> None:
+        """An agent that is said to be in the image has to be there."""
+        if launch.check:
+            result = await sandbox.exec(launch.check, env=launch.env, timeout_s=60)
+            if result.exit_code:
+                said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-300:]
+                raise AgentError(f"{self._order.agent.name}: install.check: ended with {result.exit_code}: {said}")
+
+    async def _run_agent(self, sandbox: Sandbox, launch: Launch) -> None:
+        """Start it, and wait for whatever ends it first."""
+        job = await sandbox.start(
+            launch.command, env=launch.env, cwd=launch.cwd, stdout=launch.stdout, stderr=launch.stderr
+        )
+        ended = asyncio.create_task(job.wait())
+        limit = asyncio.create_task(self._limit_met.wait())
+        try:
+            await asyncio.wait({ended, limit}, timeout=self._order.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if limit.done() and not ended.done():
+                # The agent was told that its session is over; most of them end now.
+                await asyncio.wait({ended}, timeout=_AFTER_LIMIT_S)
+            self._judge(ended if ended.done() else None, limit=limit.done())
+        finally:
+            limit.cancel()
+            await _killed(job, ended)
+
+    def _judge(self, ended: asyncio.Task[int] | None, *, limit: bool) -> None:
+        self.outcome.exit_code = None if ended is None else ended.result()
+        if limit:
+            self.outcome.status = "limit"
+        elif ended is None:
+            self.outcome.status = "timed out"
+        else:
+            self.outcome.status = "finished" if ended.result() == 0 else "failed"
+
+    async def _follow(self, session: str) -> None:
+        """Count turns and notice limits as they come."""
+        async for event in self._gateway.events(session):
+            if event["kind"] == "turn":
+                self.progress.turns += 1
+                self.progress.sampled_tokens += event["data"]["sampled_tokens"]
+                self._watch(self.progress)
+            elif event["kind"] == "limit":
+                self.outcome.stop = event["data"]["limit"]
+                self._limit_met.set()
+
+    async def _end_session(self) -> None:
+        assert self._session is not None
+        await self._gateway.seal(self._session.id, "" if self.outcome.status == "finished" else self.outcome.status)
+
+    async def _end_whatever_happened(self) -> None:
+        """The session of a rollout that did not come as far as `seal`. Sealing twice is fine."""
+        assert self._session is not None
+        task = asyncio.current_task()
+        end = self._gateway.cancel if task is not None and task.cancelling() else self._gateway.seal
+        try:
+            await end(self._session.id)
+        except TurngateError as error:
+            self._note(f"the session could not be ended: {error.message}")
+
+    async def _clean(self, sandbox: Sandbox) -> None:
+        """What cannot be cleaned up is told, but does not change how the rollout went."""
+        try:
+            async with self._stage("clean"):
+                await sandbox.stop()
+        except TurngateError as error:
+            self._note(f"the sandbox could not be removed: {error.message}")
+
+    async def _compare(self, opened: Opened) -> None:
+        """The agent's own transcript against the trace."""
+        transcript = self._order.agent.transcript
+        if transcript is None:
+            return
+        trace = await self._gateway.trace(opened.id)
+        folder = self._order.folder / opened.id
+        try:
+            turns, found = await asyncio.to_thread(differences, transcript, folder, trace)
+        except AgentError as error:
+            self._note(error.message)
+            return
+        self.outcome.collected = msgspec.structs.replace(
+            self.outcome.collected, differences=tuple(found), transcript_turns=turns
+        )
+
+    def _note(self, text: str) -> None:
+        self.outcome.notes = (*self.outcome.notes, text)
+
+    async def _summed_up(self) -> None:
+        """What the gateway has recorded, as far as it can still be asked."""
+        self.progress.stage = "done"
+        if self._session is not None:
+            with suppress(TurngateError):
+                shown = await self._gateway.show(self._session.id)
+                self.outcome.turns, self.outcome.sampled_tokens = shown["turns"], shown["sampled_tokens"]
+                self.outcome.roles, self.outcome.stop = shown["roles"], self.outcome.stop or shown["stop"]
+                self.outcome.rows = len(await self._gateway.samples(self._session.id))
+        self._watch(self.progress)
+
+    def _failed(self, error: TurngateError) -> None:
+        stage = self.progress.stage
+        assert stage != "done"
+        self.outcome.status = "error"
+        self.outcome.fault = Fault(stage, error.boundary, error.message)
+
+    @asynccontextmanager
+    async def _stage(self, stage: Stage, limit_s: float | None = None) -> AsyncIterator[None]:
+        self.progress.stage = stage
+        self._watch(self.progress)
+        began = time.monotonic()
+        limit = limit_s or _LIMITS[stage]
+        try:
+            async with asyncio.timeout(limit):
+                yield
+        except TimeoutError:
+            raise SandboxError(f"stage {stage} took longer than {limit:.0f} s") from None
+        finally:
+            spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began
+            self.outcome.seconds = {**self.outcome.seconds, stage: round(spent, 3)}
+
+
+async def _killed(job: Job, ended: asyncio.Task[int]) -> None:
+    """Nothing of the agent runs on, not even what it left behind when it ended."""
+    await asyncio.shield(asyncio.ensure_future(job.kill()))
+    ended.cancel()
+    with suppress(asyncio.CancelledError, TurngateError):
+        await ended

@@ -1,0 +1,101 @@
+"""The host's end of the way out: one door per rollout, through which nothing but model calls gets to the gateway.
+
+A unix socket in the folder that a sandbox shares with the host, or a port of the loopback for a tunnel to lead to. The door
+opens for an exact list of methods and paths; everything else is answered here. So whatever an agent finds out, the admin
+API and other rollouts are not at the other end. It reads requests with `relay.py`'s strict reader and sends on what it read,
+not what it was sent, so that the gateway cannot read a request differently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import unquote_to_bytes
+
+from turngate.sandboxes import relay
+
+# Method and path; `*` is one part of a path, or the part of it before a colon. HEAD is how Claude Code looks for its provider.
+MODEL_CALLS: tuple[tuple[str, str], ...] = (
+    ("HEAD", "/"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/*"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/v1beta/models"),
+    ("GET", "/v1beta/models/*"),
+    ("POST", "/v1beta/models/*:generateContent"),
+    ("POST", "/v1beta/models/*:streamGenerateContent"),
+    ("POST", "/v1beta/models/*:countTokens"),
+)
+NAME = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # what `*` stands for: never "..", nor anything with a slash
+OURS = f"{relay.GATEWAY}: 1"  # tells the relay that this is an answer, not a dead tunnel's
+NOT_PASSED = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # what a server might believe of a proxy
+
+
+class Door:
+    """Made by `opened`. `calls`: how many went through; `refused`: how many did not; `target`: its address for a relay."""
+
+    def __init__(self, gateway: str, routes: Sequence[tuple[str, str]], on_call: Callable[[str, str], None]) -> None:
+        self.target = ""
+        self.socket: Path | None = None
+        self.calls = 0
+        self.refused = 0
+        self._routes = [(method, _pattern(path)) for method, path in routes]
+        self._on_call = on_call
+        self.relay = relay.Relay(lambda: gateway, admit=self._admit, give_up_s=0)
+
+    def _admit(self, request: relay.Request) -> relay.Request:
+        path = _plain(request.path.partition("?")[0])
+        if not any(request.method == method and pattern.fullmatch(path) for method, pattern in self._routes):
+            self.refused += 1
+            raise relay.Refused(404, "only model calls pass here", "not_found", OURS)
+        self.calls += 1
+        self._on_call(request.method, path)
+        kept = [
+            (name, value) for name, value in request.headers if not name.startswith(NOT_PASSED) or name == relay.ATTEMPT
+        ]
+        return request._replace(headers=kept)
+
+
+def _plain(path: str) -> str:
+    """The path as the gateway will read it; empty when it could be read in two ways."""
+    decoded = unquote_to_bytes(path).decode("latin-1")
+    return "" if re.search(r"%|\\|//|[^!-~]|/\.{1,2}(/|$)", decoded) else decoded
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    return re.compile(NAME.join(re.escape(part) for part in path.split("*")))
+
+
+def _mode(folder: Path) -> int:
+    """Where the folder is open to others (a container's user may be anybody), a closed one is around it."""
+    return 0o666 if folder.stat().st_mode & 0o007 else 0o600
+
+
+@asynccontextmanager
+async def opened(
+    gateway: str,
+    *,
+    folder: Path | None = None,
+    routes: Sequence[tuple[str, str]] = MODEL_CALLS,
+    on_call: Callable[[str, str], None] = lambda method, path: None,
+) -> AsyncIterator[Door]:
+    """A door to the gateway at that URL: a socket in `folder`, or without one a port of 127.0.0.1."""
+    door = Door(gateway, routes, on_call)
+    try:
+        if folder is None:
+            door.target = f"http://127.0.0.1:{await door.relay.listen('127.0.0.1', 0)}"
+        else:
+            door.socket = folder / "gateway.sock"
+            await door.relay.listen_unix(str(door.socket), _mode(folder))
+            door.target = f"unix:{door.socket}"
+        yield door
+    finally:
+        await door.relay.close()
+        if door.socket:
+            door.socket.unlink(missing_ok=True)

@@ -1,0 +1,235 @@
+"""E2B's sandboxes, over the official `e2b` SDK: what `shell.py` asks of a service, done by this one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
+from turngate.sandboxes.base import Sandbox, SandboxSpec
+from turngate.sandboxes.posix import to_the_end
+from turngate.sandboxes.shell import (
+    SHELL_S,
+    Gone,
+    Lost,
+    ShellSandbox,
+    abandoned,
+    awaited,
+    host_label,
+    owner_labels,
+    scrub,
+)
+
+if TYPE_CHECKING:
+    from e2b import AsyncCommandHandle, AsyncSandbox
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 1.0
+BEGIN = "--- turngate"  # E2B runs a login shell, and a profile may have things to say before us
+
+
+class NoProcess(SandboxError):
+    """E2B knows no process of that number: it has ended."""
+
+
+class E2BBackend:
+    """Makes E2B sandboxes, with the key in `E2B_API_KEY`. An image is the name of an E2B template."""
+
+    name = "e2b"
+
+    def __init__(self, *, reachable: Sequence[str] = (), lease_s: float = 3600.0, patience_s: float = 120.0) -> None:
+        self._reachable = list(reachable)  # hosts that stay open under network "none", besides a spec's
+        self._lease_s = lease_s  # an hour is the most that E2B gives every account
+        self._patience_s = patience_s  # how long a running command may be out of reach before we give up
+
+    async def check(self) -> None:
+        try:
+            await self._listed({}, most=1)
+        except Lost as error:
+            raise SandboxUnavailable(f"E2B cannot be reached: {error}") from None
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        e2b = _sdk()
+        if spec.dockerfile:
+            raise SandboxUnavailable(
+                "E2B builds no Dockerfile on the way: make a template of it and name that as the image"
+            )
+        if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
+            log.warning("an E2B sandbox is as large as its template; the resources asked for are not applied")
+        closed = spec.network == "none"
+        reachable = [*self._reachable, *spec.reachable]
+        ends = time.monotonic() + spec.life_s
+        making = asyncio.ensure_future(
+            e2b.AsyncSandbox.create(
+                template=spec.image or None,
+                timeout=math.ceil(min(spec.life_s, self._lease_s)),
+                metadata={**spec.labels, **owner_labels()},
+                allow_internet_access=None if not closed or reachable else False,
+                network={"deny_out": ["0.0.0.0/0"], "allow_out": reachable} if closed and reachable else None,
+                lifecycle={"on_timeout": "kill"},
+                idempotency_key=str(uuid.uuid4()),  # the SDK asks again when the service is busy
+            )
+        )
+        with _mapped("make a sandbox"):
+            try:
+                made = await asyncio.shield(making)
+            except asyncio.CancelledError:  # only when it is made do we know what to remove
+                with suppress(Exception):
+                    await (await to_the_end(awaited(making))).kill()
+                raise
+        return await ShellSandbox.on(E2BWire(made, self._lease_s, self._patience_s), spec, ends)
+
+    async def sweep(self) -> int:
+        e2b = _sdk()
+        swept = 0
+        for sandbox, labels in await self._listed(host_label()):
+            if abandoned(labels):
+                with _mapped("remove a sandbox"):
+                    swept += await e2b.AsyncSandbox.kill(sandbox)
+        return swept
+
+    async def _listed(self, labels: dict[str, str], most: int | None = None) -> list[tuple[str, dict[str, str]]]:
+        e2b = _sdk()
+        found: list[tuple[str, dict[str, str]]] = []
+        with _mapped("list the sandboxes"):
+            pages = e2b.AsyncSandbox.list(query=e2b.SandboxQuery(metadata=labels or None), limit=most)
+            while pages.has_next and (most is None or len(found) < most):
+                found += [(each.sandbox_id, each.metadata) for each in await pages.next_items()]
+        return found
+
+
+class E2BWire:
+    """One E2B sandbox."""
+
+    def __init__(self, sandbox: AsyncSandbox, lease_s: float, patience_s: float) -> None:
+        self._sandbox = sandbox
+        self._patience_s = patience_s
+        self.lease_s = lease_s
+
+    @property
+    def id(self) -> str:
+        return self._sandbox.sandbox_id
+
+    async def shell(self, script: str) -> tuple[int, str]:
+        e2b = _sdk()
+        with _mapped("run a command"):
+            try:
+                result = await self._sandbox.commands.run(f"echo {BEGIN}\n{script}", timeout=SHELL_S)
+            except e2b.CommandExitException as ended:
+                result = ended
+        return result.exit_code, result.stdout.partition(f"{BEGIN}\n")[2] + (result.stderr if result.exit_code else "")
+
+    async def spawn(self, script: str, env: Mapping[str, str]) -> Callable[[], Awaitable[None]]:
+        with _mapped("start a command"):
+            handle = await self._sandbox.commands.run(
+                script, background=True, envs=dict(env), timeout=0, retain_output=False
+            )
+        return lambda: self._over(handle)
+
+    async def _over(self, handle: AsyncCommandHandle[None]) -> None:
+        """Follow a command's stream to its end; take it up again where it breaks."""
+        e2b = _sdk()
+        pid, lost_at = handle.pid, 0.0
+        stream: AsyncCommandHandle[None] | None = handle
+        try:
+            while True:
+                try:
+                    with _mapped("follow a command"), suppress(e2b.CommandExitException):
+                        if stream is None:
+                            stream = await self._sandbox.commands.connect(pid, timeout=0, retain_output=False)
+                        lost_at = 0.0
+                        await stream.wait()
+                    return
+                except NoProcess:  # it ended while we were away
+                    return
+                except Lost:
+                    lost_at = lost_at or time.monotonic()
+                    if time.monotonic() - lost_at > self._patience_s:
+                        raise
+                    stream = None
+                    await asyncio.sleep(RECONNECT_S)
+        finally:
+            if stream is not None:
+                await stream.disconnect()
+
+    async def put(self, path: str, data: bytes | Path) -> None:
+        with _mapped(f"write {path}"):
+            if isinstance(data, bytes):
+                await self._sandbox.files.write(path, data, request_timeout=SHELL_S)
+            else:
+                with data.open("rb") as file:
+                    await self._sandbox.files.write(path, file)
+
+    async def get(self, path: str, limit: int) -> bytes:
+        data = bytearray()
+        with _mapped(f"read {path}"):
+            async with await self._sandbox.files.read(path, format="stream") as chunks:
+                async for chunk in chunks:
+                    data += chunk
+                    if len(data) > limit:
+                        raise SandboxError(f"{path} is larger than {limit} bytes")
+        return bytes(data)
+
+    async def fetch(self, path: str, target: Path) -> None:
+        with _mapped(f"read {path}"), target.open("wb") as file:
+            async with await self._sandbox.files.read(path, format="stream") as chunks:
+                async for chunk in chunks:
+                    file.write(chunk)
+
+    async def renew(self, seconds: float) -> None:
+        with _mapped("renew a sandbox"):
+            await self._sandbox.set_timeout(math.ceil(seconds))
+
+    async def remove(self) -> None:
+        with _mapped("remove a sandbox"):
+            await self._sandbox.kill()
+
+
+def _sdk() -> ModuleType:
+    if not os.environ.get("E2B_API_KEY"):
+        raise SandboxUnavailable("E2B needs a key: set E2B_API_KEY")
+    try:
+        import e2b
+    except ImportError:
+        raise SandboxUnavailable("E2B's SDK is not installed: pip install 'turngate[e2b]'") from None
+    return e2b
+
+
+@contextmanager
+def _mapped(doing: str) -> Iterator[None]:
+    """The SDK's exceptions become ours, in this one place, and never carry the key on."""
+    e2b = _sdk()
+    try:
+        yield
+    except SandboxError:
+        raise
+    except Exception as error:  # the SDK also raises bare `Exception`s, and those of its three HTTP libraries
+        said = f"E2B could not {doing}: {scrub(error, os.environ.get('E2B_API_KEY', ''))}"
+        status = error.status_code if isinstance(error, e2b.SandboxException) else None
+        kind: type[SandboxError]
+        match error:
+            case e2b.FileNotFoundException():
+                kind = SandboxFileMissing
+            case e2b.SandboxNotRunningException() | e2b.SandboxNotFoundException():
+                kind = Gone
+            case e2b.NotFoundException():
+                kind = NoProcess
+            case e2b.AuthenticationException():
+                kind = SandboxUnavailable
+            case e2b.InvalidArgumentException() | e2b.NotEnoughSpaceException():
+                kind = SandboxError
+            case _ if status is not None and 400 <= status < 500 and status != 429:
+                kind = SandboxUnavailable
+            case _:
+                kind = Lost
+        raise kind(said) from None

@@ -1,0 +1,90 @@
+"""The folder that a sandbox on this machine has on the host: private, named like the sandbox, with the name of its owner in it.
+
+Used by local, bubblewrap and docker. `sweep` removes the folders of owners that are no more, and kills what they left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from turngate.errors import SandboxError
+from turngate.sandboxes import cgroups, owner, supervisor
+
+MARK = "TURNGATE_SANDBOX"  # in the environment of every process that belongs to a sandbox on the host
+END_S = 10.0  # for a killed process to be gone
+STALE_S = 3600.0  # a folder that has no owner yet is being made, but not for so long
+
+
+def make(root: Path | None, kind: str, *parts: str) -> Path:
+    """A new sandbox's folder with some folders in it. Its name is the sandbox's id."""
+    name = f"{kind}-{secrets.token_hex(6)}"
+    try:
+        root = _root(root)
+        new = root / f".{name}"
+        new.mkdir(mode=0o700)
+        for part in parts:
+            (new / part).mkdir(mode=0o700)
+        (new / "owner").write_text(str(owner.this_process()))
+        return new.rename(root / name)  # with an owner from the first moment that `sweep` can see it
+    except OSError as error:
+        raise SandboxError(f"a sandbox's folder cannot be made: {error}") from error
+
+
+def _root(root: Path | None) -> Path:
+    """The folder of all folders: ours alone, or somebody else on this machine has laid a trap."""
+    root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise SandboxError(f"{root} must be a folder that only this user can enter (chmod 700)")
+    return root
+
+
+async def sweep(root: Path | None, kind: str) -> int:
+    return await asyncio.to_thread(_sweep, _root(root), kind)
+
+
+def _sweep(root: Path, kind: str) -> int:
+    left = [folder for folder in root.glob(f"{kind}-*") if _ownerless(folder)]
+    for folder in left:
+        remove(folder)
+    for unmade in root.glob(f".{kind}-*"):
+        with suppress(OSError):
+            if time.time() - unmade.stat().st_mtime > STALE_S:
+                supervisor.remove(str(unmade))
+    return len(left)
+
+
+def _ownerless(folder: Path) -> bool:
+    try:
+        known = owner.parse((folder / "owner").read_text())
+    except OSError:  # it is being removed right now
+        return False
+    return known is not None and known.gone
+
+
+def remove(folder: Path) -> None:
+    """Kill whatever still belongs to a sandbox, and remove its folder."""
+    deadline = time.monotonic() + END_S
+    while supervisor.kill(lambda: _marked(folder.name)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    cgroups.remove(folder.name)
+    supervisor.remove(str(folder))
+
+
+def _marked(name: str) -> list[int]:
+    mark = f"{MARK}={name}".encode()
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with suppress(OSError):
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    found.append(int(process.name))
+    return found

@@ -1,0 +1,68 @@
+"""Who owns a sandbox, so that what a killed process left behind can be told from what another one is using.
+
+A process is known by its number, the moment it started, and the kernel and process namespace that count so. Local and
+bubblewrap write it into the sandbox's folder, docker into a label.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+
+class Owner(msgspec.Struct, frozen=True):
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: int  # in clock ticks since the machine started
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.boot} {self.namespace} {self.pid} {self.started}"
+
+    @property
+    def gone(self) -> bool:
+        """It surely lives no more. Of another machine, or another container's processes, nobody here can say so."""
+        here = this_process()
+        if self.host != here.host:
+            return False
+        if self.boot != here.boot:
+            return True
+        return self.namespace == here.namespace and _started(self.pid) != self.started
+
+
+def parse(text: str) -> Owner | None:
+    """None: that is not the name of an owner."""
+    words = text.split()
+    if len(words) != 5 or not (words[3].isdigit() and words[4].isdigit()):
+        return None
+    return Owner(words[0], words[1], words[2], int(words[3]), int(words[4]))
+
+
+def this_process() -> Owner:
+    host, boot, namespace = _machine()
+    return Owner(host, boot, namespace, os.getpid(), _started(os.getpid()) or 0)
+
+
+@cache
+def _machine() -> tuple[str, str, str]:
+    host = socket.gethostname() or "localhost"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux: docker alone works there
+        return host, "-", "-"
+    return host, boot, namespace
+
+
+def _started(pid: int) -> int | None:
+    """When a process started; None when there is none, or it is but a zombie."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in (b"Z", b"X") else int(rest[18])

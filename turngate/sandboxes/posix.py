@@ -1,0 +1,260 @@
+"""Sandboxes that have a shell, `cat` and `tar` in them: everything but starting a command and stopping is the same for all.
+
+`local`, `bubblewrap` and `docker` say how one command is started on given descriptors. Files go in and out through commands, so
+that a path means what it means inside: a link that the agent laid leads nowhere but where the agent could go itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from turngate.errors import SandboxError, SandboxFileMissing
+from turngate.sandboxes import archive
+from turngate.sandboxes.base import Job, Result
+
+T = TypeVar("T")
+
+OUTPUT_LIMIT = 256_000_000  # bytes that a command may print before we stop remembering
+FOLDER_LIMIT = 4_000_000_000  # bytes that a folder may have that is downloaded
+FILE_S = 600.0  # a file or folder that takes longer is not coming
+LINGER_S = 0.5  # a daemon that a command left behind may keep its output open: we wait no longer than this for the end
+KILLED = 137
+MISSING, NO_FILE = 44, 45  # exit codes of READ
+
+TOOLS = 'PATH="$PATH:/usr/bin:/bin"'  # a spec may set a PATH that has none of ours
+REDIRECT = f"""
+for file in "$1" "$2"; do [ -z "$file" ] || ({TOOLS}; mkdir -p -- "$(dirname -- "$file")") || exit 126; done
+[ -z "$1" ] || exec >"$1" || exit 126
+if [ "$1" = "$2" ]; then exec 2>&1; elif [ -n "$2" ]; then exec 2>"$2" || exit 126; fi
+shift 2
+exec "$@"
+"""
+# Under another name first, so that a reader never finds half a file; and readable by nobody else before it has its mode.
+WRITE = f"""{TOOLS}
+[ ! -d "$1" ] || {{ echo "$1 is a folder" >&2; exit 1; }}
+umask 022 && mkdir -p -- "$(dirname -- "$1")" && umask 077 || exit 1
+cat >"$1.$$.new" && chmod "$2" "$1.$$.new" && mv -f -- "$1.$$.new" "$1" || {{ rm -f -- "$1.$$.new"; exit 1; }}
+"""
+READ = f"""{TOOLS}
+[ -e "$1" ] || exit {MISSING}
+[ -f "$1" ] || exit {NO_FILE}
+exec head -c "$2" -- "$1"
+"""
+UPLOAD = TOOLS + '; mkdir -p -- "$1" && exec tar -xof - -C "$1"'
+DOWNLOAD = f'{TOOLS}; [ -d "$1" ] || exit {MISSING}; exec tar -cf - -C "$1" .'
+
+
+class Posix(ABC):
+    """The common part of such a sandbox."""
+
+    env: Mapping[str, str]  # for every command
+    home: str
+    workdir: str
+
+    @abstractmethod
+    async def spawn(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
+    ) -> Job:
+        """Start a command on three descriptors of the host; they stay the caller's. Only a sandbox that is gone raises."""
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> Result:
+        with tempfile.TemporaryFile() as file:
+            file.write(stdin)
+            file.seek(0)
+            return await self._run(command, env=env, cwd=cwd, stdin=file if stdin else None, timeout_s=timeout_s)
+
+    async def start(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        stdout: str = "",
+        stderr: str = "",
+    ) -> Job:
+        redirected = ["/bin/sh", "-c", REDIRECT, "sh", stdout, stderr, *command] if stdout or stderr else command
+        with _nothing() as null:
+            fd = null.fileno()
+            return await self._spawn(redirected, env, cwd, fd, fd, fd)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        done = await self.exec(["/bin/sh", "-c", WRITE, "sh", _named(path), f"{mode:o}"], stdin=data, timeout_s=FILE_S)
+        _succeeded(done, f"cannot write {path}")
+
+    async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
+        done = await self.exec(["/bin/sh", "-c", READ, "sh", _named(path), str(limit + 1)], timeout_s=FILE_S)
+        if done.exit_code == MISSING:
+            raise SandboxFileMissing(f"there is no file {path} in the sandbox")
+        if done.exit_code == NO_FILE:
+            raise SandboxError(f"{path} is not a file")
+        _succeeded(done, f"cannot read {path}")
+        if len(done.stdout) > limit:
+            raise SandboxError(f"{path} is larger than {limit} bytes")
+        return done.stdout
+
+    async def upload(self, folder: Path, target: str) -> None:
+        with tempfile.TemporaryFile() as tar:
+            await asyncio.to_thread(archive.pack, folder, tar)
+            tar.seek(0)
+            done = await self._run(["/bin/sh", "-c", UPLOAD, "sh", _named(target)], stdin=tar, timeout_s=FILE_S)
+        _succeeded(done, f"cannot upload to {target}")
+
+    async def download(self, source: str, folder: Path) -> None:
+        with tempfile.TemporaryFile() as tar:
+            command = ["/bin/sh", "-c", DOWNLOAD, "sh", _named(source)]
+            done = await self._run(command, timeout_s=FILE_S, into=tar)
+            if done.exit_code == MISSING:
+                raise SandboxFileMissing(f"there is no folder {source} in the sandbox")
+            _succeeded(done, f"cannot download {source}")
+            tar.seek(0)
+            await asyncio.to_thread(archive.unpack, tar, folder, limit=FOLDER_LIMIT)
+
+    async def _spawn(
+        self, command: Sequence[str], env: Mapping[str, str] | None, cwd: str, stdin: int, stdout: int, stderr: int
+    ) -> Job:
+        whole = {**self.env, "HOME": self.home, **(env or {})}
+        if not command or any("\0" in word for word in (*command, cwd, *whole, *whole.values())):
+            raise SandboxError("a command needs a first word, and no word of it may hold a NUL")
+        if any(not name or "=" in name for name in whole):
+            raise SandboxError("that is no name of an environment variable")
+        return await self.spawn(command, whole, cwd or self.workdir, stdin, stdout, stderr)
+
+    async def _run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        stdin: IO[bytes] | None = None,
+        timeout_s: float | None = None,
+        into: IO[bytes] | None = None,
+    ) -> Result:
+        """Run to the end. `into`: a file that takes what it prints, instead of the result."""
+        out, err = Output(into, FOLDER_LIMIT) if into else Output(), Output()
+        try:
+            with _nothing() as null:
+                source = (stdin or null).fileno()
+                job = await self._spawn(command, env, cwd, source, out.write_end, err.write_end)
+            await out.listen()
+            await err.listen()
+            code, timed_out = await _ended(job, timeout_s)
+            await asyncio.wait([out.finished, err.finished], timeout=LINGER_S)
+            return Result(code, out.taken(), err.taken(), timed_out)
+        finally:
+            out.close()
+            err.close()
+
+
+async def _ended(job: Job, timeout_s: float | None) -> tuple[int, bool]:
+    """The exit code, and whether time ran out. Whoever stops waiting for a command kills it."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await job.wait(), False
+    except TimeoutError:
+        await job.kill(grace_s=0)
+        return KILLED, True
+    except asyncio.CancelledError:
+        await to_the_end(job.kill(grace_s=0))
+        raise
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work that must not be left half done, however often the waiting task is cancelled; then be cancelled."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not task.cancelled():
+            task.exception()  # seen
+        raise asyncio.CancelledError
+    return task.result()
+
+
+class Output:
+    """A pipe that a command prints into, read to its end, remembered up to a limit."""
+
+    def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT) -> None:
+        self._read_end, self.write_end = os.pipe()
+        self._into = into
+        self._limit = limit
+        self._size = 0
+        self._kept = bytearray()
+        self._transport: asyncio.ReadTransport | None = None
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def listen(self) -> None:
+        """The command has its end; from now on only it can keep the pipe open."""
+        os.close(self.write_end)
+        self.write_end = -1
+        pipe = os.fdopen(self._read_end, "rb", 0)
+        self._read_end = -1
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: _Reader(self), pipe)
+
+    def take(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size <= self._limit:
+            if self._into:
+                self._into.write(data)
+            else:
+                self._kept += data
+
+    def taken(self) -> bytes:
+        if self._size > self._limit:
+            raise SandboxError(f"a command printed more than {self._limit} bytes")
+        return bytes(self._kept)
+
+    def close(self) -> None:
+        for fd in (self._read_end, self.write_end):
+            if fd >= 0:
+                os.close(fd)
+        self._read_end = self.write_end = -1
+        if self._transport:
+            self._transport.close()
+
+
+class _Reader(asyncio.Protocol):
+    def __init__(self, output: Output) -> None:
+        self.output = output
+
+    def data_received(self, data: bytes) -> None:
+        self.output.take(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        with suppress(asyncio.InvalidStateError):
+            self.output.finished.set_result(None)
+
+
+def _nothing() -> IO[bytes]:
+    return open(os.devnull, "r+b", 0)
+
+
+def _named(path: str) -> str:
+    if not path:
+        raise SandboxError("a file needs a name")
+    return path if not path.startswith("-") else f"./{path}"
+
+
+def _succeeded(done: Result, otherwise: str) -> None:
+    if done.timed_out:
+        raise SandboxError(f"{otherwise}: it took longer than {FILE_S:.0f} s")
+    if done.exit_code:
+        raise SandboxError(f"{otherwise}: {done.stderr.decode(errors='replace').strip()[-300:]}")

@@ -1,0 +1,205 @@
+// The twin of relay.py for images that have Node and no Python: same command line, same behaviour, same tests.
+// Read relay.py first; it says what this is for and why it does what it does. No dependencies, Node 18 and newer.
+
+import fs from "node:fs";
+import http from "node:http";
+import https from "node:https";
+import { randomBytes } from "node:crypto";
+import { parseArgs } from "node:util";
+
+const GATEWAY = "x-turngate"; // is on every reply of the gateway
+const ATTEMPT = "x-turngate-attempt";
+const IDEMPOTENCY = "idempotency-key";
+const HEAD_LIMIT = 256 * 1024;
+const CONNECT_MS = 15_000;
+const FIRST_WAIT_MS = 100;
+const LONGEST_WAIT_MS = 5_000;
+const LOOK_MS = 1_000; // how often a call that waits for its reply looks whether the target is still the same
+const HOP_BY_HOP = new Set(["connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"]);
+
+const { values: options } = parseArgs({
+  options: {
+    target: { type: "string" },
+    port: { type: "string", default: "0" },
+    "port-file": { type: "string" },
+    "give-up-s": { type: "string", default: "600" },
+    "body-limit": { type: "string", default: String(64 * 1024 * 1024) },
+    probe: { type: "string" },
+  },
+});
+const giveUpMs = Number(options["give-up-s"]) * 1000;
+const bodyLimit = Number(options["body-limit"]);
+
+class Unanswered extends Error {} // the gateway has not answered; the same request may be sent again
+class TooLarge extends Error {}
+
+function target() {
+  try {
+    return fs.readFileSync(options.target, "utf8").trim();
+  } catch {
+    return "";
+  }
+}
+
+// ---- one request ----
+
+async function answer(incoming, outgoing) {
+  const gone = new AbortController(); // the agent has hung up
+  outgoing.on("close", () => gone.abort());
+  const body = await readBody(incoming);
+  const headers = forwarded(incoming, body);
+  const deadline = Date.now() + giveUpMs;
+  for (let attempt = 1, wait = FIRST_WAIT_MS; !gone.signal.aborted; attempt++, wait = Math.min(2 * wait, LONGEST_WAIT_MS)) {
+    try {
+      return await tryOnce(incoming, body, [...headers, ATTEMPT, String(attempt)], outgoing, gone.signal);
+    } catch (error) {
+      if (!(error instanceof Unanswered)) throw error;
+      console.error(`attempt ${attempt}: ${error.message}`);
+      const pause = wait * (0.5 + Math.random() / 2);
+      if (Date.now() + pause >= deadline) return refuse(outgoing, 503, `the gateway cannot be reached: ${error.message}`, "gateway_unreachable");
+      await sleep(pause, gone.signal);
+    }
+  }
+}
+
+async function readBody(incoming) {
+  const pieces = [];
+  let size = 0;
+  for await (const piece of incoming) {
+    size += piece.length;
+    if (size > bodyLimit) throw new TooLarge(`the body is larger than ${bodyLimit} bytes`);
+    pieces.push(piece);
+  }
+  return Buffer.concat(pieces);
+}
+
+function forwarded(incoming, body) {
+  const named = (incoming.headers.connection ?? "").toLowerCase().split(",").map((name) => name.trim());
+  const dropped = new Set([...HOP_BY_HOP, ...named, "host", "content-length", ATTEMPT]);
+  const headers = pairs(incoming.rawHeaders).filter(([name]) => !dropped.has(name.toLowerCase())).flat();
+  if (!(IDEMPOTENCY in incoming.headers)) headers.push(IDEMPOTENCY, randomBytes(16).toString("hex"));
+  if (body.length || ["POST", "PUT", "PATCH"].includes(incoming.method)) headers.push("content-length", String(body.length));
+  return headers;
+}
+
+function pairs(raw) {
+  return Array.from({ length: raw.length / 2 }, (_, i) => [raw[2 * i], raw[2 * i + 1]]);
+}
+
+async function tryOnce(incoming, body, headers, outgoing, gone) {
+  const to = target();
+  const [client, where] = address(to, incoming.url);
+  const request = client.request({ ...where, method: incoming.method, headers: ["host", where.host ?? "localhost", ...headers], agent: false, maxHeaderSize: HEAD_LIMIT });
+  const abort = () => request.destroy();
+  gone.addEventListener("abort", abort);
+  try {
+    const reply = await replyTo(request, body, to);
+    if ((reply.statusCode === 404 || reply.statusCode >= 500) && !(GATEWAY in reply.headers)) {
+      throw new Unanswered(`${reply.statusCode} that the gateway did not send`);
+    }
+    await handOn(reply, outgoing);
+  } finally {
+    gone.removeEventListener("abort", abort);
+    request.destroy();
+  }
+}
+
+function address(to, path) {
+  if (to.startsWith("unix:")) return [http, { socketPath: to.slice(5), path }];
+  let url;
+  try {
+    url = new URL(to);
+  } catch {
+    throw new Unanswered("there is no target yet");
+  }
+  const port = url.port || (url.protocol === "https:" ? 443 : 80);
+  const where = { hostname: url.hostname.replace(/^\[|\]$/g, ""), host: url.host, port, path: url.pathname.replace(/\/+$/, "") + path };
+  return [url.protocol === "https:" ? https : http, where];
+}
+
+function replyTo(request, body, to) {
+  return new Promise((resolve, reject) => {
+    const failed = (why) => reject(new Unanswered(why));
+    const connecting = setTimeout(() => failed("cannot connect: it takes too long"), CONNECT_MS);
+    const looking = setInterval(() => target() !== to && failed("the way to the gateway has changed"), LOOK_MS);
+    const settle = (then) => (value) => {
+      clearTimeout(connecting);
+      clearInterval(looking);
+      then(value);
+    };
+    request.on("socket", (socket) => {
+      socket.setKeepAlive?.(true, 20_000);
+      socket.once(request.protocol === "https:" ? "secureConnect" : "connect", () => clearTimeout(connecting));
+    });
+    request.on("response", settle(resolve));
+    request.on("error", settle((error) => failed(error.message || error.code)));
+    request.on("close", settle(() => failed("the connection ended before a reply")));
+    request.end(body);
+  });
+}
+
+// Pass a reply through as it comes. Cut in the middle, it is cut for the agent too.
+function handOn(reply, outgoing) {
+  return new Promise((resolve) => {
+    outgoing.sendDate = false;
+    outgoing.writeHead(reply.statusCode, reply.statusMessage, pairs(reply.rawHeaders).filter(([name]) => !HOP_BY_HOP.has(name.toLowerCase())).flat());
+    outgoing.flushHeaders();
+    reply.on("data", (piece) => outgoing.write(piece) || reply.pause());
+    outgoing.on("drain", () => reply.resume());
+    reply.on("end", () => (reply.complete ? outgoing.end(resolve) : cut()));
+    reply.on("error", cut);
+    reply.on("close", () => reply.complete || cut());
+    outgoing.on("close", resolve);
+    function cut() {
+      outgoing.socket?.resetAndDestroy?.();
+      resolve();
+    }
+  });
+}
+
+function refuse(outgoing, status, message, kind = "invalid_request_error") {
+  if (outgoing.headersSent || outgoing.destroyed) return outgoing.destroy();
+  const body = JSON.stringify({ error: { message, type: kind, code: kind } });
+  outgoing.writeHead(status, { "content-type": "application/json", "content-length": Buffer.byteLength(body) });
+  outgoing.end(body);
+}
+
+function sleep(ms, signal) {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, ms);
+    signal.addEventListener("abort", () => (clearTimeout(timer), resolve()), { once: true });
+  });
+}
+
+// ---- the command ----
+
+function serve() {
+  const server = http.createServer({ maxHeaderSize: HEAD_LIMIT, keepAliveTimeout: 75_000, requestTimeout: 0 }, (incoming, outgoing) => {
+    answer(incoming, outgoing).catch((error) => {
+      if (!(error instanceof TooLarge)) return outgoing.destroy();
+      outgoing.shouldKeepAlive = false; // the rest of the body is still to come
+      refuse(outgoing, 413, error.message);
+    });
+  });
+  server.listen(Number(options.port), "127.0.0.1", () => {
+    fs.writeFileSync(options["port-file"] + ".new", String(server.address().port));
+    fs.renameSync(options["port-file"] + ".new", options["port-file"]);
+  });
+  for (const signal of ["SIGTERM", "SIGINT"]) process.on(signal, () => process.exit(0));
+}
+
+// Whether the gateway can be reached through a relay: 0 when it answered, with whatever status.
+function probe(port) {
+  const request = http.request({ host: "127.0.0.1", port, method: "HEAD", path: "/", agent: false }, (reply) => {
+    if (!(GATEWAY in reply.headers)) console.error(`the gateway does not answer: ${reply.statusCode}`);
+    process.exit(GATEWAY in reply.headers ? 0 : 1);
+  });
+  request.on("error", (error) => {
+    console.error(`the relay does not answer: ${error.message}`);
+    process.exit(1);
+  });
+  request.end();
+}
+
+if (options.probe) probe(Number(options.probe));
+else serve();

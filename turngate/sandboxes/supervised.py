@@ -1,0 +1,196 @@
+"""Sandboxes whose processes a `supervisor.py` keeps: local and bubblewrap. This is the host's side of it.
+
+The two ends of a socket pair are all that they have in common. Where the owner was killed its end closes, and the supervisor ends
+everything by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from turngate.errors import SandboxError
+from turngate.sandboxes import cgroups, folders, supervisor
+from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.posix import KILLED, Posix, to_the_end
+
+SUPERVISOR = Path(supervisor.__file__)
+START_S = 30.0
+END_S = 10.0  # for a killed process to be gone
+
+
+class Supervised(Posix):
+    """A sandbox with a folder of the host and a supervisor. The paths are those inside."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str], *, home: str, workdir: str, shared: str) -> None:
+        self.folder = folder
+        self.env = env
+        self.home, self.workdir = home, workdir
+        self._shared = shared
+        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopped = False
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def shared(self) -> tuple[Path, str] | None:
+        return self.folder / "shared", self._shared
+
+    async def launch(self, command: Sequence[str], spec: SandboxSpec, *rest: str) -> None:
+        """Start the supervisor by `command`, to which its own arguments are added."""
+        fd = self._theirs.fileno()
+        log = self.folder / "supervisor.log"
+        try:
+            with log.open("wb") as out:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    str(fd),
+                    str(spec.life_s),
+                    *rest,
+                    env={"PATH": os.defpath, folders.MARK: self.id},
+                    cwd="/",
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    pass_fds=(fd,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise SandboxError(f"{command[0]} cannot be started: {error.strerror}") from error
+        finally:
+            self._theirs.close()
+        try:
+            async with asyncio.timeout(START_S):
+                ready = await asyncio.get_running_loop().sock_recv(self._control, 64)
+        except (OSError, TimeoutError):
+            ready = b""
+        if ready != b"ready":
+            why = log.read_text(errors="replace").strip()[-500:]
+            raise SandboxError(f"the sandbox did not start: {why or 'no reason was given'}")
+        first = self._process.pid  # nothing but bwrap and the supervisor run as yet
+        cgroups.apply(self.id, spec.resources, [first, *supervisor.below(first)])
+
+    async def spawn(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
+    ) -> SupervisedJob:
+        name = secrets.token_hex(8)
+        order = {"command": list(command), "env": dict(env), "cwd": cwd}
+        read_end, write_end = os.pipe()
+        try:
+            with tempfile.TemporaryFile() as file:  # not in the message: an environment may be larger than one
+                file.write(json.dumps(order).encode())
+                file.seek(0)
+                await self.send({"job": name}, [file.fileno(), stdin, stdout, stderr, write_end])
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        return await SupervisedJob.started(self, name, read_end)
+
+    async def send(self, message: Mapping[str, str | int], fds: Sequence[int] = ()) -> None:
+        """To the supervisor."""
+        while not self._stopped:
+            try:
+                socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+            except OSError:
+                break
+        raise SandboxError("the sandbox has ended")
+
+    async def stop(self) -> None:
+        await to_the_end(self._stop())
+
+    async def _stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self._control.close()  # by which the supervisor knows
+            self._theirs.close()
+        if self._process:
+            try:
+                await asyncio.wait_for(self._process.wait(), END_S)
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        await asyncio.to_thread(folders.remove, self.folder)
+
+
+class SupervisedJob:
+    """A command as its guard tells of it: that it has started, its exit code, and that nothing of it is left."""
+
+    def __init__(self, sandbox: Supervised, name: str) -> None:
+        self._sandbox = sandbox
+        self._name = name
+        loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[bool] = loop.create_future()
+        self._code: asyncio.Future[int] = loop.create_future()
+        self._gone: asyncio.Future[None] = loop.create_future()
+
+    @classmethod
+    async def started(cls, sandbox: Supervised, name: str, status: int) -> SupervisedJob:
+        job = cls(sandbox, name)
+        pipe = os.fdopen(status, "rb", 0)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: _Status(job), pipe)
+        try:
+            has_started = await job._started
+        except asyncio.CancelledError:
+            await to_the_end(job.kill(grace_s=0))
+            raise
+        if not has_started:
+            raise SandboxError("the sandbox has ended")
+        return job
+
+    def told(self, text: bytes) -> None:
+        """What the guard has written so far."""
+        if not self._started.done():
+            self._started.set_result(text.startswith(supervisor.STARTED))
+        code = text[len(supervisor.STARTED) :]
+        if code.endswith(b"\n") and not self._code.done():
+            self._code.set_result(int(code) if code.strip().isdigit() else KILLED)
+
+    def gone(self) -> None:
+        if not self._started.done():
+            self._started.set_result(False)
+        if not self._code.done():
+            self._code.set_result(KILLED)  # the guard was killed, and could not tell
+        self._gone.set_result(None)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    async def kill(self, grace_s: float = 2.0) -> None:
+        for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, END_S)):
+            if patience and not self._gone.done():
+                with suppress(SandboxError):  # it has ended with its sandbox
+                    await self._sandbox.send({"job": self._name, "signal": int(number)})
+                await asyncio.wait([self._gone], timeout=patience)
+        if not self._gone.done():
+            raise SandboxError("a process cannot be killed")
+
+
+class _Status(asyncio.Protocol):
+    def __init__(self, job: SupervisedJob) -> None:
+        self.job = job
+        self.text = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.text = (self.text + data)[:16]
+        self.job.told(self.text)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.job.gone()

@@ -1,0 +1,250 @@
+"""The first process of a sandbox on this machine: starts commands, and knows everything that descends from each of them.
+
+Run by `supervised.py` as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace
+(bubblewrap). FD is one end of a socket pair. Each command gets a guard: a process that adopts whatever the command leaves
+behind, so that a daemon that has left its session still counts as the command's. When the other end of FD closes (the owner
+stopped the sandbox, or was killed), or after LIFE_S, every process is killed; FOLDER is removed.
+
+Standard library only, Python 3.8 and newer, one thread.
+"""
+
+# Python 3.8, and files that depend on little:
+# ruff: noqa: PTH101, PTH112, PTH208, S606, SIM105, UP035
+
+from __future__ import annotations
+
+import array
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any, Callable, Iterable
+
+SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # of prctl(2)
+STARTED = b"+"  # on the status pipe; then a line with the exit code; and its end when nothing of the command is left
+FDS = 5  # that come with a command: what to run, stdin, stdout, stderr, and where its exit code goes
+CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not name
+CANNOT_RUN, NOT_FOUND = 126, 127  # as a shell has it
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    deadline = time.monotonic() + float(sys.argv[2])
+    os.umask(0o022)
+    _prctl(SET_CHILD_SUBREAPER, 1)
+    _prctl(SET_DUMPABLE, 0)  # what runs in here has our user's id: it shall not look into this process
+    for ours in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(ours, signal.SIG_IGN)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    control.send(b"ready")
+    guards: dict[str, int] = {}
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([control.fileno(), wake], [], [], min(deadline - time.monotonic(), 3600))
+        if wake in ready:
+            os.read(wake, 4096)
+            _reap(guards)
+        if control.fileno() in ready:
+            message, fds = _receive(control)
+            if not message:
+                break
+            order = json.loads(message)
+            if fds:
+                guards[order["job"]] = _guarded(control, fds)  # -1, which is no one's, where there is none
+            elif guards.get(order["job"], -1) > 0:
+                end_below(guards[order["job"]], order["signal"])
+    end_everything()
+    for folder in sys.argv[3:]:
+        remove(folder)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    message, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(FDS * 4), CLOSE_ON_EXEC)
+    fds = array.array("i")
+    for _, _, data in ancillary:
+        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return message, list(fds)
+
+
+def _reap(guards: dict[str, int]) -> None:
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        for job, guard in list(guards.items()):
+            if guard == pid:
+                del guards[job]
+
+
+# ---- one command ----
+
+
+def _guarded(control: socket.socket, fds: list[int]) -> int:
+    """Fork the guard of one command."""
+    guard = _fork(*fds[3:])
+    if guard == 0:
+        try:
+            control.close()
+            _guard(*fds)
+        finally:
+            os._exit(1)
+    for fd in fds:
+        os.close(fd)
+    return guard
+
+
+def _fork(stderr: int, status: int) -> int:
+    """Fork; where the sandbox has no room for another process, say so as the command would have, and return -1."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os.write(stderr, f"turngate: cannot fork: {error.strerror}\n".encode())
+        os.write(status, STARTED + b"%d\n" % CANNOT_RUN)
+        return -1
+
+
+def _guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> None:
+    """Start the command, tell how it ended, and stay until nothing of it is left."""
+    signal.set_wakeup_fd(-1)
+    _prctl(SET_CHILD_SUBREAPER, 1)
+    with os.fdopen(order_fd, "rb") as file:
+        order = json.load(file)
+    command = _fork(stderr, status)
+    if command < 0:
+        return
+    if command == 0:
+        try:
+            _execute(order, stdin, stdout, stderr)
+        finally:
+            os._exit(CANNOT_RUN)
+    os.write(status, STARTED)
+    for fd in (stdin, stdout, stderr):
+        os.close(fd)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # ours
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, 0)
+        except ChildProcessError:
+            os._exit(0)
+        if pid == command:
+            code = os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else 128 + os.WTERMSIG(ended)
+            os.write(status, b"%d\n" % code)
+
+
+def _execute(order: Any, stdin: int, stdout: int, stderr: int) -> None:
+    """Become the command. What comes with the fork, and must not stay: signals, descriptors, session."""
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    for target, fd in enumerate((stdin, stdout, stderr)):  # all above 2, because our own three are open
+        os.dup2(fd, target)
+    command, where = order["command"], order["cwd"]
+    try:
+        os.chdir(where)
+    except OSError as error:
+        _refuse(f"cannot change to {where}: {error.strerror}", CANNOT_RUN)
+    try:
+        os.execvpe(command[0], command, order["env"])
+    except FileNotFoundError:
+        _refuse(f"{command[0]}: not found", NOT_FOUND)
+    except OSError as error:
+        _refuse(f"cannot run {command[0]}: {error.strerror}", CANNOT_RUN)
+
+
+def _refuse(why: str, code: int) -> None:
+    os.write(2, f"turngate: {why}\n".encode("utf-8", "replace"))
+    os._exit(code)
+
+
+# ---- ending processes; the host uses these as well ----
+
+
+def end_below(root: int, number: int) -> None:
+    """Send a signal to everything that descends from a process. SIGKILL leaves none of it, however fast it forks."""
+    if number == signal.SIGKILL:
+        kill(lambda: below(root))
+    else:
+        for pid in below(root):
+            _send(pid, number)
+
+
+def end_everything() -> None:
+    """Everything but this process."""
+    if os.getpid() == 1:
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    else:
+        kill(lambda: below(os.getpid()))
+
+
+def kill(find: Callable[[], Iterable[int]]) -> int:
+    """Kill what `find` finds: all of it is stopped first, so that nothing is born while we count. How many there were."""
+    stopped: set[int] = set()
+    for _ in range(100):
+        fresh = set(find()) - stopped
+        if not fresh:
+            break
+        for pid in fresh:
+            _send(pid, signal.SIGSTOP)
+        stopped |= fresh
+    for pid in stopped:
+        _send(pid, signal.SIGKILL)
+    return len(stopped)
+
+
+def below(root: int) -> list[int]:
+    """The processes that descend from one, parents first."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open("/proc/" + name + "/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b") ")[2].split()[1])
+            except (OSError, IndexError):  # it has ended
+                continue
+            children.setdefault(parent, []).append(int(name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, also where somebody took his own right to do so."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.isdir(folder):
+        for place, _, _ in os.walk(folder):
+            os.chmod(place, 0o700)
+            for entry in os.scandir(place):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
