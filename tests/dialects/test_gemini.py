@@ -77,7 +77,9 @@ def refused(**fields: Json) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
         got = decoded(**fields)
         for n in range(len(got.history.raws)):
-            got.history.decode(n)
+            for message in got.history.decode(n):
+                if message.beyond:  # which the pipeline refuses, unless it passes the call on as it is
+                    raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
         if got.tools is not None:
             got.tools.decode()
     assert caught.value.param is not None and caught.value.message.startswith(caught.value.param)
@@ -174,7 +176,7 @@ def test_a_role_is_known_wherever_it_stands(spelling: str) -> None:
 
 def test_a_turn_is_looked_at_only_when_it_is_asked_for() -> None:
     """What was seen before is known by its bytes: a long history is not parsed again."""
-    got = decoded(contents=[{"parts": [{"inlineData": {}}], "role": "user"}, {"parts": [], "role": "model"}, HI])
+    got = decoded(contents=[{"parts": [{"unheardOf": {}}], "role": "user"}, {"parts": [], "role": "model"}, HI])
     assert len(got.history.raws) == 3 and got.history.decode(2) == (Message("user", "Hi"),)
     with pytest.raises(BadRequest):
         got.history.decode(0)

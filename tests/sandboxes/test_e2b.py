@@ -13,7 +13,7 @@ from tests.sandboxes.standins.e2b import KEY, E2BStandIn
 from tests.sandboxes.standins.machine import Fault, serving
 from tests.sandboxes.standins.suite import Remote, RemoteSuite, until
 from turngate.errors import SandboxUnavailable
-from turngate.sandboxes import e2b
+from turngate.sandboxes import shell
 from turngate.sandboxes.base import Backend, Resources, SandboxSpec
 from turngate.sandboxes.e2b import E2BBackend
 
@@ -112,7 +112,7 @@ async def test_resources_that_cannot_be_had_are_told(remote: Remote, caplog: pyt
 
 
 async def test_a_stream_that_hangs_without_breaking(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e2b, "POLL_S", 0.2)
+    monkeypatch.setattr(shell, "POLL_S", 0.2)
     async with remote.sandbox() as sandbox:
         remote.standin.fail(Fault(remote.start, cut_s=3600))
         job = await sandbox.start(["sh", "-c", "sleep 0.5; exit 8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ async def test_an_overflow_reads_as_one_in_each_dialect(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = await failed(endpoint, dialect, 400, OVERFLOWS[endpoint.name], monkeypatch)
-    assert pytest.importorskip("re").search(SIGNS[dialect], str(error))
+    assert re.search(SIGNS[dialect], str(error))
     if dialect == "messages" and endpoint.name != "responses":
         assert "prompt is too long: 5000 tokens > 4096 maximum" in str(error)
 
@@ -278,6 +279,31 @@ async def test_hidden_thinking_makes_the_round(monkeypatch: pytest.MonkeyPatch) 
             assert block == {"type": "redacted_thinking", "data": "hidden 0"}
 
 
+@every_dialect
+@pytest.mark.parametrize("endpoint", [AnthropicProvider, ResponsesProvider], ids=lambda kind: kind.name)
+async def test_thoughts_that_were_signed_apart_go_back_apart(
+    dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Twice(endpoint):  # type: ignore[valid-type, misc]
+        def blocks(self, said: Says, turn: int) -> list[Json]:
+            first = {"type": "thinking", "thinking": "Hm.", "signature": self.signature("Hm.")}
+            return [first, *super().blocks(said, turn)]
+
+        def items(self, said: Says, turn: int) -> list[Json]:
+            first, *rest = super().items(said, turn)
+            return [first, {**first, "id": f"rs_{turn}"}, *rest]
+
+    async with scene(Twice(*SCRIPT), dialect, monkeypatch) as s:
+        await s.agent.ask("Look around.")
+        await s.agent.answer(RESULTS)
+        if endpoint is AnthropicProvider:
+            kinds = [block["type"] for block in s.provider.asked["messages"][1]["content"]]
+            assert kinds == ["thinking", "thinking", "text", "tool_use", "tool_use"]
+        else:
+            kinds = [item.get("type", "message") for item in s.provider.asked["input"]]
+            assert kinds[1:6] == ["reasoning", "reasoning", "message", "function_call", "function_call"]
+
+
 async def test_cut_answers_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint in PROVIDERS:
         for dialect in DIALECTS:
@@ -339,8 +365,8 @@ async def test_tokens_are_counted_by_the_endpoint_if_it_can(
         assert s.provider.refusals == [] and await s.gateway.turns(s.session.id) == []
 
 
-async def test_a_script_is_not_asked_for_what_only_streams_can_say() -> None:
-    """A provider that is not there at all: the agent is told to come back, and nothing is recorded."""
+async def test_a_provider_that_is_not_there() -> None:
+    """The agent is told to come back, and nothing is recorded."""
     async with gateway(observe="anthropic", engine_url=["http://127.0.0.1:1"]) as g:
         session = await g.open(mode="observe")
         async with agent("messages", g.root, session.key) as a:

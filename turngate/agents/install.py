@@ -60,6 +60,19 @@ class Installed(msgspec.Struct, frozen=True):
         """The folders that a sandbox has to see, where they are here."""
         return tuple(folder for folder in (self.folder, str(Path(self.node).parent) if self.node else "") if folder)
 
+    def seen_at(self, root: str) -> tuple[Installed, tuple[tuple[str, str], ...]]:
+        """The same, seen below `root` in a sandbox; and what has to be mounted where. A home folder is closed to others."""
+        pairs = []
+        moved = self
+        if self.folder:
+            pairs.append((self.folder, f"{root}/agent"))
+            program = self.program.replace(self.folder, f"{root}/agent", 1)
+            moved = msgspec.structs.replace(moved, folder=f"{root}/agent", program=program)
+        if self.node:
+            pairs.append((str(Path(self.node).parent), f"{root}/node"))
+            moved = msgspec.structs.replace(moved, node=f"{root}/node/{Path(self.node).name}")
+        return moved, tuple(pairs)
+
 
 def cache() -> Path:
     """Where installations are kept."""

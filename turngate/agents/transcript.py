@@ -81,18 +81,17 @@ def agree(
     Text counts without blanks at its ends, arguments as parsed JSON, the calls of one turn in any order (agents write them down as
     they end), reasoning only where the transcript has any. `fills_in`: the agent adds arguments that the model left out.
     """
-    ours = [_shape(turn) for turn in transcript]
     theirs = [_shape(turn) for turn in trace]
-    may_be = {_shape(turn) for turn in side}
+    aside = {_shape(turn) for turn in side} - set(theirs)
+    kept = [n for n, turn in enumerate(transcript) if _shape(turn) not in aside]
+    ours = [_shape(transcript[n]) for n in kept]
     found: list[Difference] = []
-    for kind, a, a_end, b, b_end in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+    for _, a, a_end, b, b_end in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
         pairs = min(a_end - a, b_end - b)
         for n in range(pairs):
-            found += _differences(transcript[a + n], trace[b + n], a + n, b + n, fills_in)
-        if kind != "equal":
-            alone = [n for n in range(a + pairs, a_end) if ours[n] not in may_be]
-            found += [Difference("missing in trace", n, None, _line(transcript[n])) for n in alone]
-            found += [Difference("missing in transcript", None, n, _line(trace[n])) for n in range(b + pairs, b_end)]
+            found += _differences(transcript[kept[a + n]], trace[b + n], kept[a + n], b + n, fills_in)
+        found += [Difference("missing in trace", n, None, _line(transcript[n])) for n in kept[a + pairs : a_end]]
+        found += [Difference("missing in transcript", None, n, _line(trace[n])) for n in range(b + pairs, b_end)]
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from turngate.dialects.wire import UNREADABLE, given, reason, refused
+from turngate.dialects.wire import UNREADABLE, given, reason, refused, stand_in
 from turngate.errors import BadRequest
 from turngate.types import Json, Message, ToolCall
 
@@ -27,6 +27,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 # A part is one of these. What else it may carry says nothing to a model that reads text.
 _KINDS = ("text", "functionCall", "functionResponse")
+_MEDIA = ("inlineData", "fileData")  # which only an endpoint of this dialect may be able to see
 _BESIDES = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 _SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
 # How most clients spell a role. An object that ends so has it as its own last field: nothing inside it can look like this.
@@ -230,19 +231,24 @@ def _user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
     """What the user says, and what its tools answer, in the order in which it stands there."""
     messages: list[Message] = []
     texts: list[str] = []
+    beyond = ""
     calls: list[ToolCall] | None = None
     for where, part in _parts(turn):
-        if _kind(part, where, ("text", "functionResponse"), "a content of the user") == "text":
+        media = next((name for name in _MEDIA if name in part), "")
+        if media:
+            texts.append(stand_in(media, bytes(part[media])))
+            beyond = beyond or f"{where}.{media}: is not supported; this gateway takes text and functions only"
+        elif _kind(part, where, ("text", "functionResponse"), "a content of the user") == "text":
             texts.append(value(part, "text", str, "", where))
         if "functionResponse" in part:
             if texts:
-                messages.append(Message("user", "\n".join(texts)))
-                texts = []
+                messages.append(Message("user", "\n".join(texts), beyond=beyond))
+                texts, beyond = [], ""
             if calls is None:
                 calls = list(_model(_parts(answered)).tool_calls) if answered is not None else []
             messages.append(_result(part["functionResponse"], f"{where}.functionResponse", calls))
     if texts:
-        messages.append(Message("user", "\n".join(texts)))
+        messages.append(Message("user", "\n".join(texts), beyond=beyond))
     if not messages:
         raise refused(f"contents[{turn.at}].parts", "must hold at least one part")
     return tuple(messages)
@@ -251,14 +257,17 @@ def _user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
 def _result(raw: msgspec.Raw, where: str, calls: list[ToolCall]) -> Message:
     """The answer to a call. Many clients send it without an id: then it answers the first open call of its name."""
     found = fields(raw, where)
+    beyond = media = ""
     if "parts" in found and items(found["parts"], f"{where}.parts"):
-        raise refused(f"{where}.parts", "media are not supported; this gateway takes text and functions only")
+        beyond = f"{where}.parts: media are not supported; this gateway takes text and functions only"
+        media = "\n" + stand_in("media", bytes(found["parts"]))
     name, given_id = value(found, "name", str, "", where), value(found, "id", str, "", where)
     call = next((c for c in calls if c.id == given_id), None) or next((c for c in calls if c.name == name), None)
     if call is not None:
         calls.remove(call)
-    text = _answer(value(found, "response", dict[str, Json], {}, where))
-    return Message("tool", text, tool_call_id=call.id if call is not None else given_id or name, name=name)
+    text = _answer(value(found, "response", dict[str, Json], {}, where)) + media
+    answers = call.id if call is not None else given_id or name
+    return Message("tool", text, tool_call_id=answers, name=name, beyond=beyond)
 
 
 def _answer(response: dict[str, Json]) -> str:

@@ -110,7 +110,7 @@ class ResponsesStream:
             opening = self._close() + self._open("reasoning")
         assert self._item is not None
         self._item.seal = seal
-        return opening
+        return opening + self._close()  # what follows is sealed apart
 
     def _open(self, kind: Literal["reasoning", "message"]) -> bytes:
         self._item = _Open(kind, self._id("rs" if kind == "reasoning" else "msg"))

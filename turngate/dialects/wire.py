@@ -18,6 +18,18 @@ ABSENT = msgspec.Raw(b"null")
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+_SURROGATES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+)
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """JSON in which half of a character is the replacement character. Programs in JavaScript cut strings in the middle of one."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return _SURROGATES.sub(lambda found: b"\\ufffd" if len(found[0]) == 6 else found[0], body)
+
+
 def given(raw: msgspec.Raw) -> bool:
     return bytes(raw) != b"null"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -214,8 +214,9 @@ class OpenAIRelay:
             yield RelayChunk(lost=written.lost)
         batches = reply.events() if written.body.get("stream") is True else reply.whole()
         answer = _Answer(self._client, keeps=request.call.dialect != _DIALECT)
-        async for chunk in answered(self.name, answer, reply, batches):
-            yield chunk
+        async with aclosing(answered(self.name, answer, reply, batches)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> Written:
         """Send, and again with less where the endpoint refuses what the relay added, or what can be left out."""

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from itertools import groupby
 from typing import Protocol, TypeVar
 
@@ -35,7 +35,7 @@ class Answer(Protocol):
 
 async def answered(
     endpoint: str, answer: Answer, reply: Reply, batches: AsyncIterator[list[bytes]]
-) -> AsyncIterator[RelayChunk]:
+) -> AsyncGenerator[RelayChunk, None]:
     """The whole answer. What came in one read goes on together; what came before a failure goes on before it."""
     async for batch in batches:
         chunks: list[RelayChunk] = []
@@ -111,9 +111,9 @@ class StreamingRelay:
         written = await self._open(reply, request)
         if written.lost:
             yield RelayChunk(lost=written.lost)
-        answers = answered(self.name, self._answer(request), reply, reply.events())
-        async for chunk in answers:
-            yield chunk
+        async with aclosing(answered(self.name, self._answer(request), reply, reply.events())) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> Written:
         """Send, and again without what the endpoint refuses, where the call can do without it."""

@@ -53,6 +53,7 @@ _LIMITS: Mapping[Stage, float] = {
     "collect": 120,
     "clean": 120,
 }
+INSTALLED = "/opt/turngate"  # where an agent's program is seen in a sandbox
 _AFTER_LIMIT_S = 30.0  # for an agent to end by itself when its session has
 
 
@@ -147,6 +148,12 @@ class Rollout:
             model=order.model,
         )
         self._session: Opened | None = None
+        # The installation as the sandbox sees it.
+        self._installed, self._pairs = (
+            order.installed.seen_at(INSTALLED)
+            if order.backend.relocates
+            else (order.installed, tuple((folder, folder) for folder in order.installed.mounts))
+        )
         self._limit_met = asyncio.Event()
 
     async def run(self) -> Outcome:
@@ -182,7 +189,7 @@ class Rollout:
         stack.callback(watching.cancel)
         async with self._stage("relay"):
             way = await stack.enter_async_context(
-                self._wayout.connected(sandbox, python=order.installed.python, node=order.installed.node)
+                self._wayout.connected(sandbox, python=self._installed.python, node=self._installed.node)
             )
         launch = self._launch(sandbox, way.base_url, opened)
         async with self._stage("files"):
@@ -207,7 +214,7 @@ class Rollout:
                 f"task: {task.id} builds its own image (environment/Dockerfile); use --sandbox docker, or --image with a ready one",
                 param="sandbox",
             )
-        mounts = [Mount(folder, folder) for folder in order.installed.mounts]
+        mounts = [Mount(source, target) for source, target in self._pairs]
         image = order.image or task.image
         given = order.resources
         return SandboxSpec(
@@ -254,7 +261,7 @@ class Rollout:
         order = self._order
         return plan(
             order.agent,
-            order.installed,
+            self._installed,
             base_url=base_url,
             api_key=opened.key,
             model=order.model,

@@ -125,6 +125,10 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def relocates(self) -> bool:
+        """Whether a mount can be seen at another path than the host's."""
+
     async def check(self) -> None:
         """`SandboxUnavailable`, with what is missing and how to get it, where no sandbox of this kind can be made."""
 

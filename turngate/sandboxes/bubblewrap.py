@@ -59,6 +59,7 @@ class BubblewrapBackend:
     """`root`: as for `local`."""
 
     name = KIND
+    relocates = True
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root

@@ -188,6 +188,7 @@ class DockerBackend:
     """`root`: where the folders with the sandboxes' sockets lie; as for `local`. `image`: the one to take where a spec names none."""
 
     name = KIND
+    relocates = True
 
     def __init__(self, root: Path | None = None, image: str = DEFAULT_IMAGE) -> None:
         self.root = root

@@ -46,6 +46,7 @@ class E2BBackend:
     """Makes E2B sandboxes, with the key in `E2B_API_KEY`. An image is the name of an E2B template."""
 
     name = "e2b"
+    relocates = True
 
     def __init__(self, *, reachable: Sequence[str] = (), lease_s: float = 3600.0, patience_s: float = 120.0) -> None:
         self._reachable = list(reachable)  # hosts that stay open under network "none", besides a spec's

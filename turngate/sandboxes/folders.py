@@ -73,13 +73,14 @@ def _ownerless(folder: Path) -> bool:
 def remove(folder: Path) -> None:
     """Kill whatever still belongs to a sandbox, and remove its folder."""
     deadline = time.monotonic() + END_S
-    while supervisor.kill(lambda: _marked(folder.name)) and time.monotonic() < deadline:
+    while supervisor.kill(lambda: _processes(folder.name)) and time.monotonic() < deadline:
         time.sleep(0.02)
     cgroups.remove(folder.name)
     supervisor.remove(str(folder))
 
 
-def _marked(name: str) -> list[int]:
+def _processes(name: str) -> list[int]:
+    """Those with a sandbox's mark, and their children: who throws the mark away is still the supervisor's child."""
     mark = f"{MARK}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():
@@ -87,4 +88,4 @@ def _marked(name: str) -> list[int]:
             with suppress(OSError):
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     found.append(int(process.name))
-    return found
+    return [*found, *supervisor.below(*found)]

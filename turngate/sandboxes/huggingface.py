@@ -43,6 +43,7 @@ class HuggingFaceBackend:
     """Makes Hugging Face sandboxes, with the token in `HF_TOKEN`, in that user's namespace unless one is given."""
 
     name = "huggingface"
+    relocates = True
 
     def __init__(
         self,

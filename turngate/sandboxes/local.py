@@ -24,6 +24,7 @@ class LocalBackend:
     """`root`: where the sandboxes' folders lie; a folder of this user's in the host's temporary folder unless told otherwise."""
 
     name = KIND
+    relocates = False  # there is one file system
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root

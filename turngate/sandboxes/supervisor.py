@@ -208,8 +208,8 @@ def kill(find: Callable[[], Iterable[int]]) -> int:
     return len(stopped)
 
 
-def below(root: int) -> list[int]:
-    """The processes that descend from one, parents first."""
+def below(*roots: int) -> list[int]:
+    """The processes that descend from some, parents first."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -219,10 +219,10 @@ def below(root: int) -> list[int]:
             except (OSError, IndexError):  # it has ended
                 continue
             children.setdefault(parent, []).append(int(name))
-    found = [root]
+    found = list(roots)
     for pid in found:
         found += children.get(pid, [])
-    return found[1:]
+    return found[len(roots) :]
 
 
 def _send(pid: int, number: int) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from turngate.control import Control
 from turngate.dialects import Dialect, Verb, Wire
+from turngate.dialects.wire import without_lone_surrogates
 from turngate.errors import Conflict, Stopping, TurngateError
 from turngate.server.asgi import (
     EventStream,
@@ -96,7 +97,7 @@ class ModelCalls:
             else:
                 session = self._auth.session(key, session_id)
             body = await read_body(receive, headers, self._max_body)
-            call = dialect.decode(Wire(body, headers, query, found.verb, found.model))
+            call = dialect.decode(Wire(without_lone_surrogates(body), headers, query, found.verb, found.model))
             if session.config.signals:
                 told = read(session.config.signals, headers, call)
                 call = msgspec.structs.replace(call, told=told)

@@ -24,6 +24,10 @@ def cause(
         same_key = bool(idempotency_key) and any(s.info.idempotency_key == idempotency_key for s in answers)
         return "retry" if retried or lost or same_key else "resample"
     if located.node is not None:
+        if told.role == "subagent" or (told.parent and told.parent != told.thread):
+            # A helper may begin where its parent stands. It is one where it leaves its parent's line, and goes on as itself.
+            own = located.node.parent.info.told.thread == told.thread
+            return None if own and not located.node.children else "subagent"
         foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
         return "edited" if foreign else ("branch" if located.node.children else None)
     return new_root(trace, located.reading, has_tools, told) if trace.roots else None
@@ -48,7 +52,8 @@ def new_root(trace: Trace, reading: Reading, has_tools: bool, told: Told = Told(
 def _looks_like(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
     head = reading.meaning(0)
     asks = _first_question(reading)
-    for root in trace.roots:
+    # A title or a summary is no conversation that another one could be a later form of.
+    for root in [root for root in trace.roots if root.info.cause != "side" and root.info.told.role != "side"]:
         meanings = root.info.meanings
         known_ask = _first_user(root)
         if root.info.preamble != reading.preamble and meanings[:DIGEST] == head and (asks is None or known_ask == asks):
@@ -67,9 +72,10 @@ def _looks_like(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
     ]
     if not same_head:
         return "subagent"
-    if any(_first_user(root) == asks for root in same_head):
-        return "edited"
     longest = max((node.count for node in trace.nodes if node.root in same_head), default=0)
+    if any(_first_user(root) == asks for root in same_head):
+        # Some agents keep what the user said when they sum up the rest.
+        return "compaction" if longest > len(reading) + 1 and not _answered(reading) else "edited"
     return "compaction" if longest > len(reading) or _answered(reading) else "subagent"
 
 

@@ -42,7 +42,11 @@ class Reading:
 
     def meaning(self, index: int) -> bytes:
         if index not in self._meanings:
-            self._meanings[index] = meaning(self.messages(index), self._call_order(index))
+            said = meaning(self.messages(index), self._call_order(index))
+            if any(message.beyond for message in self.messages(index)):
+                # What cannot be read (an image) can still be told apart.
+                said = blake2b(said + self.raws[index], digest_size=DIGEST).digest()
+            self._meanings[index] = said
         return self._meanings[index]
 
     def meanings(self, start: int, stop: int) -> bytes:

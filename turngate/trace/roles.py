@@ -25,8 +25,19 @@ def roles(trace: Trace) -> dict[int, TurnRole]:
         elif turn.id in superseded or (not turn.delivered and not turn.children):
             found[turn.id] = "superseded"
         else:
-            found[turn.id] = lines[turn.root.id]
+            found[turn.id] = _told(turn, trace) or lines[turn.root.id]
     return found
+
+
+def _told(turn: Sampled, trace: Trace) -> TurnRole | None:
+    """What the agent's program said about this very call. A helper may go on from its parent's history, in the same tree."""
+    told = turn.parent.info.told
+    if told.role:
+        return told.role
+    if told.parent and told.parent != told.thread:
+        return "subagent"
+    begun = turn.root.info.told.thread
+    return "subagent" if told.thread and begun and told.thread != begun and turn.parent.info.has_tools else None
 
 
 def _lines(trace: Trace) -> dict[int, TurnRole]:
@@ -36,19 +47,23 @@ def _lines(trace: Trace) -> dict[int, TurnRole]:
     for turn in trace.turns():
         sizes[turn.root.id] = sizes.get(turn.root.id, 0) + 1
     longest = max(trace.roots, key=lambda root: sizes.get(root.id, 0), default=None)
-    own = [root for root in trace.roots if root.info.told.role in ("", "main") and not root.info.told.parent]
+    own = [root for root in trace.roots if not _others(root)]
     main = next((root for root in own if root.info.has_tools), longest)
     found: dict[int, TurnRole] = {}
     for root in trace.roots:
-        if root.info.told.role:
-            found[root.id] = root.info.told.role
-        elif root is main or root.info.cause in ("compaction", "system", "tools", "template", "edited"):
+        if root is main or root.info.cause in ("compaction", "system", "tools", "template", "edited"):
             found[root.id] = "main"
         elif root.info.cause == "subagent":
             found[root.id] = "subagent"
         else:
             found[root.id] = "side"
     return found
+
+
+def _others(root: Context) -> bool:
+    """The program says that this is not its main conversation."""
+    told = root.info.told
+    return told.role in ("side", "subagent") or bool(told.parent and told.parent != told.thread)
 
 
 def _superseded(trace: Trace) -> set[int]:

@@ -1,0 +1,162 @@
+"""A planned run: placeholders, prompts of every kind, and where the key goes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from turngate.agents import launch, spec, template
+from turngate.agents.install import Installed
+from turngate.agents.launch import Launch, Limits, plan
+from turngate.errors import AgentError
+
+INSTALLED = Installed(
+    folder="/cache/agents/x-1", program="/cache/agents/x-1/x", node="/cache/node/bin/node", python="python3.11"
+)
+KEY = "tg-secret-key"
+PROMPTS = {
+    "plain": "Fix the bug.",
+    "quotes": "\"double\" 'single' `back` $HOME \\n {model} {{task}} %s",
+    "dashes": "--help\n-x",
+    "lines": "one\n\ntwo\r\n\tthree\n",
+    "unicode": "é 日本語 🎉 \u2028 \ufeff \x7f \x85",
+    "long": "x" * 200_000,
+}
+PRESETS = list(spec.catalog())
+
+
+def planned(agent: spec.AgentSpec, prompt: str = "Do it.", model: str = "Qwen/Qwen3-8B", **more: object) -> Launch:
+    options = {"command": "true"} if agent.name == "shell" else None
+    return plan(
+        agent,
+        INSTALLED,
+        base_url="http://127.0.0.1:8700/",
+        api_key=KEY,
+        model=model,
+        prompt=prompt,
+        home="/home/agent",
+        workdir="/work",
+        limits=Limits(context_tokens=40000, max_output_tokens=4000),
+        options=options,
+    )
+
+
+def agent(text: str) -> spec.AgentSpec:
+    return spec.parse(f'name = "mine"\ntitle = "Mine"\ndialect = "chat"\n{text}', "my.toml")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_key_is_only_where_nobody_else_can_read_it(name: str) -> None:
+    run = planned(spec.find(name).spec)
+    assert not [word for word in run.command if KEY in word]
+    open_files = [file.path for file in run.files if KEY.encode() in file.data and file.mode & 0o077]
+    assert open_files == []
+    holders = [name for name, value in run.env.items() if KEY in value]
+    assert holders or [file for file in run.files if KEY.encode() in file.data]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_every_preset_takes_every_prompt(name: str, prompt: str) -> None:
+    run = planned(spec.find(name).spec, prompt)
+    assert not [word for word in run.command if len(word) > 1000]
+    held = [
+        file.data for file in run.files if prompt.encode() in file.data or template.quoted(prompt).encode() in file.data
+    ]
+    assert held
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("model", ["plain", "Qwen/Qwen3-8B", 'odd"name\\'])
+def test_files_stay_what_they_are(name: str, model: str) -> None:
+    for file in planned(spec.find(name).spec, PROMPTS["quotes"], model).files:
+        if file.path.endswith(".json"):
+            json.loads(file.data)
+        if file.path.endswith(".toml"):
+            assert tomllib.loads(file.data.decode())["model"] == model
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("pi", "codex", "mini-swe-agent")])
+def test_calls_to_the_small_model_are_side_calls(name: str) -> None:
+    signals = planned(spec.find(name).spec, model="a[1]*").signals
+    assert signals.models == {"a[[]1][*]-small": "side"}
+
+
+def test_what_is_written_into_yaml_is_read_back(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    mini = spec.find("mini-swe-agent").spec
+    for prompt in PROMPTS.values():
+        [file] = planned(mini, prompt).files
+        assert yaml.safe_load(file.data.decode())["run"]["task"] == prompt
+
+
+def test_standard_input_comes_from_a_file(tmp_path: Path) -> None:
+    cat = agent('command = ["cat", "-"]\nstdin = "{prompt}"')
+    run = plan(
+        cat, Installed(), base_url="x", api_key=KEY, model="m", prompt=PROMPTS["lines"], home=str(tmp_path), workdir="/"
+    )
+    for file in run.files:
+        Path(file.path).parent.mkdir(parents=True, exist_ok=True)
+        Path(file.path).write_bytes(file.data)
+    done = subprocess.run(run.command, capture_output=True, check=True)
+    assert done.stdout == PROMPTS["lines"].encode()
+
+
+def test_numbers_can_be_calculated_with() -> None:
+    values: dict[str, template.Value] = {"n": 40000, "name": "x"}
+    assert (
+        template.fill('{"a": {n}, "b": {n*8//10}, "c": {n*8/10485760}}', values)
+        == '{"a": 40000, "b": 32000, "c": 0.030518}'
+    )
+
+
+def test_other_peoples_braces_are_left_alone() -> None:
+    text = '{"a": {}} {{name}} {env:NAME} {Name} ${name} $x'
+    assert template.fill(text, {"name": "x"}) == '{"a": {}} {{name}} {env:NAME} {Name} $x $x'
+
+
+def test_a_prompt_that_an_argument_cannot_carry_is_refused() -> None:
+    by_argument = agent('command = ["mine", "--", "{prompt}"]')
+    assert planned(by_argument, PROMPTS["quotes"]).command == ("mine", "--", PROMPTS["quotes"])
+    with pytest.raises(AgentError, match=r"command\[2\]: is 200000 bytes long; .* stdin or \{prompt_file\}"):
+        planned(by_argument, PROMPTS["long"])
+    with pytest.raises(AgentError, match="holds a NUL character"):
+        planned(by_argument, "a\0b")
+
+
+def test_the_prompts_file_is_there_when_it_is_named() -> None:
+    run = planned(agent('command = ["mine", "@{prompt_file}"]'), "the task")
+    assert run.command[1] == "@/home/agent/.turngate/prompt.txt"
+    assert [(file.path, file.data, file.mode) for file in run.files] == [(run.command[1][1:], b"the task", 0o600)]
+
+
+def test_options_are_asked_for_and_checked() -> None:
+    shell = spec.find("shell").spec
+    values = {"base_url": "x", "api_key": KEY, "model": "m", "prompt": "p", "home": "/h", "workdir": "/w"}
+    assert plan(shell, Installed(), **values, options={"command": "echo 'hi' \"$X\""}).command[-1] == "echo 'hi' \"$X\""
+    with pytest.raises(AgentError, match=r"options\.command: shell needs it: the command line to run"):
+        plan(shell, Installed(), **values)
+    with pytest.raises(AgentError, match=r"options\.comand: shell has no such option; did you mean command\?"):
+        plan(shell, Installed(), **values, options={"comand": "x"})
+
+
+def test_the_installation_is_mounted_where_it_is() -> None:
+    run = planned(spec.find("codex").spec)
+    assert [(mount.source, mount.target, mount.writable) for mount in run.mounts] == [
+        ("/cache/agents/x-1", "/cache/agents/x-1", False),
+        ("/cache/node/bin", "/cache/node/bin", False),
+    ]
+    assert run.command[4:6] == ("/cache/node/bin/node", "/cache/agents/x-1/x")
+
+
+def test_the_gateways_address_has_no_slash_too_many() -> None:
+    assert b'base_url = "http://127.0.0.1:8700/v1"' in planned(spec.find("codex").spec).files[0].data
+
+
+def test_our_own_folder_is_in_the_agents_home() -> None:
+    run = planned(spec.find("opencode").spec)
+    assert run.stdout == f"/home/agent/{launch.OWN}/stdout"

@@ -1,0 +1,62 @@
+"""What requests tell: on headers and bodies as the real agents sent them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turngate.agents import spec
+from turngate.agents.launch import resolved
+from turngate.agents.signals import Request, Told, read
+
+COMPACTION = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\n- Do NOT use Read"
+
+
+def codex(kind: str, **headers: str) -> Request:
+    metadata = json.dumps({"thread_id": "t1", "request_kind": kind})
+    return Request(headers={"thread-id": "t1", "x-codex-turn-metadata": metadata, **headers}, model="m")
+
+
+@pytest.mark.parametrize(
+    ("agent", "request_", "told"),
+    [
+        ("claude-code", Request(headers={"x-claude-code-session-id": "s"}, model="m"), Told("s")),
+        (
+            "claude-code",
+            Request(headers={"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}, model="m"),
+            Told("a", "", "subagent", "Agent tool"),
+        ),
+        ("claude-code", Request(headers={}, body={"metadata": {"user_id": '{"session_id": "s"}'}}), Told("s")),
+        ("claude-code", Request(headers={}, last=COMPACTION, model="m"), Told("", "", "side", "compaction")),
+        ("claude-code", Request(headers={}, model="m-small"), Told("", "", "side", "model m-small")),
+        ("codex", codex("turn"), Told("t1")),
+        ("codex", codex("compaction"), Told("t1", "", "side", "compaction")),
+        (
+            "codex",
+            codex("turn", **{"x-openai-subagent": "collab_spawn", "x-codex-parent-thread-id": "t0"}),
+            Told("t1", "t0", "subagent", "spawn_agent"),
+        ),
+        ("opencode", Request(headers={"x-session-id": "s"}, model="m"), Told("s")),
+        (
+            "opencode",
+            Request(headers={"x-session-id": "s2", "x-parent-session-id": "s"}, model="m"),
+            Told("s2", "s", "subagent", "task tool"),
+        ),
+        ("opencode", Request(headers={"x-session-id": "s"}, model="m-small"), Told("s", "", "side", "model m-small")),
+        ("gemini-cli", Request(headers={}, model="m", tools=["read_file"]), Told()),
+        (
+            "gemini-cli",
+            Request(headers={}, model="m", tools=["complete_task"]),
+            Told("", "", "subagent", "invoke_agent"),
+        ),
+        ("shell", Request(headers={}, body="not an object", model="m"), Told()),
+    ],
+)
+def test_requests_tell_their_conversation(agent: str, request_: Request, told: Told) -> None:
+    assert read(resolved(spec.find(agent).spec.signals, "m"), request_) == told
+
+
+def test_what_is_no_json_tells_nothing() -> None:
+    signals = spec.find("codex").spec.signals
+    assert read(signals, Request(headers={"x-codex-turn-metadata": "{"}, body={"client_metadata": [1]})) == Told()

@@ -1,0 +1,133 @@
+"""Descriptions of agents: every preset reads, and what is wrong with one is said with its file, its field and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turngate.agents import spec
+from turngate.errors import AgentError
+
+GOOD = """
+name = "mine"
+title = "Mine"
+dialect = "chat"
+command = ["mine", "--model", "{model}"]
+"""
+PRESETS = ["claude-code", "codex", "gemini-cli", "mini-swe-agent", "opencode", "pi", "qwen-code", "shell"]
+
+
+@pytest.fixture(autouse=True)
+def no_user_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("TURNGATE_AGENTS", raising=False)
+
+
+def test_every_preset_reads() -> None:
+    assert list(spec.catalog()) == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_says_what_people_need(name: str) -> None:
+    agent = spec.find(name).spec
+    assert agent.limits
+    if name == "shell":
+        return
+    assert agent.install.version
+    assert agent.off, "what is switched off"
+    assert agent.transcript is not None
+    assert agent.homepage.startswith("https://")
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("shell", "qwen-code", "gemini-cli")])
+def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) -> None:
+    agent = spec.find(name).spec
+    holders = [variable for variable, text in agent.env.items() if "{api_key}" in text]
+    assert not [variable for variable in holders if not variable.startswith("TURNGATE_")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("nmae = 1", "nmae: there is no such field; did you mean name?"),
+        ('dialect = "chat', "is not valid TOML"),
+        ('command = ["mine", "{modle}"]', "command[1]: {modle} there is no such placeholder; did you mean model?"),
+        ('command = ["mine", "{api_key}"]', "command[1]: {api_key} may only be in env, or in a file of mode 0600"),
+        ('stdin = "{api_key}"', "stdin: {api_key} may only be in env"),
+        ('command = ["x", "{model*2}"]', "command[1]: {model} is a text; only numbers can be calculated with"),
+        ('command = ["x", "{context_tokens//0}"]', "command[1]: {context_tokens} is divided by 0"),
+        ('command = ["{program}"]', "install: {program} is used, but [install] has no program"),
+        ("command = []", "command: is empty"),
+        ('name = "Mine!"', "name: 'Mine!' may only hold a-z, 0-9 and -"),
+        ('dialect = "smoke"', "dialect: 'smoke' is not one of chat, responses, messages, gemini, any"),
+        (
+            '[[files]]\npath = "a"\ncontent = "{api_key}"',
+            'files[0].mode: is 0644, but the file holds {api_key}; write mode = "0600"',
+        ),
+        ('[[files]]\npath = "a"\ncontent = ""\nmode = "rw"', "files[0].mode: 'rw' is not a mode like 0644"),
+        ('[env]\nA = "{nothing}"', "env.A: {nothing} there is no such placeholder"),
+        ('[install]\nnpm = "x"\npip = "y"', "install: give npm or pip, not both"),
+        ('[install]\nnpm = "x"\nversion = "latest"', "install.version: 'latest' is not an exact version; pin one"),
+        ('[install]\nnpm = "x"\nversion = "1.0"', "install.program: is missing"),
+        ('[install]\nnpm = "x"\nversion = "1.0"\nprogram = "../x"', "install.program: '../x' is not a path inside"),
+        ('[install]\npip = "x"\nversion = "1.0"', "install.python: '' is not a version of Python like 3.11"),
+        ('[install]\npip = "x"\nversion = "1.0"\npython = "3.11"\nalso = ["y"]', "install.also[0]: 'y' is not pinned"),
+        ('[install]\nversion = "1"', "install: version and program belong to a package"),
+        ('[options.model]\nabout = "x"', "options.model: is a placeholder of Turngate's own"),
+        ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: 'cookie:x' is not a source; there are header:NAME"),
+        ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),
+        ('[signals]\nmodels = { "x" = "aside" }', "signals.models[...]: Invalid enum value 'aside'"),
+        ('[transcript]\nturn = "a"', "transcript: give path or stdout = true, one of them"),
+        ('[transcript]\nturn = "a ||"\nstdout = true', "transcript.turn: is not valid JMESPath"),
+        ('[transcript]\nturn = "a"\npath = "/etc/passwd"', "transcript.path: '/etc/passwd' is not a path below HOME"),
+        ('[transcript]\nturn = "a"\nstdout = true\nmerge = "end"', 'transcript.end: belongs to merge = "end"'),
+        ('[transcript]\nturn = "a"\nstdout = true\nformat = "json"', "transcript.records: belongs to format json"),
+        ("[transcript]\nstdout = true", "transcript.turn: is missing"),
+    ],
+)
+def test_what_is_wrong_is_said_with_file_field_and_fix(change: str, message: str) -> None:
+    field = change.split(" ", 1)[0]
+    kept = "\n".join(line for line in GOOD.splitlines() if not line.startswith(f"{field} "))
+    with pytest.raises(AgentError) as raised:
+        spec.parse(f"{kept}\n{change}\n", "my.toml")
+    assert str(raised.value).startswith("my.toml: ")
+    assert message in str(raised.value)
+
+
+def test_an_unknown_agent_is_answered_with_the_nearest() -> None:
+    with pytest.raises(AgentError, match="there is none called 'claude'; did you mean claude-code"):
+        spec.find("claude")
+
+
+def test_a_file_is_given_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(GOOD)
+    assert spec.find("./mine.toml", cwd=tmp_path).spec.title == "Mine"
+    with pytest.raises(AgentError, match=r"other\.toml: cannot be read \(No such file"):
+        spec.find("./other.toml", cwd=tmp_path)
+
+
+def test_a_users_file_takes_a_presets_place_visibly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "config" / "turngate" / "agents"
+    folder.mkdir(parents=True)
+    (folder / "pi.toml").write_text(GOOD.replace('"mine"', '"pi"', 1))
+    found = spec.find("pi")
+    assert (found.spec.title, found.file, found.shadows) == ("Mine", folder / "pi.toml", spec.CATALOG / "pi.toml")
+    single = tmp_path / "stronger.toml"
+    single.write_text(GOOD.replace('"mine"', '"pi"', 1).replace("Mine", "Stronger"))
+    monkeypatch.setenv("TURNGATE_AGENTS", str(single))
+    assert (spec.find("pi").spec.title, spec.find("pi").shadows) == ("Stronger", folder / "pi.toml")
+
+
+def test_two_files_of_one_name_in_one_folder_are_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("a.toml", "b.toml"):
+        (tmp_path / file).write_text(GOOD)
+    monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path))
+    with pytest.raises(AgentError, match=r"b\.toml: name: 'mine' is also the name in .*a\.toml"):
+        spec.catalog()
+
+
+def test_a_folder_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_AGENTS", "/no/such/folder")
+    with pytest.raises(AgentError, match="TURNGATE_AGENTS: /no/such/folder does not exist"):
+        spec.catalog()

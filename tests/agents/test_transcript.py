@@ -1,0 +1,208 @@
+"""Transcripts of real runs, trimmed, read by the expressions of the presets; and how they are held against a trace."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from turngate.agents import spec, transcript
+from turngate.agents.transcript import Call, Difference, Turn, agree, read
+
+SAMPLES = Path(__file__).parent / "samples"
+# Where the agent had put the file, below its HOME.
+PLACES = {
+    "claude-code": ".claude/projects/-work/4a895d83.jsonl",
+    "codex": ".codex/sessions/2026/11/15/rollout-2026-11-15T05-36-00-01a1.jsonl",
+    "gemini-cli": ".gemini/tmp/work/chats/session-2026-11-15T05-36-4613.jsonl",
+    "pi": ".pi/agent/sessions/--work--/2026-11-15_01a1.jsonl",
+    "qwen-code": ".qwen/projects/-work/chats/33d7.jsonl",
+    "mini-swe-agent": ".mini/trajectory.json",
+}
+
+
+def expected(read_call: Call, edit: Call, runs: tuple[Call, ...], write: Call, *, reasoning: bool = True) -> list[Turn]:
+    """What the stand-in had answered in each of the runs."""
+    return [
+        Turn(text="I will read the file.", reasoning="I read first." if reasoning else "", calls=(read_call,)),
+        Turn(reasoning="Now edit." if reasoning else "", calls=(edit,)),
+        Turn(text="Run it.", calls=runs),
+        Turn(calls=(write,)),
+        Turn(text="All done: colour is now color."),
+    ]
+
+
+def bash(name: str, key: str = "command", **more: object) -> tuple[Call, Call]:
+    listing = "env > env.txt; ls -la"
+    return Call(name, {key: "cat notes.txt", **more}), Call(name, {key: listing, **more})
+
+
+def described(name: str, first: str, second: str) -> tuple[Call, Call]:
+    return (
+        Call(name, {"command": "cat notes.txt", "description": first}),
+        Call(name, {"command": "env > env.txt; ls -la", "description": second}),
+    )
+
+
+NOTES, DONE = "/work/notes.txt", "/work/done.txt"
+PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n alpha\n-colour\n+color\n omega\n*** End Patch"
+TRACES = {
+    "claude-code": expected(
+        Call("Read", {"file_path": NOTES}),
+        Call("Edit", {"file_path": NOTES, "old_string": "colour", "new_string": "color"}),
+        described("Bash", "Show the file", "List"),
+        Call("Write", {"file_path": DONE, "content": "done\n"}),
+    ),
+    "codex": expected(
+        Call("exec_command", {"cmd": "cat notes.txt"}),
+        Call("exec_command", {"cmd": f"apply_patch <<'EOF'\n{PATCH}\nEOF\n"}),
+        bash("exec_command", "cmd"),
+        Call("exec_command", {"cmd": "echo done > done.txt", "workdir": "/work"}),
+    ),
+    "gemini-cli": expected(
+        Call("read_file", {"file_path": NOTES}),
+        Call(
+            "replace",
+            {
+                "file_path": NOTES,
+                "instruction": "Change colour to color",
+                "old_string": "colour",
+                "new_string": "color",
+            },
+        ),
+        described("run_shell_command", "Show the file", "List"),
+        Call("write_file", {"file_path": DONE, "content": "done\n"}),
+        reasoning=False,
+    ),
+    "pi": expected(
+        Call("read", {"path": "notes.txt"}),
+        Call("edit", {"path": "notes.txt", "edits": [{"oldText": "colour", "newText": "color"}]}),
+        bash("bash"),
+        Call("write", {"path": "done.txt", "content": "done\n"}),
+    ),
+    "qwen-code": expected(
+        Call("read_file", {"file_path": NOTES}),
+        Call("edit", {"file_path": NOTES, "old_string": "colour", "new_string": "color"}),
+        (
+            Call("run_shell_command", {"command": "cat notes.txt", "description": "Show", "is_background": False}),
+            Call(
+                "run_shell_command", {"command": "env > env.txt; ls -la", "description": "List", "is_background": False}
+            ),
+        ),
+        Call("write_file", {"file_path": DONE, "content": "done\n"}),
+    ),
+    "mini-swe-agent": [
+        *expected(
+            Call("bash", {"command": "cat notes.txt"}),
+            Call("bash", {"command": "sed -i s/colour/color/ notes.txt"}),
+            bash("bash"),
+            Call("bash", {"command": "echo done > done.txt"}),
+        )[:4],
+        Turn(
+            text="All done: colour is now color.",
+            calls=(Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),),
+        ),
+    ],
+}
+
+
+def of(name: str) -> spec.Transcript:
+    found = spec.find(name).spec.transcript
+    assert found is not None
+    return found
+
+
+def put(home: Path, sample: str, place: str) -> None:
+    (home / place).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(SAMPLES / sample, home / place)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_real_transcript_agrees_with_what_was_answered(name: str, tmp_path: Path) -> None:
+    put(tmp_path, f"{name}{Path(PLACES[name]).suffix}", PLACES[name])
+    found = read(of(name), tmp_path)
+    assert len(found.main) == 5
+    assert agree(found.main, TRACES[name], fills_in=of(name).fills_in) == []
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "mini-swe-agent"])
+def test_its_turns_have_the_ids_of_the_replies(name: str, tmp_path: Path) -> None:
+    put(tmp_path, f"{name}{Path(PLACES[name]).suffix}", PLACES[name])
+    ids = [turn.id for turn in read(of(name), tmp_path).main]
+    assert len(set(ids)) == 5
+    assert all(id.startswith(("msg_", "resp_", "chatcmpl-")) for id in ids)
+
+
+def test_opencode_prints_its_transcript_with_the_summary_of_a_compaction(tmp_path: Path) -> None:
+    found = read(of("opencode"), tmp_path, (SAMPLES / "opencode.jsonl").read_bytes() + b"not json\n{cut off")
+    assert [turn.text.strip()[:9] for turn in found.main] == [
+        "I will re", "", "Run it.", "<summary>", "", "Run it.", "", "All done:",
+    ]  # fmt: skip
+    summary = Turn(text=found.main[3].text)
+    trace = [turn for turn in found.main if turn.text != summary.text]
+    assert agree(found.main, trace, side=[summary]) == []
+    assert [one.what for one in agree(found.main, trace)] == ["missing in trace"]
+
+
+def test_claudes_subagents_are_read_apart(tmp_path: Path) -> None:
+    put(tmp_path, "claude-code-sub.jsonl", ".claude/projects/-work/b1aa.jsonl")
+    put(tmp_path, "claude-code-sub-agent.jsonl", ".claude/projects/-work/b1aa/subagents/agent-ac93.jsonl")
+    found = read(of("claude-code"), tmp_path)
+    assert [call.name for turn in found.main for call in turn.calls] == ["Agent", "Read", "Edit"]
+    assert [[call.name for turn in one for call in turn.calls] for one in found.subagents] == [["Bash"]]
+
+
+def test_codexs_subagents_lie_beside_the_main_transcript(tmp_path: Path) -> None:
+    put(tmp_path, "codex-sub-agent.jsonl", ".codex/sessions/2026/11/15/rollout-1.jsonl")
+    put(tmp_path, "codex-sub.jsonl", ".codex/sessions/2026/11/15/rollout-2.jsonl")
+    found = read(of("codex"), tmp_path)
+    assert [call.name for turn in found.main for call in turn.calls] == ["spawn_agent", "wait_agent", "close_agent"]
+    assert [[turn.text for turn in one] for one in found.subagents] == [["", "three lines"]]
+
+
+def test_nothing_written_is_nothing_found(tmp_path: Path) -> None:
+    for name in (*PLACES, "opencode"):
+        assert read(of(name), tmp_path) == transcript.Transcripts()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    put(tmp_path / "host", "pi.jsonl", PLACES["pi"])
+    home = tmp_path / "home"
+    (home / ".pi" / "agent").mkdir(parents=True)
+    (home / ".pi" / "agent" / "sessions").symlink_to(tmp_path / "host" / ".pi" / "agent" / "sessions")
+    assert read(of("pi"), home).main == ()
+
+
+def test_what_an_agent_writes_cannot_stop_us(tmp_path: Path) -> None:
+    place = tmp_path / PLACES["claude-code"]
+    place.parent.mkdir(parents=True)
+    place.write_bytes(
+        b'{"type": "assistant"}\n{"type": "assistant", "message": {"content": 3}}\n[]\nnull\n\xff\xfe\n"x"\n'
+    )
+    assert [turn for turn in read(of("claude-code"), tmp_path).main if turn.text or turn.calls] == []
+
+
+def test_differences_are_named() -> None:
+    one, two = Turn(text="one"), Turn(text="two", calls=(Call("run", {"a": 1}),))
+    assert agree([one, two], [one, two]) == []
+    assert agree([one], [one, two]) == [Difference("missing in transcript", None, 1, "'two' calls run")]
+    assert agree([one, two], [two]) == [Difference("missing in trace", 0, None, "'one'")]
+    assert [found.what for found in agree([one], [Turn(text="other")])] == ["text"]
+    changed = Turn(text="two", calls=(Call("run", {"a": 2}),))
+    assert [found.detail for found in agree([two], [changed])] == [
+        "the trace has no run '{\"a\": 1}'",
+        "the transcript has no run '{\"a\": 2}'",
+    ]
+
+
+def test_only_what_does_not_matter_is_forgiven() -> None:
+    calls = (Call("a", {"x": 1, "y": [2]}), Call("b", {}))
+    ours = Turn(text=" text\n", reasoning="", calls=calls)
+    assert agree([ours], [Turn(text="text", reasoning="thought", calls=calls[::-1])]) == []
+    assert agree([Turn(reasoning="other")], [Turn(reasoning="thought")])[0].what == "reasoning"
+    filled = Turn(calls=(Call("a", {"x": 1, "all": False}),))
+    left_out = Turn(calls=(Call("a", {"x": 1}),))
+    assert agree([filled], [left_out], fills_in=True) == []
+    assert agree([filled], [left_out]) != []
+    assert agree([left_out], [filled], fills_in=True) != []
