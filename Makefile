@@ -19,7 +19,7 @@ $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing turngate and its development tools into .venv …"
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]' 2>&1 | grep -v -e '^WARNING: Location' -e '^$$' || true
-	@$(BIN)/python -c 'import turngate, openai, renderers, pytest'
+	@$(BIN)/python -c 'import turngate, openai, anthropic, google.genai, e2b, renderers, pytest'
 	@touch $@
 
 demo: $(READY)
@@ -28,6 +28,8 @@ demo: $(READY)
 # The heavy parts live in $$TURNGATE_CACHE and are made once. Where one cannot be made, CI fails; elsewhere its tests are skipped.
 parts: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 || test "$$CI" != true
+	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
+	@$(BIN)/python tools/base_image.py docker bubblewrap || test "$$CI" != true
 
 test: check parts
 	@$(BIN)/python -m pytest -q

@@ -43,7 +43,10 @@ class Heard(NamedTuple):
 
 
 class Agent:
-    """`extra`: what else goes into the body."""
+    """`extra`: what else goes into the body; `tools`: the names of those that are offered."""
+
+    model = "m"
+    tools: tuple[str, ...] = TOOLS
 
     def __init__(self, stream: bool, extra: Json) -> None:
         self.stream = stream
@@ -90,8 +93,15 @@ class ChatAgent(Agent):
         self.history += [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in results]
 
     async def turn(self) -> Heard:
-        tools = [{"type": "function", "function": {"name": n, "description": n, "parameters": SCHEMA}} for n in TOOLS]
-        request: Json = {"model": "m", "messages": self.history, "tools": tools, "extra_body": self.extra}
+        tools = [
+            {"type": "function", "function": {"name": n, "description": n, "parameters": SCHEMA}} for n in self.tools
+        ]
+        request: Json = {
+            "model": self.model,
+            "messages": self.history,
+            "tools": tools or openai.omit,
+            "extra_body": self.extra,
+        }
         text, thought, finish, usage = "", "", "", None
         made: dict[int, list[str]] = {}
         if self.stream:
@@ -145,11 +155,12 @@ class ResponsesAgent(Agent):
 
     async def turn(self) -> Heard:
         request: Json = {
-            "model": "m",
+            "model": self.model,
             "instructions": SYSTEM,
             "input": self.history,
             "tools": [
-                {"type": "function", "name": n, "description": n, "parameters": SCHEMA, "strict": False} for n in TOOLS
+                {"type": "function", "name": n, "description": n, "parameters": SCHEMA, "strict": False}
+                for n in self.tools
             ],
             "store": False,
             "include": ["reasoning.encrypted_content"],
@@ -198,11 +209,11 @@ class MessagesAgent(Agent):
 
     async def turn(self) -> Heard:
         request: Json = {
-            "model": "m",
+            "model": self.model,
             "max_tokens": 2000,
             "system": SYSTEM,
             "messages": self.history,
-            "tools": [{"name": n, "description": n, "input_schema": SCHEMA} for n in TOOLS],
+            "tools": [{"name": n, "description": n, "input_schema": SCHEMA} for n in self.tools],
             "thinking": {"type": "adaptive"},
             "extra_body": self.extra,
         }
@@ -242,13 +253,13 @@ class GeminiAgent(Agent):
         self.history.append(types.Content(role="user", parts=parts))
 
     async def turn(self) -> Heard:
-        declared = [types.FunctionDeclaration(name=n, description=n, parameters_json_schema=SCHEMA) for n in TOOLS]
+        declared = [types.FunctionDeclaration(name=n, description=n, parameters_json_schema=SCHEMA) for n in self.tools]
         config = types.GenerateContentConfig(
             system_instruction=SYSTEM,
-            tools=[types.Tool(function_declarations=declared)],
+            tools=[types.Tool(function_declarations=declared)] if declared else None,
             thinking_config=types.ThinkingConfig(include_thoughts=True),
         )
-        request: Json = {"model": "m", "contents": self.history, "config": config}
+        request: Json = {"model": self.model, "contents": self.history, "config": config}
         if self.stream:
             chunks = [chunk async for chunk in await self.client.aio.models.generate_content_stream(**request)]
         else:
@@ -282,17 +293,23 @@ DIALECTS = ("chat", "responses", "messages", "gemini")
 
 
 @asynccontextmanager
-async def agent(dialect: str, root: str, key: str, *, stream: bool = True, extra: Json = None) -> AsyncIterator[Agent]:
+async def agent(
+    dialect: str, root: str, key: str, *, stream: bool = True, extra: Json = None, **other: Any
+) -> AsyncIterator[Agent]:
     """Without TLS, whose certificates take 50 ms to load, and without retries."""
     async with AsyncExitStack() as stack:
+        made: Agent
         match dialect:
             case "chat" | "responses":
                 http = await stack.enter_async_context(openai.DefaultAsyncHttpxClient(verify=False, trust_env=False))
                 kind = ChatAgent if dialect == "chat" else ResponsesAgent
-                yield kind(root, key, http, stream, extra or {})
+                made = kind(root, key, http, stream, extra or {})
             case "messages":
                 bare = await stack.enter_async_context(anthropic.DefaultAsyncHttpxClient(verify=False, trust_env=False))
-                yield MessagesAgent(root, key, bare, stream, extra or {})
+                made = MessagesAgent(root, key, bare, stream, extra or {})
             case _:
                 session = await stack.enter_async_context(aiohttp.ClientSession())
-                yield GeminiAgent(root, key, session, stream, extra or {})
+                made = GeminiAgent(root, key, session, stream, extra or {})
+        for name, value in other.items():
+            setattr(made, name, value)
+        yield made

