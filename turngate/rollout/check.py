@@ -27,6 +27,7 @@ from turngate.rollout.playbook import Playbook, Scene, filled
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Backend, Network
 from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.server.asgi import App
 from turngate.server.run import embedded
 from turngate.tasks.task import Task
 from turngate.types import Json
@@ -65,6 +66,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     told: Limits = Limits()
     pace_s: float = 0.0  # before every chunk that is sampled
     timeout_s: float = 240.0
+    around: Callable[[App], App] = lambda app: app  # may listen to what passes between agent and gateway
 
 
 async def check(
@@ -86,7 +88,9 @@ async def check(
     async with AsyncExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
         (files / "notes.txt").write_text(BEFORE)
-        address = await stack.enter_async_context(embedded(config, engine=engine, renderer=(renderer, certificate)))
+        address = await stack.enter_async_context(
+            embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
+        )
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         wayout = await stack.enter_async_context(WayOut(address.url))
         order = Order(

@@ -16,6 +16,7 @@ from turngate.errors import TooLarge
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 STALL_S = 60.0  # a caller that takes nothing for this long counts as gone
 JSON = (b"content-type", b"application/json")

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from turngate.engines.base import Engine
 from turngate.errors import ConfigError
 from turngate.render import Certificate, Renderer
 from turngate.server.app import Gateway
+from turngate.server.asgi import App
 
 log = logging.getLogger("turngate")
 _SERVING = "gateway.json"
@@ -51,15 +52,16 @@ async def embedded(
     *,
     engine: Engine | None = None,
     renderer: tuple[Renderer, Certificate] | None = None,
+    around: Callable[[App], App] = lambda app: app,
 ) -> AsyncIterator[Address]:
-    """A gateway that lives in this process, beside whatever else it does: for `turngate run`."""
+    """A gateway that lives in this process, beside whatever else it does: for `turngate run`. `around` may listen to what passes."""
     gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
         listener = _listen(config)
     except ConfigError:
         gateway.store.close()
         raise
-    server = _Embedded(_settings(gateway), gateway)
+    server = _Embedded(_settings(around(gateway)), gateway)
     serving = asyncio.create_task(_serve(gateway, server, listener, announce=False))
     try:
         while not server.started:
@@ -89,9 +91,9 @@ def serving(data: Path) -> Serving | None:
     return found
 
 
-def _settings(gateway: Gateway) -> uvicorn.Config:
+def _settings(app: App) -> uvicorn.Config:
     return uvicorn.Config(
-        gateway,
+        app,
         http="httptools",
         lifespan="off",
         access_log=False,
