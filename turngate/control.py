@@ -25,6 +25,7 @@ from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import roles
 from turngate.trace.sample import Policy, Sample, samples
 from turngate.trace.session import Session, SessionConfig, Status
+from turngate.trace.signals import faults
 from turngate.trace.tree import Context, Sampled
 from turngate.types import Json, Message, Mode, Sampling
 
@@ -86,6 +87,8 @@ class Control:
                 f"model: this gateway serves {', '.join(self._models)}, not {config.model!r}", param="model"
             )
         _check_sampling(config)
+        for field, wrong in faults(config.signals):
+            raise BadRequest(f"{field}: {wrong}", param=field)
         secret = "tg-" + secrets.token_urlsafe(32)
         digest = _digest(secret)
         opened = time.time()

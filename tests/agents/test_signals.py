@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import json
+from typing import Any, NamedTuple
 
 import pytest
 
 from turngate.agents import spec
 from turngate.agents.launch import resolved
-from turngate.agents.signals import Request, Told, read
+from turngate.dialects.chat import ChatHistory, ChatTools
+from turngate.trace.signals import read
+from turngate.types import Call, Told
+
+
+class Request(NamedTuple):
+    """What of a request signals are read from."""
+
+    headers: dict[str, str]
+    body: Any = {}
+    model: str = "m"
+    tools: tuple[str, ...] = ()
+    last: str = ""
+
+    def call(self) -> Call:
+        tools = json.dumps([{"type": "function", "function": {"name": name}} for name in self.tools]).encode()
+        said = json.dumps({"role": "user", "content": self.last}).encode()
+        return Call(
+            model=self.model,
+            history=ChatHistory([said]),
+            tools=ChatTools(tools) if self.tools else None,
+            body=json.dumps(self.body).encode(),
+        )
+
 
 COMPACTION = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\n- Do NOT use Read"
 
@@ -44,19 +68,20 @@ def codex(kind: str, **headers: str) -> Request:
             Told("s2", "s", "subagent", "task tool"),
         ),
         ("opencode", Request(headers={"x-session-id": "s"}, model="m-small"), Told("s", "", "side", "model m-small")),
-        ("gemini-cli", Request(headers={}, model="m", tools=["read_file"]), Told()),
+        ("gemini-cli", Request(headers={}, model="m", tools=("read_file",)), Told()),
         (
             "gemini-cli",
-            Request(headers={}, model="m", tools=["complete_task"]),
+            Request(headers={}, model="m", tools=("complete_task",)),
             Told("", "", "subagent", "invoke_agent"),
         ),
         ("shell", Request(headers={}, body="not an object", model="m"), Told()),
     ],
 )
 def test_requests_tell_their_conversation(agent: str, request_: Request, told: Told) -> None:
-    assert read(resolved(spec.find(agent).spec.signals, "m"), request_) == told
+    assert read(resolved(spec.find(agent).spec.signals, "m"), request_.headers, request_.call()) == told
 
 
 def test_what_is_no_json_tells_nothing() -> None:
     signals = spec.find("codex").spec.signals
-    assert read(signals, Request(headers={"x-codex-turn-metadata": "{"}, body={"client_metadata": [1]})) == Told()
+    request = Request(headers={"x-codex-turn-metadata": "{"}, body={"client_metadata": [1]})
+    assert read(signals, request.headers, request.call()) == Told()

@@ -260,7 +260,8 @@ class AnthropicProvider(Provider):
                 raise Refusal(400, f"messages.{n}: text content blocks must be non-empty")
             if message["role"] == "assistant":
                 thoughts = [block for block in blocks if block["type"] == "thinking"]
-                if any(block["signature"] != self.signature(block["thinking"]) for block in thoughts):
+                hidden = self.signature(self.turns[turn].thought) if self.hides() else None
+                if any(block["signature"] not in (self.signature(block["thinking"]), hidden) for block in thoughts):
                     raise Refusal(400, f"messages.{n}.content.0: Invalid `signature` in `thinking` block")
                 open_calls = [block["id"] for block in blocks if block["type"] == "tool_use"]
                 if open_calls and self.turns[turn].thought and not thoughts:
@@ -276,10 +277,15 @@ class AnthropicProvider(Provider):
         in_order(open_calls, [])
         return turn
 
+    def hides(self) -> bool:
+        """Thinking is signed, but not shown."""
+        return bool(self.asked.get("thinking", {}).get("display") == "omitted")
+
     def blocks(self, said: Says, turn: int) -> list[Json]:
         blocks: list[Json] = []
         if said.thought:
-            blocks.append({"type": "thinking", "thinking": said.thought, "signature": self.signature(said.thought)})
+            shown = "" if self.hides() else said.thought
+            blocks.append({"type": "thinking", "thinking": shown, "signature": self.signature(said.thought)})
         if said.text:
             blocks.append({"type": "text", "text": said.text, "citations": None})
         for n, (name, given) in enumerate(said.calls):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.exact.agent import World
@@ -14,7 +13,7 @@ from tests.exact.test_rows import SYSTEM, role_list, say, user
 from tests.kit import tool
 from turngate.dialects.chat import ChatHistory, ChatTools
 from turngate.trace.sample import samples
-from turngate.trace.signals import Rule, Signals, alias, read
+from turngate.trace.signals import Rule, Signals, alias, faults, read
 from turngate.types import Call, Told
 
 
@@ -70,8 +69,8 @@ def test_what_cannot_be_read_is_no_signal(body: bytes) -> None:
 
 
 def test_a_source_of_another_kind_is_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="thread"):
-        msgspec.convert({"thread": ["cookie:x"]}, Signals)
+    [(field, wrong)] = faults(Signals(thread=("header:x", "cookie:x"), rules=(Rule(role="side", source="last"),)))
+    assert field == "signals.thread[1]" and "'cookie:x' is not a source" in wrong
 
 
 async def test_calls_to_the_small_model_are_side_calls_and_not_trained(world: World) -> None:

@@ -14,11 +14,11 @@ import msgspec
 
 from turngate.agents import template
 from turngate.agents.install import Installed
-from turngate.agents.signals import Signals
 from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
 from turngate.explain import suggestion
 from turngate.sandboxes.base import Mount
+from turngate.trace.signals import Signals
 
 LARGEST_ARGUMENT = 128 * 1024 - 1  # of one argument or environment variable, on Linux; with the NUL behind it
 QUOTED = (".json", ".toml", ".yaml", ".yml")  # files whose values stand inside quotes

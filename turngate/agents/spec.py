@@ -18,9 +18,10 @@ import jmespath
 import msgspec
 
 from turngate.agents import template
-from turngate.agents.signals import SOURCE, Signals
 from turngate.errors import AgentError
 from turngate.explain import explain, suggestion
+from turngate.trace import signals as told
+from turngate.trace.signals import Signals
 
 CATALOG = Path(__file__).parent / "catalog"
 Dialect = Literal["chat", "responses", "messages", "gemini", "any"]
@@ -234,7 +235,7 @@ def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     yield from _option_faults(spec)
     yield from _placeholder_faults(spec)
     yield from _key_faults(spec)
-    yield from _signal_faults(spec)
+    yield from told.faults(spec.signals)
     if spec.transcript:
         yield from _transcript_faults(spec.transcript)
 
@@ -301,16 +302,6 @@ def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
             yield f"files[{n}].mode", f"{file.mode!r} is not a mode like 0644"
         elif "api_key" in template.names(file.content) and int(file.mode, 8) & 0o077:
             yield f"files[{n}].mode", f'is {file.mode}, but the file holds {{api_key}}; write mode = "0600"'
-
-
-def _signal_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    told = spec.signals
-    sources = [(f"signals.thread[{n}]", source) for n, source in enumerate(told.thread)]
-    sources += [(f"signals.parent[{n}]", source) for n, source in enumerate(told.parent)]
-    sources += [(f"signals.rules[{n}].source", rule.source) for n, rule in enumerate(told.rules)]
-    for field, source in sources:
-        if not SOURCE.fullmatch(source):
-            yield field, f"{source!r} is not a source; there are header:NAME, body:PATH, tool:NAME, model, system, last"
 
 
 def _transcript_faults(transcript: Transcript) -> Iterator[tuple[str, str]]:

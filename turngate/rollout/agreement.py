@@ -14,7 +14,8 @@ def differences(transcript: Transcript, folder: Path, trace: Json) -> tuple[int,
     stdout = folder / "stdout"
     found = read(transcript, folder / "home", stdout.read_bytes() if stdout.is_file() else b"")
     main = _turns(trace, "main")
-    told = [_line("main", d) for d in agree(found.main, main, fills_in=transcript.fills_in)]
+    side = _turns(trace, "side")  # some agents write their own summaries down as turns
+    told = [_line("main", d) for d in agree(found.main, main, side=side, fills_in=transcript.fills_in)]
     # Sub-agents run side by side; which of them is which is known by what they said.
     helpers = [turn for turns in found.subagents for turn in turns]
     if helpers:

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
-from turngate.errors import ConfigError, EngineUnavailable, TurngateError, Unauthorized
+from turngate.errors import ConfigError, TurngateError, Unauthorized
 from turngate.server.auth import ADMIN_KEY
 from turngate.types import Json
 
@@ -22,6 +22,22 @@ from turngate.types import Json
 class Opened(msgspec.Struct, frozen=True):
     id: str
     key: str  # the secret
+
+
+class Unreachable(TurngateError):
+    """No gateway answers there, at least for now."""
+
+    status = 503
+    kind = "gateway_unreachable"
+    retry_safe = True
+
+
+class Refused(TurngateError):
+    """The gateway said no."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(f"gateway: {message}")
+        self.answered = status
 
 
 class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
@@ -44,9 +60,14 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         if self._http is not None:
             await self._http.close()
 
-    async def open(self, config: dict[str, Json]) -> Opened:
-        opened = await self._ask("POST", "/admin/sessions", config)
+    async def open(self, config: dict[str, Json], session: str | None = None) -> Opened:
+        """A new session; under an id of the caller's own, so that it can be ended even where no answer came."""
+        opened = await self._ask("POST", "/admin/sessions", {**config, "id": session})
         return Opened(opened["id"], opened["api_key"])
+
+    async def models(self) -> list[str]:
+        """The names of the models that it serves."""
+        return [model["id"] for model in (await self._ask("GET", "/v1/models"))["data"]]
 
     async def sessions(self) -> list[str]:
         """Ids, newest first."""
@@ -95,9 +116,8 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
                 raw = await response.read()
                 answered = "x-turngate" in response.headers
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
-            raise EngineUnavailable(
-                f"gateway: {self.url} cannot be reached ({error or type(error).__name__})"
-            ) from None
+            why = str(error) or type(error).__name__
+            raise Unreachable(f"gateway: {self.url} cannot be reached ({why})", param="gateway") from None
         try:
             value = msgspec.json.decode(raw)
         except msgspec.DecodeError:
@@ -108,7 +128,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
             raise ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
         message = value["error"]["message"] if isinstance(value, dict) and "error" in value else f"{response.status}"
         if response.status == 401:
-            raise Unauthorized(f"gateway: {message} (set TURNGATE_ADMIN_KEY)")
+            raise Unauthorized(f"gateway: {message} (the key comes from {ADMIN_KEY})", param=ADMIN_KEY)
         raise Refused(message, response.status)
 
 
@@ -119,10 +139,3 @@ def admin_key_given() -> str:
         raise ConfigError(f"{ADMIN_KEY}: is not set; it has to hold the admin key of the gateway", param=ADMIN_KEY)
     return key
 
-
-class Refused(TurngateError):
-    """The gateway said no."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(f"gateway: {message}")
-        self.answered = status

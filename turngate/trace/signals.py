@@ -14,16 +14,16 @@ Where to look is the agent's affair (`agents/catalog/*.toml`); a session carries
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 from turngate.types import Call, Json, Told
 
-SOURCE = r"^(header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last)$"
-Source = Annotated[str, msgspec.Meta(pattern=SOURCE)]
+_SOURCE = re.compile(r"header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last")
 ToldRole = Literal["main", "subagent", "side"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LONGEST = 200  # of a name that is kept
@@ -33,7 +33,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A call whose `source` has a value that `match` fits plays `role`."""
 
     role: ToldRole
-    source: Source
+    source: str
     match: str = "*"  # as in file names: * and ?
     why: str = ""  # shown beside the role: title, summary, sub-agent
 
@@ -41,8 +41,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Where to look. The first source that has a value wins, and so does the first rule that fits."""
 
-    thread: tuple[Source, ...] = ()  # names the conversation
-    parent: tuple[Source, ...] = ()  # names the conversation that began it
+    thread: tuple[str, ...] = ()  # names the conversation
+    parent: tuple[str, ...] = ()  # names the conversation that began it
     rules: tuple[Rule, ...] = ()
     models: dict[str, ToldRole] = {}  # patterns of model names, and the role of calls to them
 
@@ -63,6 +63,19 @@ def read(signals: Signals, headers: Mapping[str, str], call: Call) -> Told:
             return Told(thread, parent, rule.role, rule.why)
     role = next((role for pattern, role in signals.models.items() if fnmatchcase(call.model, pattern)), None)
     return Told(thread, parent) if role is None else Told(thread, parent, role, f"model {call.model}"[:_LONGEST])
+
+
+def faults(signals: Signals) -> Iterator[tuple[str, str]]:
+    """The field and what is wrong with it."""
+    sources = [(f"thread[{n}]", source) for n, source in enumerate(signals.thread)]
+    sources += [(f"parent[{n}]", source) for n, source in enumerate(signals.parent)]
+    sources += [(f"rules[{n}].source", rule.source) for n, rule in enumerate(signals.rules)]
+    for field, source in sources:
+        if not _SOURCE.fullmatch(source):
+            yield (
+                f"signals.{field}",
+                f"{source!r} is not a source; there are header:NAME, body:PATH, tool:NAME, model, system, last",
+            )
 
 
 def alias(signals: Signals, model: str) -> bool:
