@@ -39,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[LaunchFile, ...]
     env: dict[str, str]
     command: tuple[str, ...]
+    program: str  # its first word: what has to be there for it to start
     cwd: str
     mounts: tuple[Mount, ...]
     check: tuple[str, ...]  # a command that has to succeed first; empty: none
@@ -93,6 +94,7 @@ def plan(
     if spec.uses("prompt_file"):
         files.append(LaunchFile(f"{own}/prompt.txt", _bytes(spec, prompt), 0o600))
     command = tuple(template.fill(word, values) for word in spec.command)
+    program = command[0]
     if spec.stdin:
         files.append(LaunchFile(f"{own}/stdin", _bytes(spec, template.fill(spec.stdin, values)), 0o600))
         command = ("/bin/sh", "-c", 'exec "$@" < "$0"', f"{own}/stdin", *command)
@@ -103,6 +105,7 @@ def plan(
         files=tuple(files),
         env=env,
         command=command,
+        program=program,
         cwd=workdir,
         mounts=tuple(Mount(source=folder, target=folder) for folder in installed.mounts),
         check=spec.install.check,

@@ -203,6 +203,7 @@ class Chat:
             retried=retried(headers),
             idempotency_key=headers.get("idempotency-key", ""),
             body=wire.body,
+            passed={name: headers[name] for name in ("openai-beta",) if name in headers},
         )
 
     def history(self, raws: Sequence[bytes]) -> ChatHistory:
@@ -464,11 +465,16 @@ def _finish(done: Done) -> str:
 def _usage(usage: Usage | None) -> Json:
     if usage is None:
         return None
-    return {
+    told: dict[str, Json] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+    if usage.cached_tokens:
+        told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if usage.reasoning_tokens:
+        told["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return told
 
 
 def _head(call: Call, kind: str) -> dict[str, Json]:

@@ -7,8 +7,8 @@ The engine plays the agent's own `[[check]]` steps (read, edit, run, finish), so
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -63,10 +63,34 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     network: Network = "none"
     scenes: Callable[[str], tuple[Scene, ...]] | None = None  # by working folder; None: the agent's own steps
     instruction: str = INSTRUCTION
+    model: str = MODEL
     told: Limits = Limits()
-    pace_s: float = 0.0  # before every chunk that is sampled
+    max_context: int | None = None  # of the model; None: what the agent is told
+    session: Mapping[str, Json] = {}  # further settings of the session
     timeout_s: float = 240.0
-    around: Callable[[App], App] = lambda app: app  # may listen to what passes between agent and gateway
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A check that is ready to run, with everything that it runs on: for tests that look at it, or meddle, meanwhile."""
+
+    engine: Scripted
+    gateway: GatewayClient
+    rollout: Rollout
+    folder: Path
+    usual: bool  # the agent's own steps are played
+
+    async def played(self) -> Report:
+        await self.rollout.run()
+        return await self.report()
+
+    async def report(self) -> Report:
+        """What is to be said of it by now."""
+        outcome = self.rollout.outcome
+        trace = await self.gateway.trace(outcome.session) if outcome.session else {"nodes": []}
+        samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
+        left = self.folder / "rollouts" / outcome.session
+        findings = tuple(_findings(outcome, trace, samples, self.engine, left, usual=self.usual))
+        return Report(outcome, findings, trace, samples, left)
 
 
 async def check(
@@ -78,19 +102,40 @@ async def check(
     watch: Watch = lambda progress: None,
 ) -> Report:
     """Run it in `folder`, where the recording and what the agent left behind stay."""
+    async with staged(agent, installed, backend, folder, staging, watch) as stage:
+        return await stage.played()
+
+
+@asynccontextmanager
+async def staged(
+    agent: AgentSpec,
+    installed: Installed,
+    backend: Backend,
+    folder: Path,
+    staging: Staging = Staging(),
+    watch: Watch = lambda progress: None,
+) -> AsyncIterator[Stage]:
+    """A gateway on the scripted engine and a rollout on it, which the block runs."""
     if not agent.check and staging.scenes is None:
         raise AgentError(f"{agent.name}: check: the description has no [[check]] steps to play", param="check")
     renderer, certificate = load(BUILTIN_TOKENIZER, model="", family="auto")
-    stage: list[Scene] = []
-    playbook = Playbook(renderer, stage, pace_s=staging.pace_s)
-    engine = Scripted(playbook, model=MODEL, max_context=staging.told.context_tokens, keep=100_000)
-    config = ServeConfig(data=str(folder / "data"), model=MODEL, port=0, alive_s=2.0)
+    scenes: list[Scene] = []
+    engine = Scripted(
+        Playbook(renderer, scenes),
+        model=staging.model,
+        max_context=staging.max_context or staging.told.context_tokens,
+        keep=100_000,
+    )
+    config = ServeConfig(data=str(folder / "data"), model=staging.model, port=0, alive_s=2.0)
+
+    def set_up(workdir: str) -> None:
+        played = staging.scenes or (lambda at: (Scene(INSTRUCTION[:40], filled(agent.check, {"workdir": at})),))
+        scenes[:] = played(workdir)
+
     async with AsyncExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
         (files / "notes.txt").write_text(BEFORE)
-        address = await stack.enter_async_context(
-            embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
-        )
+        address = await stack.enter_async_context(embedded(config, engine=engine, renderer=(renderer, certificate)))
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         wayout = await stack.enter_async_context(WayOut(address.url))
         order = Order(
@@ -98,24 +143,16 @@ async def check(
             agent=agent,
             installed=installed,
             backend=backend,
-            model=MODEL,
+            model=staging.model,
             timeout_s=staging.timeout_s,
             image=staging.image,
             network=staging.network,
+            session=staging.session,
             told=staging.told,
             folder=folder / "rollouts",
         )
-
-        def set_up(workdir: str) -> None:
-            scenes = staging.scenes or (lambda at: (Scene(INSTRUCTION[:40], filled(agent.check, {"workdir": at})),))
-            stage[:] = scenes(workdir)
-
-        outcome = await Rollout(order, gateway, wayout, watch, placed=set_up).run()
-        trace = await gateway.trace(outcome.session) if outcome.session else {"nodes": []}
-        samples = await gateway.samples(outcome.session, everything=True) if outcome.session else []
-    left = folder / "rollouts" / outcome.session
-    findings = tuple(_findings(outcome, trace, samples, engine, left, usual=staging.scenes is None))
-    return Report(outcome, findings, trace, samples, left)
+        rollout = Rollout(order, gateway, wayout, watch, placed=set_up)
+        yield Stage(engine, gateway, rollout, folder, staging.scenes is None)
 
 
 def _findings(
@@ -199,4 +236,4 @@ def _tail(outcome: Outcome) -> str:
     return said[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
 
 
-__all__ = ["Finding", "Report", "Staging", "Step", "check"]
+__all__ = ["Finding", "Report", "Stage", "Staging", "Step", "check", "staged"]

@@ -97,11 +97,12 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         while True:
             try:
                 url = f"{self.url}/admin/sessions/{quote(session)}/events?after={after}"
-                async with self._http.get(url, timeout=aiohttp.ClientTimeout(sock_read=60)) as response:
-                    if response.status != 200:
+                wait = aiohttp.ClientTimeout(sock_read=60)
+                async with self._http.get(url, timeout=wait, allow_redirects=False) as response:
+                    if response.status in (401, 403, 404):
                         return
                     async for line in response.content:
-                        if line.startswith(b"data: "):
+                        if line.startswith(b"data: ") and response.status == 200:
                             event = msgspec.json.decode(line[6:])
                             after = event["seq"]
                             yield event
@@ -112,7 +113,8 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     async def _ask(self, method: str, path: str, body: Json = None) -> Any:
         assert self._http is not None, "use it as a context manager"
         try:
-            async with self._http.request(method, self.url + path, json=body) as response:
+            # A gateway redirects nobody, and its key is not for others.
+            async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
                 raw = await response.read()
                 answered = "x-turngate" in response.headers
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
@@ -122,7 +124,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
             value = msgspec.json.decode(raw)
         except msgspec.DecodeError:
             value = None
-        if response.status < 400 and answered and value is not None:
+        if response.status < 300 and answered and value is not None:
             return value
         if not answered:
             raise ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
@@ -137,5 +139,6 @@ def admin_key_given() -> str:
     key = os.environ.get(ADMIN_KEY, "").strip()
     if not key:
         raise ConfigError(f"{ADMIN_KEY}: is not set; it has to hold the admin key of the gateway", param=ADMIN_KEY)
+    if not key.isprintable():
+        raise ConfigError(f"{ADMIN_KEY}: holds characters that no key has", param=ADMIN_KEY)
     return key
-

@@ -1,13 +1,14 @@
 """One rollout, stage by stage.
 
-    sandbox → files → setup → session → relay → agent → seal → collect → clean
+    sandbox → files → setup → session → relay → launch → agent → seal → collect → clean
 
-    sandbox   make the place to run in
-    files     the task's files, the agent's installation and settings
+    sandbox   make the place to run in, with the agent's installation
+    files     the task's files
     setup     the task's own script
     session   open one at the gateway: from here on there is a trace
     relay     give the agent its way to the gateway, and nowhere else
-    agent     run it as a background job until it ends, its time is up, its session met a limit, or somebody cancels
+    launch    write the agent's settings, and see that its program is there
+    agent     run it as a background job until it ends, its time is up, its session met a limit or was ended, or somebody cancels
     seal      no more turns
     collect   what it printed, its own transcript, what it left in the working folder
     clean     everything is stopped and removed, whatever happened before
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -32,14 +34,16 @@ from turngate.agents.launch import Launch, Limits, plan, resolved
 from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError, Boundary, SandboxError, TaskError, TurngateError
 from turngate.rollout.agreement import differences
-from turngate.rollout.client import GatewayClient, Opened
-from turngate.rollout.collect import Collected, collect
+from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
+from turngate.rollout.collect import Collected, collect, spelled
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Backend, Job, Mount, Network, Resources, Sandbox, SandboxSpec
+from turngate.sandboxes.posix import to_the_end
 from turngate.tasks.task import Task
 from turngate.types import Json
+from turngate.types import Limits as SessionLimits
 
-Stage = Literal["sandbox", "files", "setup", "session", "relay", "agent", "seal", "collect", "clean"]
+Stage = Literal["sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean"]
 Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
 
 # Seconds. The agent's own time is the rollout's to say.
@@ -48,13 +52,21 @@ _LIMITS: Mapping[Stage, float] = {
     "files": 300,
     "setup": 900,
     "session": 30,
-    "relay": 60,
+    "relay": 120,
+    "launch": 120,
     "seal": 60,
-    "collect": 120,
+    "collect": 300,
     "clean": 120,
 }
+# Whose fault it is where a stage takes longer than that; the sandbox's in all others.
+_SLOW: Mapping[str, type[TurngateError]] = {"setup": TaskError, "session": TurngateError, "seal": TurngateError}
+_SPARE_S = 15.0  # that a stage has beyond what is done in it, to end that properly
 INSTALLED = "/opt/turngate"  # where an agent's program is seen in a sandbox
 _AFTER_LIMIT_S = 30.0  # for an agent to end by itself when its session has
+_BACK_S = 40.0  # for a gateway that is being started again
+_END_S = 10.0  # for the gateway to end the session of a rollout that went wrong
+_SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(SessionLimits))
+_THERE = 'command -v -- "$1" >/dev/null'
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +108,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     model: str
     status: Status = "error"
     exit_code: int | None = None  # of the agent; None: it did not end by itself
-    stop: str = ""  # the session's limit that was met
+    stop: str = ""  # the session's limit that was met, or who ended it
     fault: Fault | None = None
     seconds: dict[str, float] = {}
     turns: int = 0
@@ -105,6 +117,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     rows: int = 0
     calls: int | None = None  # that the agent made through its door; None: it had none of ours
     collected: Collected = Collected()
+    not_enforced: tuple[str, ...] = ()  # what was asked of the sandbox and is a wish there
     notes: tuple[str, ...] = ()
 
 
@@ -147,14 +160,16 @@ class Rollout:
             sandbox=order.backend.name,
             model=order.model,
         )
-        self._session: Opened | None = None
+        self._session = ""  # the id, from when there may be a session
+        self._session_ended = False
+        self._fault_at: Stage | None = None
         # The installation as the sandbox sees it.
         self._installed, self._pairs = (
             order.installed.seen_at(INSTALLED)
             if order.backend.relocates
             else (order.installed, tuple((folder, folder) for folder in order.installed.mounts))
         )
-        self._limit_met = asyncio.Event()
+        self._over = asyncio.Event()  # the session: a limit was met, or somebody ended it
 
     async def run(self) -> Outcome:
         """To the end. Cancelling it is a way to end it: everything is cleaned up before the cancellation goes on."""
@@ -173,39 +188,40 @@ class Rollout:
     async def _stages(self, stack: AsyncExitStack) -> None:
         order = self._order
         async with self._stage("sandbox"):
-            sandbox = await order.backend.create(self._spec())
+            spec = self._spec()
+            self.outcome.not_enforced = order.backend.not_enforced(spec)
+            sandbox = await order.backend.create(spec)
         stack.push_async_callback(self._clean, sandbox)
         self._placed(sandbox.workdir)
         async with self._stage("files"):
             if order.task.files is not None:
                 await sandbox.upload(order.task.files, sandbox.workdir)
-        async with self._stage("setup"):
+        async with self._stage("setup", _LIMITS["setup"] + _SPARE_S):
             await self._set_up(sandbox)
         async with self._stage("session"):
-            self._session = opened = await self._gateway.open(self._settings())
-            self.outcome.session = self.progress.session = opened.id
-        stack.push_async_callback(self._end_whatever_happened)
-        watching = asyncio.create_task(self._follow(opened.id))
-        stack.callback(watching.cancel)
+            opened = await self._open(stack)
+        await stack.enter_async_context(self._followed(opened.id))
         async with self._stage("relay"):
             way = await stack.enter_async_context(
                 self._wayout.connected(sandbox, python=self._installed.python, node=self._installed.node)
             )
         launch = self._launch(sandbox, way.base_url, opened)
-        async with self._stage("files"):
+        async with self._stage("launch"):
             for file in launch.files:
                 await sandbox.write(file.path, file.data, mode=file.mode)
             await self._check(sandbox, launch)
         try:
-            async with self._stage("agent", order.timeout_s + 120):
+            async with self._stage("agent", order.timeout_s + _AFTER_LIMIT_S + 90):
                 await self._run_agent(sandbox, launch)
         finally:
             self.outcome.calls = way.generations
         async with self._stage("seal"):
             await self._end_session()
         async with self._stage("collect"):
-            self.outcome.collected = await collect(sandbox, launch, order.folder / opened.id, keep_work=order.keep_work)
-            await self._compare(opened)
+            self.outcome.collected = await collect(
+                sandbox, launch, order.folder / opened.id, keep_work=order.keep_work, limit_s=_LIMITS["collect"] / 2
+            )
+            await self._compare(opened.id)
 
     def _spec(self) -> SandboxSpec:
         order, task = self._order, self._order.task
@@ -239,7 +255,15 @@ class Rollout:
         if result.timed_out or result.exit_code:
             how = "ran out of time" if result.timed_out else f"ended with exit code {result.exit_code}"
             said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
-            raise TaskError(f"setup.sh {how}: {said}")
+            raise TaskError(f"setup.sh {how}: {said or 'it said nothing'}", param="setup.sh")
+
+    async def _open(self, stack: AsyncExitStack) -> Opened:
+        """Under an id of our own: where we are cancelled before the answer comes, there is a session to end all the same."""
+        self._session = uuid.uuid4().hex
+        stack.push_async_callback(self._end_whatever_happened)
+        opened = await self._gateway.open(self._settings(), self._session)
+        self.outcome.session = self.progress.session = opened.id
+        return opened
 
     def _settings(self) -> dict[str, Json]:
         order = self._order
@@ -273,12 +297,23 @@ class Rollout:
         )
 
     async def _check(self, sandbox: Sandbox, launch: Launch) -> None:
-        """An agent that is said to be in the image has to be there."""
+        """An agent that is said to be in the image has to be there, and so has whatever runs it."""
+        name = self._order.agent.name
+        there = await sandbox.exec(["/bin/sh", "-c", _THERE, "sh", launch.program], env=launch.env, timeout_s=60)
+        if there.exit_code:
+            raise AgentError(
+                f"{name}: command: there is no {launch.program} in the {self._order.backend.name} sandbox; "
+                "install it there, or choose another --sandbox or --image",
+                param="command",
+            )
         if launch.check:
             result = await sandbox.exec(launch.check, env=launch.env, timeout_s=60)
             if result.exit_code:
                 said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-300:]
-                raise AgentError(f"{self._order.agent.name}: install.check: ended with {result.exit_code}: {said}")
+                raise AgentError(
+                    f"{name}: install.check: ended with exit code {result.exit_code}: {said or 'it said nothing'}",
+                    param="install.check",
+                )
 
     async def _run_agent(self, sandbox: Sandbox, launch: Launch) -> None:
         """Start it, and wait for whatever ends it first."""
@@ -286,48 +321,96 @@ class Rollout:
             launch.command, env=launch.env, cwd=launch.cwd, stdout=launch.stdout, stderr=launch.stderr
         )
         ended = asyncio.create_task(job.wait())
-        limit = asyncio.create_task(self._limit_met.wait())
+        over = asyncio.create_task(self._over.wait())
         try:
-            await asyncio.wait({ended, limit}, timeout=self._order.timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if limit.done() and not ended.done():
+            await asyncio.wait({ended, over}, timeout=self._order.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self.outcome.stop in _SESSION_LIMITS:
                 # The agent was told that its session is over; most of them end now.
                 await asyncio.wait({ended}, timeout=_AFTER_LIMIT_S)
-            self._judge(ended if ended.done() else None, limit=limit.done())
+            self._judge(ended if ended.done() else None)
         finally:
-            limit.cancel()
-            await _killed(job, ended)
+            over.cancel()
+            await self._killed(job, ended)
 
-    def _judge(self, ended: asyncio.Task[int] | None, *, limit: bool) -> None:
+    def _judge(self, ended: asyncio.Task[int] | None) -> None:
         self.outcome.exit_code = None if ended is None else ended.result()
-        if limit:
+        if self.outcome.stop in _SESSION_LIMITS:
             self.outcome.status = "limit"
-        elif ended is None:
-            self.outcome.status = "timed out"
-        else:
+        elif ended is not None:
             self.outcome.status = "finished" if ended.result() == 0 else "failed"
+        else:
+            self.outcome.status = "cancelled" if self._over.is_set() else "timed out"
+
+    async def _killed(self, job: Job, ended: asyncio.Task[int]) -> None:
+        """Nothing of the agent runs on, not even what it left behind when it ended."""
+        try:
+            await to_the_end(job.kill())
+        except TurngateError as error:
+            self._note(f"the agent could not be ended: {error.message}")
+        ended.cancel()
+        with suppress(asyncio.CancelledError, TurngateError):
+            await ended
+
+    @asynccontextmanager
+    async def _followed(self, session: str) -> AsyncIterator[None]:
+        watching = asyncio.create_task(self._follow(session))
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+            if not watching.cancelled() and (error := watching.exception()) is not None:
+                self._note(f"progress could not be followed to the end: {error!r}")
 
     async def _follow(self, session: str) -> None:
-        """Count turns and notice limits as they come."""
+        """Count turns, and notice as it comes that the session is over."""
         async for event in self._gateway.events(session):
-            if event["kind"] == "turn":
+            kind, data = event["kind"], event["data"]
+            if kind == "turn":
                 self.progress.turns += 1
-                self.progress.sampled_tokens += event["data"]["sampled_tokens"]
+                self.progress.sampled_tokens += data["sampled_tokens"]
                 self._watch(self.progress)
-            elif event["kind"] == "limit":
-                self.outcome.stop = event["data"]["limit"]
-                self._limit_met.set()
+            elif kind == "limit":
+                self.outcome.stop = data["limit"]
+                self._over.set()
+            elif kind in ("sealed", "cancelled", "deleted") and self.progress.stage == "agent":
+                self.outcome.stop = f"the session was {kind} at the gateway"
+                self._over.set()
 
     async def _end_session(self) -> None:
-        assert self._session is not None
-        await self._gateway.seal(self._session.id, "" if self.outcome.status == "finished" else self.outcome.status)
+        """A gateway that is being started again will have the session as it left it, so it is waited for."""
+        deadline = time.monotonic() + _BACK_S
+        while True:
+            try:
+                shown = await self._gateway.seal(self._session, self._why())
+                break
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)
+        self._session_ended = True
+        # The agent may have ended before we were told that it had met a limit.
+        if shown["stop"] in _SESSION_LIMITS and self.outcome.status in ("finished", "failed"):
+            self.outcome.status, self.outcome.stop = "limit", shown["stop"]
+
+    def _why(self) -> str:
+        """What the session is closed with; a limit that it met stays there as the reason."""
+        return "" if self.outcome.status in ("finished", "limit") else self.outcome.status
 
     async def _end_whatever_happened(self) -> None:
-        """The session of a rollout that did not come as far as `seal`. Sealing twice is fine."""
-        assert self._session is not None
+        """The session of a rollout that did not come as far as `seal`."""
+        if self._session_ended:
+            return
         task = asyncio.current_task()
-        end = self._gateway.cancel if task is not None and task.cancelling() else self._gateway.seal
+        cancelled = task is not None and task.cancelling()
         try:
-            await end(self._session.id)
+            async with asyncio.timeout(_END_S):
+                await (self._gateway.cancel(self._session) if cancelled else self._gateway.seal(self._session, "error"))
+        except TimeoutError:
+            self._note(f"the session could not be ended: the gateway did not answer for {_END_S:.0f} s")
+        except Refused as refused:
+            if refused.answered != 404:  # it was never opened
+                self._note(f"the session could not be ended: {refused.message}")
         except TurngateError as error:
             self._note(f"the session could not be ended: {error.message}")
 
@@ -339,41 +422,43 @@ class Rollout:
         except TurngateError as error:
             self._note(f"the sandbox could not be removed: {error.message}")
 
-    async def _compare(self, opened: Opened) -> None:
+    async def _compare(self, session: str) -> None:
         """The agent's own transcript against the trace."""
         transcript = self._order.agent.transcript
         if transcript is None:
             return
-        trace = await self._gateway.trace(opened.id)
-        folder = self._order.folder / opened.id
+        trace = await self._gateway.trace(session)
         try:
-            turns, found = await asyncio.to_thread(differences, transcript, folder, trace)
+            turns, found = await asyncio.to_thread(differences, transcript, self._order.folder / session, trace)
         except AgentError as error:
             self._note(error.message)
             return
         self.outcome.collected = msgspec.structs.replace(
-            self.outcome.collected, differences=tuple(found), transcript_turns=turns
+            self.outcome.collected, differences=tuple(map(spelled, found)), transcript_turns=turns
         )
 
     def _note(self, text: str) -> None:
-        self.outcome.notes = (*self.outcome.notes, text)
+        self.outcome.notes = (*self.outcome.notes, spelled(text))
 
     async def _summed_up(self) -> None:
         """What the gateway has recorded, as far as it can still be asked."""
         self.progress.stage = "done"
-        if self._session is not None:
-            with suppress(TurngateError):
-                shown = await self._gateway.show(self._session.id)
-                self.outcome.turns, self.outcome.sampled_tokens = shown["turns"], shown["sampled_tokens"]
-                self.outcome.roles, self.outcome.stop = shown["roles"], self.outcome.stop or shown["stop"]
-                self.outcome.rows = len(await self._gateway.samples(self._session.id))
+        if self.outcome.session:
+            self.outcome.turns, self.outcome.sampled_tokens = self.progress.turns, self.progress.sampled_tokens
+            try:
+                async with asyncio.timeout(_END_S):
+                    shown = await self._gateway.show(self.outcome.session)
+                    self.outcome.turns, self.outcome.sampled_tokens = shown["turns"], shown["sampled_tokens"]
+                    self.outcome.roles, self.outcome.stop = shown["roles"], self.outcome.stop or shown["stop"]
+                    self.outcome.rows = len(await self._gateway.samples(self.outcome.session))
+            except (TurngateError, TimeoutError) as error:
+                self._note(f"the gateway could not be asked what it has recorded: {error}")
         self._watch(self.progress)
 
     def _failed(self, error: TurngateError) -> None:
-        stage = self.progress.stage
-        assert stage != "done"
+        assert self._fault_at is not None
         self.outcome.status = "error"
-        self.outcome.fault = Fault(stage, error.boundary, error.message)
+        self.outcome.fault = Fault(self._fault_at, error.boundary, spelled(error.message))
 
     @asynccontextmanager
     async def _stage(self, stage: Stage, limit_s: float | None = None) -> AsyncIterator[None]:
@@ -385,15 +470,11 @@ class Rollout:
             async with asyncio.timeout(limit):
                 yield
         except TimeoutError:
-            raise SandboxError(f"stage {stage} took longer than {limit:.0f} s") from None
+            self._fault_at = stage
+            raise _SLOW.get(stage, SandboxError)(f"stage {stage} took longer than {limit:.0f} s") from None
+        except TurngateError:
+            self._fault_at = stage
+            raise
         finally:
             spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began
             self.outcome.seconds = {**self.outcome.seconds, stage: round(spent, 3)}
-
-
-async def _killed(job: Job, ended: asyncio.Task[int]) -> None:
-    """Nothing of the agent runs on, not even what it left behind when it ended."""
-    await asyncio.shield(asyncio.ensure_future(job.kill()))
-    ended.cancel()
-    with suppress(asyncio.CancelledError, TurngateError):
-        await ended

@@ -7,6 +7,7 @@ words in the prompt; its reply is the one after the turns that the prompt shows 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -27,30 +28,36 @@ class Scene(msgspec.Struct, frozen=True):
     words: str  # in the prompt
     steps: tuple[Step, ...]
     tools: bool = True  # only where tools are offered
+    begins: int = 0  # turns that the prompt shows before this conversation's own: of a summary, or of a parent's history
+    pace_s: float = 0.0  # before every chunk that is sampled
+    finds: Mapping[str, str] = {}  # patterns; what each finds last in the prompt is a placeholder of the steps
 
 
 class Playbook:
     """A script for the scripted engine. The first scene that fits is played; where none does, `otherwise` is said."""
 
-    def __init__(
-        self, renderer: Renderer, scenes: Sequence[Scene], otherwise: str = "All right.", **how: float
-    ) -> None:
+    def __init__(self, renderer: Renderer, scenes: Sequence[Scene], otherwise: str = "All right.") -> None:
         self._renderer = renderer
         self._scenes = scenes
         self._otherwise = otherwise
-        self._how = how  # further fields of every `Turn`: how fast it comes
 
     def __call__(self, request: Generate, index: int) -> Turn:
         text = self._renderer.tokenizer.decode(request.prompt.tolist())
         said = text.count(_TURN) - 1  # the prompt ends with the beginning of this one
         for scene in self._scenes:
             if scene.words in text and (_TOOLS in text or not scene.tools):
-                return self._turn(spoken(scene.steps[min(said, len(scene.steps) - 1)]))
+                step = scene.steps[max(0, min(said - scene.begins, len(scene.steps) - 1))]
+                return self._turn(spoken(_found(step, scene.finds, text)), scene.pace_s)
         return self._turn(self._otherwise)
 
-    def _turn(self, text: str) -> Turn:
+    def _turn(self, text: str, pace_s: float = 0.0) -> Turn:
         ids = self._renderer.tokenizer.encode(text)
-        return Turn([*ids, self._renderer.stop_ids[0]], chunk=8, **self._how)  # type: ignore[arg-type]
+        return Turn([*ids, self._renderer.stop_ids[0]], chunk=8, pace_s=pace_s)
+
+
+def _found(step: Step, patterns: Mapping[str, str], text: str) -> Step:
+    values = {name: found[-1] for name, pattern in patterns.items() if (found := re.findall(pattern, text))}
+    return filled([step], values)[0] if values else step
 
 
 def filled(steps: Sequence[Step], values: Mapping[str, template.Value]) -> tuple[Step, ...]:

@@ -132,6 +132,9 @@ class Backend(Protocol):
     async def check(self) -> None:
         """`SandboxUnavailable`, with what is missing and how to get it, where no sandbox of this kind can be made."""
 
+    def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
+        """What a spec asks for and such a sandbox cannot hold an agent to."""
+
     async def create(self, spec: SandboxSpec) -> Sandbox: ...
 
     async def sweep(self) -> int:

@@ -30,7 +30,8 @@ from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.posix import KILLED, Posix, to_the_end
 
 KIND = "docker"
-DEFAULT_IMAGE = "turngate-base:bookworm"
+DEFAULT_IMAGE = "turngate-base:bookworm"  # what `tools/base_image.py` makes
+PUBLIC_IMAGE = "python:3.11-bookworm"  # what a registry has, with Python and git
 HOME, WORKDIR, SHARED = "/home/agent", "/workspace", "/run/turngate"
 SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner", "turngate.created"
 JOB = "TURNGATE_JOB"  # in the environment of everything that a command starts
@@ -185,12 +186,13 @@ class DockerJob:
 
 
 class DockerBackend:
-    """`root`: where the folders with the sandboxes' sockets lie; as for `local`. `image`: the one to take where a spec names none."""
+    """`root`: where the folders with the sandboxes' sockets lie; as for `local`. `image`: the one to take where a spec names none;
+    left empty, our own base image if it was made here, else a public one."""
 
     name = KIND
     relocates = True
 
-    def __init__(self, root: Path | None = None, image: str = DEFAULT_IMAGE) -> None:
+    def __init__(self, root: Path | None = None, image: str = "") -> None:
         self.root = root
         self.image = image
 
@@ -220,15 +222,12 @@ class DockerBackend:
     async def _image(self, spec: SandboxSpec) -> str:
         if spec.dockerfile:
             return await _built(Path(spec.dockerfile))
-        image = spec.image or self.image
-        code, _, _ = await _docker("image", "inspect", image)
-        if code and image == DEFAULT_IMAGE:
-            await self.check()
-            raise SandboxUnavailable(
-                f"the image {image} is not there: name another one, or make it: python tools/base_image.py docker"
-            )
-        if code:
-            await docker("pull", "--quiet", image, timeout_s=3600)
+        named = spec.image or self.image
+        for image in (named,) if named else (DEFAULT_IMAGE, PUBLIC_IMAGE):
+            code, _, _ = await _docker("image", "inspect", image)
+            if not code:
+                return image
+        await docker("pull", "--quiet", image, timeout_s=3600)
         return image
 
     async def sweep(self) -> int:

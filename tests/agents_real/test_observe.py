@@ -1,0 +1,119 @@
+"""Real agents, observed: each against an endpoint of its own dialect, and one that speaks another. The endpoints are as strict as
+the real ones (`tests/engines/providers.py`); the agent must not notice, and every one of its calls must be one line of work."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.agents_real import kit
+from tests.engines.providers import (
+    KEY,
+    AnthropicProvider,
+    ChatProvider,
+    GeminiProvider,
+    Provider,
+    ResponsesProvider,
+    Says,
+)
+from tests.engines.standins import serving
+from tests.kit import Running, gateway
+from turngate.agents.launch import plan, resolved
+from turngate.agents.spec import AgentSpec
+
+pytestmark = pytest.mark.real
+
+
+class VLLM(ChatProvider):
+    """A chat endpoint that tells its token ids, in a template that shows every word."""
+
+    def __init__(self, *turns: Says) -> None:
+        super().__init__(*turns, tells=True)
+
+
+PAIRS: list[tuple[str, type[Provider]]] = [
+    ("claude-code", AnthropicProvider),
+    ("claude-code", VLLM),
+    ("codex", ResponsesProvider),
+    ("codex", AnthropicProvider),
+    ("codex", VLLM),
+    ("gemini-cli", GeminiProvider),
+    ("gemini-cli", ResponsesProvider),
+    ("gemini-cli", VLLM),
+    ("pi", VLLM),
+    ("pi", GeminiProvider),
+]
+
+
+def script(spec: AgentSpec, workdir: Path) -> list[Says]:
+    """What `turngate agents check` has the model say, too: read, edit, look, write, and a last word."""
+
+    def filled(arguments: dict[str, Any]) -> Any:
+        return {k: v.replace("{workdir}", str(workdir)) if isinstance(v, str) else v for k, v in arguments.items()}
+
+    return [
+        Says(step.say, step.think, [(call.tool, filled(call.arguments)) for call in step.calls]) for step in spec.check
+    ]
+
+
+async def run(name: str, g: Running, key: str, home: Path) -> None:
+    """The agent as it is, in a folder of its own."""
+    spec, installed = kit.agent(name)
+    workdir = home / "work"
+    launch = plan(
+        spec,
+        installed,
+        base_url=g.root,
+        api_key=key,
+        model="m",
+        prompt="Change colour to color in notes.txt.",
+        home=str(home),
+        workdir=str(workdir),
+    )
+    for file in launch.files:
+        path = home / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.data)
+    env = {"HOME": str(home), "PATH": f"{Path(installed.node).parent}:/usr/bin:/bin", **launch.env}
+    process = await asyncio.create_subprocess_exec(
+        *launch.command, cwd=workdir, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), 120)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, output.decode()[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("name", "endpoint"), PAIRS, ids=lambda value: value if isinstance(value, str) else value.__name__
+)
+async def test_an_agent_is_observed_whole(name: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", KEY)
+    spec, _ = kit.agent(name)
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        home = Path(folder)
+        (home / "work").mkdir()
+        (home / "work" / "notes.txt").write_text("alpha\ncolour\nomega\n")
+        said = script(spec, home / "work")
+        async with (
+            serving(endpoint(*said)) as provider,
+            gateway(observe=endpoint.name, engine_url=[provider.url], engine_key_env="PROVIDER_KEY") as g,
+        ):
+            signals = msgspec.to_builtins(resolved(spec.signals, "m"))
+            session = await g.open(mode="observe", model="m", signals=signals, sampling={"temperature": 1.0})
+            await run(name, g, session.key, home)
+            assert (home / "work" / "done.txt").exists() and provider.refusals == []
+            turns = await g.turns(session.id)
+            assert [turn["message"].get("content", "") for turn in turns] == [one.text for one in said]
+            assert {(turn["role"], turn["cause"], turn["fault"]) for turn in turns} == {("main", None, "")}
+            rows = await g.samples(session.id)
+            spans = [[span["trained"] for span in row["spans"]] for row in rows]
+            assert spans == ([[True] * len(said)] if endpoint is VLLM else [])
