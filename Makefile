@@ -31,8 +31,10 @@ parts: $(READY)
 	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
 	@$(BIN)/python tools/base_image.py docker bubblewrap || test "$$CI" != true
 
+# First what can run side by side, then what needs the machine for itself.
 test: check parts
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 -m "not real"
+	@$(BIN)/python -m pytest -q -m real
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
@@ -48,7 +50,7 @@ format: $(READY)
 	@$(BIN)/python tools/make_docs.py
 
 fast: $(READY)
-	@$(BIN)/python -m pytest -q -m "not real" --ignore tests/crash
+	@$(BIN)/python -m pytest -q -n 2 -m "not real"
 
 bench: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers

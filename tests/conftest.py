@@ -10,6 +10,18 @@ from tests import kit
 from turngate.render import Renderer, Tokenizer
 
 
+# Heavy or alone on the machine: these look at processes, kill servers, or need parts that take minutes to make.
+_REAL = ("tests/crash", "tests/sandboxes", "tests/real", "tests/agents_real")
+_LIGHT = ("test_archive.py", "test_door.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parents[1]
+    for item in items:
+        if item.path.relative_to(root).as_posix().startswith(_REAL) and item.path.name not in _LIGHT:
+            item.add_marker(pytest.mark.real)
+
+
 @pytest.fixture(autouse=True)
 def _no_admin_key_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TURNGATE_ADMIN_KEY", raising=False)

@@ -157,7 +157,9 @@ def test_codexs_subagents_lie_beside_the_main_transcript(tmp_path: Path) -> None
     put(tmp_path, "codex-sub-agent.jsonl", ".codex/sessions/2026/11/15/rollout-1.jsonl")
     put(tmp_path, "codex-sub.jsonl", ".codex/sessions/2026/11/15/rollout-2.jsonl")
     found = read(of("codex"), tmp_path)
-    assert [call.name for turn in found.main for call in turn.calls] == ["spawn_agent", "wait_agent", "close_agent"]
+    named = [call.name.removeprefix("multi_agent_v1__") for turn in found.main for call in turn.calls]
+    assert named == ["spawn_agent", "wait_agent", "close_agent"]
+    assert found.main[0].calls[0].name == "multi_agent_v1__spawn_agent"  # as the model sees it
     assert [[turn.text for turn in one] for one in found.subagents] == [["", "three lines"]]
 
 

@@ -1,4 +1,4 @@
-"""Fixtures: a real agent by name, a sandbox by name, and `rollout`, which runs one in the other and sees that nothing is left."""
+"""Fixtures: a real agent by name, a sandbox by name, and `run`, which lets one work in the other. Nothing of it may be left."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
 from tests.agents_real import kit
-from tests.agents_real.kit import Check
+from tests.agents_real.kit import Check, Staged
 from tests.sandboxes.kit import MAKE, need
-from turngate.rollout.check import Report, Staging, check
-from turngate.rollout.one import Watch
+from turngate.rollout.check import Report, Stage, Staging, staged
 from turngate.sandboxes import owner
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.docker import OWNER_LABEL
@@ -27,8 +27,8 @@ def root() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     yield folder
     left = [f"folder {path.name}" for path in folder.iterdir()]
-    left += [f"process {name}" for name in kit.processes_of(folder)]
-    left += [f"child process {name}" for pid, name in kit.children().items() if pid not in before]
+    left += [f"process {pid}: {name}" for pid, name in kit.processes_of(folder).items()]
+    left += [f"child {pid}: {name}" for pid, name in kit.children().items() if pid not in before]
     left += [f"container {name}" for name in _containers()]
     shutil.rmtree(folder)
     assert not left, "the rollout left things behind"
@@ -46,24 +46,33 @@ def backend(root: Path) -> Callable[[str], Backend]:
 
 
 @pytest.fixture
-def run(backend: Callable[[str], Backend], tmp_path: Path) -> Check:
-    """Runs an agent in a sandbox, both by name, as `turngate agents check` does."""
+def stage(backend: Callable[[str], Backend], tmp_path: Path) -> Staged:
+    """An agent and a sandbox, both by name, ready for a rollout on the scripted engine."""
 
-    async def run(
-        agent: str, sandbox: str = "local", staging: Staging = Staging(), watch: Watch = lambda progress: None
-    ) -> Report:
+    def stage(
+        agent: str, sandbox: str = "local", staging: Staging = Staging()
+    ) -> AbstractAsyncContextManager[Stage]:
         spec, installed = kit.agent(agent)
-        return await check(spec, installed, backend(sandbox), tmp_path, staging, watch)
+        return staged(spec, installed, backend(sandbox), tmp_path, staging)
+
+    return stage
+
+
+@pytest.fixture
+def run(stage: Staged) -> Check:
+    """The same, run to its end: what `turngate agents check` does."""
+
+    async def run(agent: str, sandbox: str = "local", staging: Staging = Staging()) -> Report:
+        async with stage(agent, sandbox, staging) as ready:
+            return await ready.played()
 
     return run
 
 
 def _containers() -> list[str]:
-    """Of this process, alive or not."""
+    """Of this process, running or not."""
     if not shutil.which("docker"):
         return []
     own = f"label={OWNER_LABEL}={owner.this_process()}"
-    listed = subprocess.run(
-        ["docker", "ps", "--all", "--filter", own, "--format", "{{.Names}}"], capture_output=True, text=True, check=False
-    )
-    return listed.stdout.split()
+    command = ["docker", "ps", "--all", "--filter", own, "--format", "{{.Names}}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()

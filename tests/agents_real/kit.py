@@ -1,19 +1,26 @@
-"""What the tests with real agents are written with: the agents of this machine, and what of them is alive."""
+"""What the tests with real agents are written with: the agents of this machine, words for what the model does with their tools,
+and ways to look at what was recorded and at what is still alive."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from turngate.agents.install import Installed, ensure, missing
-from turngate.agents.spec import AgentSpec, find
-from turngate.rollout.check import Report
+from turngate.agents.spec import AgentSpec, Step, StepCall, find
+from turngate.rollout.check import Report, Stage
 
 Check = Callable[..., Awaitable[Report]]
+Staged = Callable[..., AbstractAsyncContextManager[Stage]]
 AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code", "mini-swe-agent")
 
 
@@ -26,38 +33,112 @@ def agent(name: str) -> tuple[AgentSpec, Installed]:
     return spec, ensure(spec, lambda line: None)
 
 
+# ---- what the model does ----
+
+
+def says(text: str, *calls: StepCall, think: str = "") -> Step:
+    return Step(say=text, think=think, calls=calls)
+
+
+def call(tool: str, **arguments: Any) -> StepCall:
+    return StepCall(tool=tool, arguments=arguments)
+
+
+def shell(name: str, command: str) -> StepCall:
+    """A command, run with the tool that the agent has for it."""
+    match name:
+        case "codex":
+            return call("exec_command", cmd=command)
+        case "claude-code":
+            return call("Bash", command=command, description="Run it")
+        case "gemini-cli":
+            return call("run_shell_command", command=command, description="Run it")
+        case "qwen-code":
+            return call("run_shell_command", command=command, description="Run it", is_background=False)
+        case "opencode":
+            return call("bash", command=command, description="Run it")
+        case _:
+            return call("bash", command=command)
+
+
+# ---- what was recorded ----
+
+
+class Branch(NamedTuple):
+    """A part of the conversation that was begun for one reason, and the roles of its turns."""
+
+    cause: str | None
+    roles: tuple[str, ...]
+
+
+def branches(report: Report) -> list[Branch]:
+    """The trace, taken apart where it forks, in the order in which that happened."""
+    nodes = {node["id"]: node for node in report.trace["nodes"]}
+    found: dict[int, Branch] = {}
+    for node in report.trace["nodes"]:
+        if node["kind"] == "sampled":
+            first = nodes[node["parent"]]
+            while first["cause"] is None and first["parent"] is not None:
+                first = nodes[nodes[first["parent"]]["parent"]]
+            before = found.get(first["id"], Branch(first["cause"], ()))
+            found[first["id"]] = Branch(before.cause, (*before.roles, node["role"]))
+    return [found[key] for key in sorted(found)]
+
+
+def turns(report: Report, role: str) -> list[Any]:
+    return [node for node in report.trace["nodes"] if node["kind"] == "sampled" and node["role"] == role]
+
+
+def rows(report: Report, role: str) -> int:
+    """How many rows train turns of a role."""
+    return sum(any(span["role"] == role and span["trained"] for span in row["spans"]) for row in report.samples)
+
+
+def trained_once(report: Report) -> bool:
+    """Every turn of the agent and its helpers is trained in one row, and nothing else in any."""
+    counted = Counter(span["node"] for row in report.samples for span in row["spans"] if span["trained"])
+    return counted == Counter(node["id"] for role in ("main", "subagent") for node in turns(report, role))
+
+
 def findings(report: Report) -> str:
     """What was found, for a test that fails."""
+    outcome = report.outcome
     lines = [f"{'yes' if f.ok else 'NO '} {f.what}: {f.detail}" for f in report.findings]
-    return "\n".join(["", *lines, *(f"note: {note}" for note in report.outcome.notes)])
+    lines += [f"branch {branch}" for branch in branches(report)]
+    lines += [f"note: {note}" for note in outcome.notes]
+    lines += [f"said: {(outcome.collected.stderr or outcome.collected.stdout)[-500:]}"]
+    return "\n".join(["", f"{outcome.status}, exit code {outcome.exit_code}", *lines])
 
 
 # ---- what is alive ----
 
 
+async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"that did not come to hold within {within_s:.0f} s"
+        await asyncio.sleep(0.05)
+
+
 def children() -> dict[int, str]:
     """The processes that this one has started, with their command lines."""
     pids = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    return {pid: _command(pid) for pid in pids}
+    return {pid: _read(pid, "cmdline") for pid in pids}
 
 
-def processes_of(folder: Path) -> list[str]:
-    """The live processes of this machine that have the folder in their command line or environment."""
-    mark = os.fsencode(folder)
-    found = []
+def processes_of(folder: Path) -> dict[int, str]:
+    """The live processes of this machine that have the folder in their command line or environment, and their command lines."""
+    found = {}
     for place in Path("/proc").iterdir():
-        if not place.name.isdigit() or int(place.name) == os.getpid():
-            continue
-        try:
-            if mark in (place / "cmdline").read_bytes() or mark in (place / "environ").read_bytes():
-                found.append(_command(int(place.name)))
-        except OSError:
-            pass
+        if place.name.isdigit() and int(place.name) != os.getpid():
+            command, env = _read(int(place.name), "cmdline"), _read(int(place.name), "environ")
+            if str(folder) in command or str(folder) in env:
+                found[int(place.name)] = command
     return found
 
 
-def _command(pid: int) -> str:
+def _read(pid: int, name: str) -> str:
     try:
-        return f"{pid}: " + Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return Path("/proc", str(pid), name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
-        return f"{pid}: gone"
+        return ""

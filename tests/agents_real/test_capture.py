@@ -13,7 +13,7 @@ RUNS += [(agent, sandbox) for sandbox in ("bubblewrap", "docker") for agent in W
 SIDE_CALLS = {"opencode": 1}  # a title
 
 
-@pytest.mark.parametrize(("agent", "sandbox"), RUNS, ids="-in-".join)
+@pytest.mark.parametrize(("agent", "sandbox"), RUNS, ids=[f"{agent}-{sandbox}" for agent, sandbox in RUNS])
 async def test_a_real_agent_is_captured_whole(run: Check, agent: str, sandbox: str) -> None:
     report = await run(agent, sandbox)
     assert report.whole, findings(report)

@@ -28,6 +28,8 @@ from tests.engines.standins import StandIn, event, says, serving
 from tests.kit import gateway, until
 from tests.sdk_agents import DIALECTS, Agent, MessagesAgent, agent
 from tests.server.test_observe import OWN, RESULTS, SCRIPT, every_dialect, every_endpoint, scene
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
 
 Json = Any
 ALL_ERRORS = (openai.APIStatusError, openai.APIError, anthropic.APIStatusError, google.APIError)
@@ -375,3 +377,14 @@ async def test_a_provider_that_is_not_there() -> None:
             assert caught.value.status_code == 529 and "127.0.0.1" not in str(caught.value)
         assert (await g.http().get("/health")).status_code == 503
         assert await g.turns(session.id) == []
+
+
+def test_settings_that_cannot_hold_are_refused_at_the_start() -> None:
+    url = "http://127.0.0.1:1"
+    for kind, capture in (("anthropic", "logprobs"), ("gemini", "tokens"), ("responses", "tokens")):
+        with pytest.raises(ConfigError, match=f"cannot be asked for {capture}"):
+            ServeConfig(engine=kind, engine_url=[url], capture=capture).check()
+    for kind in OWN:
+        with pytest.raises(ConfigError, match="one --engine-url"):
+            ServeConfig(engine=kind, engine_url=[url, url]).check()
+        ServeConfig(engine=kind, engine_url=[url], capture="text").check()

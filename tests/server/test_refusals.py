@@ -121,13 +121,20 @@ NOT_JSON = {
     "a list": b"[]",
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
     "not UTF-8 in the tool choice": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "\xff"}',
-    "a lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "a number that JSON does not have": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
     "a pit without a bottom": b'{"messages": [{"role": "user", "content": "x", "y": '
     + b"[" * 100_000
     + b"]" * 100_000
     + b"}]}",
 }
+
+
+async def test_half_of_a_character_is_read_as_the_replacement_character() -> None:
+    async with gateway([say("Yes.")]) as g:
+        session = await g.open()
+        body = rb'{"messages": [{"role": "user", "content": "cut \ud83d"}]}'
+        assert (await post(g, session.key, body)).status_code == 200
+        assert "cut \ufffd" in tokenizer().decode(g.engine.received[0].prompt.tolist())
 
 
 @pytest.mark.parametrize("case", NOT_JSON)

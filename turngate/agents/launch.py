@@ -135,7 +135,9 @@ def _options(spec: AgentSpec, given: Mapping[str, str]) -> dict[str, str]:
     for name, option in spec.options.items():
         value = given.get(name, option.default)
         if value is None:
-            raise AgentError(f"options.{name}: {spec.name} needs it: {option.about}", param=f"options.{name}")
+            raise AgentError(
+                f"options.{name}: {spec.name} needs it: {option.about}; give --set {name}=…", param=f"options.{name}"
+            )
         values[name] = value
     return values
 

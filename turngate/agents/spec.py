@@ -70,8 +70,9 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where the agent writes down its own turns, and how to read them. The expressions are JMESPath.
 
     `turn` is tried on every record; it gives null or false, or a turn or a part of one: {id, text, reasoning, calls: [{name, arguments}]}.
-    Parts are put together by `merge`: `id` joins those of one id, `last` keeps the last of one id, `end` joins all up to a record
-    that `end` says something about, which is the turn's id.
+    Parts are put together by `merge`: `id` joins those of one id, and those without one with the part before; `last` keeps the last of
+    one id; `end` joins all up to a record that `end` says something about, which is the turn's id. At a record of `begin`, what has no
+    end yet was somebody else's.
     """
 
     path: str = ""  # below HOME, as in file names
@@ -79,6 +80,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     format: Literal["json", "jsonl"] = "jsonl"
     records: str = ""  # json: the list of records
     turn: str
+    begin: str = ""
     end: str = ""
     merge: Literal["none", "id", "last", "end"] = "none"
     subagents: str = ""  # where sub-agents' transcripts lie, if not beside the main one
@@ -315,9 +317,12 @@ def _transcript_faults(transcript: Transcript) -> Iterator[tuple[str, str]]:
         yield "transcript.records", "belongs to format json, which needs it"
     if (transcript.merge == "end") != bool(transcript.end):
         yield "transcript.end", 'belongs to merge = "end", which needs it'
+    if transcript.begin and transcript.merge != "end":
+        yield "transcript.begin", 'belongs to merge = "end"'
     expressions = {
         "records": transcript.records,
         "turn": transcript.turn,
+        "begin": transcript.begin,
         "end": transcript.end,
         "subagent": transcript.subagent,
     }

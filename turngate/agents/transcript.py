@@ -130,16 +130,20 @@ def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[Turn]:
     """Turns, put together from their parts."""
     parts: dict[str, Turn] = {}  # in order of first appearance, which is the order of the turns
     open_turn: Turn | None = None
+    key = ""
     for n, record in enumerate(records):
         found = _search(spec.turn, record)
         part = _turn(found) if isinstance(found, Mapping) else None
         if spec.merge == "end":
+            if spec.begin and _search(spec.begin, record):
+                open_turn = None
             open_turn = _joined(open_turn, part) if part else open_turn
             if open_turn and (ended := _search(spec.end, record)):
                 parts[str(n)] = msgspec.structs.replace(open_turn, id=ended if isinstance(ended, str) else "")
                 open_turn = None
         elif part:
-            key = part.id if spec.merge != "none" and part.id else f"\0{n}"
+            if spec.merge != "id" or not key or part.id:
+                key = part.id if spec.merge != "none" and part.id else f"\0{n}"
             parts[key] = _joined(parts.get(key), part) if spec.merge == "id" else part
     yield from parts.values()
     if open_turn:  # it was never finished

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -12,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate.agents.install import ensure, missing
-from turngate.agents.spec import catalog, find
-from turngate.cli.run import Watching
-from turngate.cli.show import safe
+from turngate.agents.spec import AgentSpec, catalog, find
+from turngate.cli.run import Watching, stoppable
+from turngate.cli.terminal import console as new_console
+from turngate.cli.terminal import safe, say
+from turngate.errors import AgentError
 from turngate.rollout.check import Report, Staging
 from turngate.rollout.check import check as checked
 from turngate.sandboxes import backend
@@ -27,31 +30,40 @@ def listing() -> None:
     notes = []
     for name, found in catalog().items():
         spec = found.spec
-        packaged = bool(spec.install.npm or spec.install.pip)
-        here = ("yes" if missing(spec) is None else "on first use") if packaged else "as it is in the sandbox"
-        table.add_row(name, spec.title, spec.install.version or "–", spec.dialect, here)
+        table.add_row(name, safe(spec.title), spec.install.version or "–", spec.dialect, _here(spec))
         if found.shadows is not None:
             notes.append(f"{name}: {found.file} takes the place of {found.shadows}")
-    console = Console(highlight=False)
+    console = new_console()
     console.print(table)
     for note in notes:
-        console.print(note, style="yellow", markup=False)
-    console.print("turngate agents check NAME runs one and says whether it was captured whole.", style="dim")
+        say(console, note, "yellow")
+    say(console, "turngate agents check NAME runs one and says whether it was captured whole.", "dim")
+
+
+def _here(spec: AgentSpec) -> str:
+    if not (spec.install.npm or spec.install.pip):
+        return "as it is in the sandbox"
+    return "yes" if missing(spec) is None else "on first use"
 
 
 def install(names: list[str]) -> None:
-    for name in names:
-        spec = find(name).spec
+    for spec in [find(name).spec for name in names]:  # all of them are looked for before one is installed
         made = ensure(spec, lambda line: print(line, file=sys.stderr))
-        print(f"{spec.name} {spec.install.version}: {made.folder or 'nothing to install'}")
+        print(f"{spec.name} {spec.install.version}: {made.folder or 'nothing to install'}".replace(" :", ":"))
 
 
 def check(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
     """Print the findings; True if every one is as it should be."""
     spec = find(name).spec
-    console = Console(highlight=False)
-    installed = ensure(spec, lambda line: console.print(line, style="dim", markup=False))
+    if not spec.check:
+        raise AgentError(
+            f"{spec.name}: check: there are no [[check]] steps to play; describe your command in a file with some "
+            "(turngate/agents/catalog has examples), and check that",
+            param="check",
+        )
+    console = new_console()
     place = backend(sandbox)
+    installed = ensure(spec, lambda line: say(console, line, "dim"))
 
     async def run(folder: Path) -> Report:
         await place.check()
@@ -60,10 +72,13 @@ def check(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
             return await checked(spec, installed, place, folder, Staging(image=image), watching.see)
 
     with tempfile.TemporaryDirectory(prefix="turngate-check-") as scratch:
-        report = asyncio.run(run(keep or Path(scratch)))
+        try:
+            report = asyncio.run(stoppable(run(keep or Path(scratch)), console))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     _tell(report, console)
     if keep is not None:
-        console.print(f"look: turngate show {report.outcome.session} --data {keep / 'data'}", style="dim")
+        say(console, f"look: turngate show {report.outcome.session} --data {shlex.quote(str(keep / 'data'))}", "dim")
     return report.whole
 
 

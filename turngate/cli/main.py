@@ -179,9 +179,13 @@ def run(
     out: Annotated[Optional[Path], typer.Option(help="Folder for what the agent left. [DATA/rollouts]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON.")] = False,
 ) -> None:
-    """Run one rollout: an agent on a task, in a sandbox, recorded token by token. Exit code 0: it finished."""
+    """Run one rollout: an agent on a task, in a sandbox, recorded token by token.
+
+    Exit codes: 0 the agent finished; 1 it failed, or met its time or a limit; 2 something that was given is wrong; 3 something
+    else than the agent failed; 130 stopped by Ctrl-C.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    given = {name: value for name, value in locals().items()}
+    given = dict(locals())
     from turngate.cli.run import ordered
 
     raise typer.Exit(_or_exit(lambda: ordered(given)))
@@ -226,3 +230,6 @@ def _or_exit(action: Callable[[], T]) -> T:
     except TurngateError as error:
         typer.echo(f"turngate: {error.message}", err=True)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("turngate: stopped", err=True)
+        raise typer.Exit(130) from None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
+import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -18,11 +22,13 @@ from rich.text import Text
 
 from turngate import tasks
 from turngate.agents.install import ensure
-from turngate.agents.launch import Limits
+from turngate.agents.launch import Limits, plan
 from turngate.agents.spec import find
+from turngate.cli.terminal import console as new_console
+from turngate.cli.terminal import one_line, safe, say
 from turngate.config import ServeConfig, load
 from turngate.errors import ConfigError
-from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.rollout.client import GatewayClient, Unreachable, admin_key_given
 from turngate.rollout.one import Order, Outcome, Progress, Rollout
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
@@ -31,8 +37,18 @@ from turngate.server.auth import admin_key
 from turngate.server.run import embedded, serving
 from turngate.types import Json
 
-EXIT_CODES: Mapping[str, int] = {"finished": 0, "failed": 1, "timed out": 1, "limit": 1, "error": 3, "cancelled": 130}
+T = TypeVar("T")
+INTERRUPTED = 130
+EXIT_CODES: Mapping[str, int] = {
+    "finished": 0,
+    "failed": 1,
+    "timed out": 1,
+    "limit": 1,
+    "error": 3,
+    "cancelled": INTERRUPTED,
+}
 _OFTEN = 5.0  # seconds between plain lines about turns
+_LAST_WORDS = 5  # lines of an agent that failed
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -44,78 +60,117 @@ class Reach(msgspec.Struct, frozen=True):
 
 def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_json: bool) -> int:
     """The exit code: 0 finished, 1 the agent did not make it, 3 not the agent's fault, 130 cancelled."""
-    console = Console(highlight=False, stderr=as_json)
-    outcome = asyncio.run(_run(order, config, gateway, reach, console))
+    console = new_console(stderr=as_json)
+    outcome = asyncio.run(stoppable(_run(order, config, gateway, reach, console), console))
+    if outcome is None:
+        say(console, "cancelled before the rollout began; nothing is left of it", "yellow")
+        return INTERRUPTED
     if outcome.session:
-        (order.folder / outcome.session).mkdir(parents=True, exist_ok=True)
-        (order.folder / outcome.session / "outcome.json").write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+        _write(order.folder / outcome.session / "outcome.json", outcome)
     if as_json:
         print(msgspec.json.encode(outcome).decode())
     else:
-        tell(outcome, config, gateway, order.folder, console)
+        tell(
+            outcome, f"--gateway {gateway}" if gateway else f"--data {shlex.quote(config.data)}", order.folder, console
+        )
     return EXIT_CODES[outcome.status]
 
 
-async def _run(order: Order, config: ServeConfig, gateway: str, reach: Reach, console: Console) -> Outcome:
-    await order.backend.check()
-    await order.backend.sweep()
-    async with (
-        _reached(config, gateway, console) as client,
-        WayOut(client.url, reach.public_url, reach.tunnel) as wayout,
-    ):
-        with Watching(console) as watch:
-            rollout = Rollout(order, client, wayout, watch.see)
-            task = asyncio.create_task(rollout.run())
-            with _interrupts(task, console):
+def _write(path: Path, outcome: Outcome) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+    except OSError as error:
+        outcome.notes = (*outcome.notes, f"{path} could not be written: {error.strerror}")
+
+
+async def _run(order: Order, config: ServeConfig, gateway: str, reach: Reach, console: Console) -> Outcome | None:
+    """None: it was cancelled before there was a rollout."""
+    outcome = None
+    try:
+        await order.backend.check()
+        await order.backend.sweep()
+        async with (
+            _reached(config, gateway, console) as client,
+            WayOut(client.url, reach.public_url, reach.tunnel) as wayout,
+        ):
+            if not order.model:
+                order = msgspec.structs.replace(order, model=next(iter(await client.models()), "turngate"))
+            with Watching(console) as watch:
+                rollout = Rollout(order, client, wayout, watch.see)
                 try:
-                    return await task
+                    outcome = await rollout.run()
                 except asyncio.CancelledError:
-                    return rollout.outcome
+                    _heeded()
+                    outcome = rollout.outcome
+    except asyncio.CancelledError:
+        _heeded()
+    return outcome
+
+
+def _heeded() -> None:
+    """The cancellation has done what it was for: what follows is not cancelled."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 @asynccontextmanager
 async def _reached(config: ServeConfig, gateway: str, console: Console) -> AsyncIterator[GatewayClient]:
     """A gateway that is named, or that serves the data folder already, or one of our own for as long as this runs."""
-    found = None if gateway else serving(Path(config.data))
     if gateway:
-        client = GatewayClient(gateway, admin_key_given())
-    elif found is not None:
-        console.print(f"A gateway serves {config.data} already; using it: {found.url}", style="dim")
-        client = GatewayClient(found.url, admin_key(Path(config.data)))
-    else:
-        async with embedded(config) as address, GatewayClient(address.url, address.admin_key) as client:
+        async with GatewayClient(gateway, admin_key_given()) as client:
+            await client.models()  # a wrong key or address is told before anything is made
             yield client
         return
-    async with client:
+    found = serving(Path(config.data))
+    if found is not None:
+        async with GatewayClient(found.url, admin_key(Path(config.data))) as client:
+            if await _answers(client):
+                say(console, f"A gateway serves {config.data} already: {found.url} is used, with its own engine", "dim")
+                yield client
+                return
+    async with embedded(config) as address, GatewayClient(address.url, address.admin_key) as client:
         yield client
 
 
-class _interrupts:
-    """Ctrl-C ends the rollout, which cleans up; a second one says so; a third gives up."""
+async def _answers(client: GatewayClient) -> bool:
+    """One that was killed may have left its address behind."""
+    try:
+        await client.models()
+    except Unreachable:
+        return False
+    return True
 
-    def __init__(self, task: asyncio.Task[Outcome], console: Console) -> None:
-        self._task = task
-        self._console = console
-        self._count = 0
-        self._loop = asyncio.get_running_loop()
 
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._interrupted)
+async def stoppable(work: Coroutine[Any, Any, T], console: Console) -> T:
+    """Ctrl-C, or being told to end, cancels the work, which cleans up; a second time says so; a third gives up."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    count = 0
 
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-
-    def _interrupted(self) -> None:
-        self._count += 1
-        if self._count == 1:
-            self._console.print("Stopping: the agent is ended and the sandbox removed …", style="yellow")
-            self._task.cancel()
-        elif self._count == 2:
-            self._console.print("Still cleaning up; once more gives up and leaves the sandbox behind.", style="yellow")
+    def interrupted() -> None:
+        nonlocal count
+        count += 1
+        if count == 1:
+            say(console, "Stopping: the agent is ended and its sandbox removed; what was recorded stays …", "yellow")
+            task.cancel()
+        elif count == 2:
+            say(console, "Still cleaning up; once more gives up, and leaves what is left to the next run.", "yellow")
         else:
-            raise SystemExit(130)
+            console.show_cursor()
+            os._exit(INTERRUPTED)  # a cleanup that hangs would also hang any softer way
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, interrupted)
+    try:
+        return await task
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 class Watching:
@@ -146,52 +201,66 @@ class Watching:
         now = time.monotonic()
         if progress.stage != self._stage or (progress.turns and now - self._told > _OFTEN):
             self._stage, self._told = progress.stage, now
-            self._console.print(self._line())
+            say(self._console, self._line())
 
     def _line(self) -> Text:
         progress = self._progress
         spent = time.time() - progress.started
-        line = Text.assemble((f"{int(spent) // 60}:{int(spent) % 60:02d}  ", "dim"), (f"{progress.stage:8}", "bold"))
+        facts = []
         if progress.turns:
-            line.append(f"  {progress.turns} turns · {progress.sampled_tokens:,} tokens")
+            turns = "1 turn" if progress.turns == 1 else f"{progress.turns} turns"
+            facts.append((f"  {turns} · {progress.sampled_tokens:,} tokens", ""))
         if progress.session:
-            line.append(f"  session {progress.session[:12]}", "dim")
+            facts.append((f"  session {progress.session[:12]}", "dim"))
+        stage = f"{progress.stage:8}" if facts else progress.stage
+        line = Text.assemble((f"{int(spent) // 60}:{int(spent) % 60:02d}  ", "dim"), (stage, "bold"), *facts)
+        line.no_wrap, line.overflow = True, "ellipsis"
         return line
 
 
-def tell(outcome: Outcome, config: ServeConfig, gateway: str, folder: Path, console: Console) -> None:
+def tell(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
     """The outcome, where the trace is, and how to look at it."""
     code = "" if outcome.exit_code is None else f" (exit code {outcome.exit_code})"
-    spent = sum(outcome.seconds.values())
     style = {"finished": "green", "error": "red"}.get(outcome.status, "yellow")
-    console.print(
-        Text.assemble(
-            (outcome.status, f"bold {style}"), f"{code} after {spent:.0f} s: {outcome.agent} {outcome.version}"
-        )
-    )
+    name = f"{outcome.agent} {outcome.version}".strip()
+    head = f"{code} after {sum(outcome.seconds.values()):.0f} s: {name} in the {outcome.sandbox} sandbox"
+    say(console, Text.assemble((outcome.status, f"bold {style}"), head))
     if outcome.fault is not None:
-        console.print(
-            f"  fault   {outcome.fault.boundary}, in stage {outcome.fault.stage}: {outcome.fault.message}", markup=False
-        )
-    if outcome.stop and outcome.status == "limit":
-        console.print(f"  limit   {outcome.stop}")
+        fault = outcome.fault
+        _line(console, "fault", f"{fault.boundary}, in stage {fault.stage}: {safe(fault.message)}")
+    if outcome.stop and outcome.status in ("limit", "cancelled"):
+        _line(console, "limit" if outcome.status == "limit" else "why", one_line(outcome.stop.replace("_", " ")))
+    if outcome.status == "failed":
+        said = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
+        for last in said.splitlines()[-_LAST_WORDS:]:
+            _line(console, "said", one_line(last)[:300])
     if outcome.session:
         roles = ", ".join(f"{count} {role}" for role, count in outcome.roles.items())
+        turns = "1 turn" if outcome.turns == 1 else f"{outcome.turns} turns"
         rows = "1 row" if outcome.rows == 1 else f"{outcome.rows} rows"
-        console.print(
-            f"  trace   {outcome.turns} turns ({roles or 'none'}), {outcome.sampled_tokens:,} sampled tokens, {rows}"
-        )
-        where = f"--gateway {gateway}" if gateway else f"--data {config.data}"
-        console.print(f"  look    turngate show {outcome.session} {where}")
-        console.print(f"  files   {folder / outcome.session}")
-    for difference in outcome.collected.differences:
-        console.print(f"  differs {difference}", style="yellow", markup=False)
-    for note in outcome.notes:
-        console.print(f"  note    {note}", style="yellow", markup=False)
+        kept = "" if outcome.status == "finished" else ", kept"
+        counted = f"{turns} ({roles})" if roles else turns
+        _line(console, "trace", f"{counted}, {outcome.sampled_tokens:,} sampled tokens, {rows}{kept}")
+        _line(console, "look", f"turngate show {outcome.session} {where}")
+        _line(console, "files", str(folder / outcome.session))
+    if outcome.not_enforced:
+        wishes = ", ".join(outcome.not_enforced)
+        _line(console, "open", f"not closed off in the {outcome.sandbox} sandbox: {wishes}", "dim")
+    for text in outcome.collected.missing:
+        _line(console, "missing", one_line(text), "yellow")
+    for text in outcome.collected.differences:
+        _line(console, "differs", one_line(text), "yellow")
+    for text in outcome.notes:
+        _line(console, "note", one_line(text), "yellow")
+
+
+def _line(console: Console, name: str, text: str, style: str = "") -> None:
+    say(console, f"  {name:8}{text}", style)
 
 
 # ── from flags ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+_OWN_GATEWAY = ("config", "engine", "engine_url", "engine_key_env", "tokenizer", "script", "max_context")
 _GATEWAY = ("data", "engine", "engine_url", "engine_key_env", "model", "tokenizer", "script", "max_context")
 
 
@@ -201,6 +270,10 @@ def ordered(given: Mapping[str, Any]) -> int:
         raise ConfigError("task: give either --task PATH or --prompt TEXT", param="task")
     if given["network"] not in ("none", "open"):
         raise ConfigError(f"network: {given['network']!r} is neither none nor open", param="network")
+    for name in _OWN_GATEWAY:
+        if given["gateway"] and given[name]:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{name}: the gateway at {given['gateway']} has its own; leave out --{flag}", param=name)
     # A gateway of our own listens where there is room; a port is for `turngate serve`.
     config = load(given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0})
     task = tasks.load(Path(given["task"])) if given["task"] else tasks.said(given["prompt"])
@@ -208,23 +281,46 @@ def ordered(given: Mapping[str, Any]) -> int:
     if found.shadows is not None:
         print(f"agent {found.spec.name}: {found.file} takes the place of {found.shadows}", file=sys.stderr)
     told = Limits() if given["context_tokens"] is None else Limits(context_tokens=_positive(given, "context_tokens"))
+    installed = ensure(found.spec, lambda line: print(line, file=sys.stderr))
+    options = _options(given["option"] or ())
+    # What cannot be passed on to the agent is told before anything is made.
+    dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
+    plan(found.spec, installed, prompt=task.instruction, limits=told, options=options, **dry)
     order = Order(
         task=task,
         agent=found.spec,
-        installed=ensure(found.spec, lambda line: print(line, file=sys.stderr)),
+        installed=installed,
         backend=backend(given["sandbox"]),
-        model=config.model or "turngate",
+        model=config.model,
         timeout_s=_positive(given, "timeout") or task.timeout_s or 1800.0,
         image=given["image"],
         network=given["network"],
         resources=Resources(cpus=_positive(given, "cpus"), memory_mb=_positive(given, "memory_mb")),
         session=_session(given),
         told=told,
-        options=_options(given["option"] or ()),
-        folder=given["out"] or Path(config.data) / "rollouts",
+        options=options,
+        folder=_folder(given["out"], Path(config.data), own=not given["gateway"]),
     )
     reach = Reach(given["public_url"], given["tunnel"])
     return run(order, config, given["gateway"], reach, as_json=given["as_json"])
+
+
+def _folder(out: Path | None, data: Path, *, own: bool) -> Path:
+    """Where what the agent leaves is kept. That it cannot be written is told now, not when the agent is done."""
+    folder = out or data / "rollouts"
+    if out is None and own:
+        return folder  # the gateway makes its data folder, and tells
+    try:
+        if out is None:
+            data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"out: {folder} cannot be written ({error.strerror}); choose another --out folder", param="out"
+        ) from None
+    return folder
 
 
 def _session(given: Mapping[str, Any]) -> dict[str, Json]:
@@ -235,7 +331,7 @@ def _session(given: Mapping[str, Any]) -> dict[str, Json]:
 
 def _positive(given: Mapping[str, Any], name: str) -> Any:
     value = given[name]
-    if value is not None and value <= 0:
+    if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{name}: {value} must be more than 0", param=name)
     return value
 

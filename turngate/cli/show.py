@@ -14,22 +14,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turngate.cli.terminal import console as new_console
+from turngate.cli.terminal import one_line, safe, say
 from turngate.control import Control, encode_array
 from turngate.dialects import recorded
 from turngate.errors import ConfigError, NotFound
 from turngate.events import Events
 from turngate.fence import Fence
 from turngate.render import Tokenizer, find
-from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.rollout.client import GatewayClient, Refused, admin_key_given
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
-_PICTURES = {
-    **{n: chr(0x2400 + n) for n in range(32) if chr(n) not in "\n\t"},
-    0x7F: "␡",
-    **{n: f"\\x{n:02x}" for n in range(0x80, 0xA0)},
-}
 _LONG = 1200  # characters of a message that are shown; --full shows all
 
 
@@ -86,7 +83,8 @@ def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
     store = Store.reading(data)
     try:
         control = Control(store, Fence(0), Events())
-        session_id = _chosen(wanted, [row.id for row in store.sessions(limit=10_000)])
+        known = store.find(wanted)
+        session_id = wanted if known else _chosen(wanted, [row.id for row in store.sessions(limit=10_000)])
         trace = control.trace(session_id)
         view = _view(
             _plain(control.show(session_id)), _plain(trace), _plain(control.samples(session_id, keep_empty=True))
@@ -99,12 +97,22 @@ def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
 async def of_gateway(gateway: GatewayClient, wanted: str) -> View:
     """A session of a running gateway."""
     async with gateway:
-        session_id = _chosen(wanted, await gateway.sessions())
+        session_id = wanted if await _is_there(gateway, wanted) else _chosen(wanted, await gateway.sessions())
         return _view(
             await gateway.show(session_id),
             await gateway.trace(session_id),
             await gateway.samples(session_id, everything=True),
         )
+
+
+async def _is_there(gateway: GatewayClient, session: str) -> bool:
+    try:
+        await gateway.show(session)
+    except Refused as refused:
+        if refused.answered != 404:
+            raise
+        return False
+    return True
 
 
 def _chosen(wanted: str, known: list[str]) -> str:
@@ -145,7 +153,7 @@ def report(wanted: str, data: str, gateway: str, tokens: bool, tokenizer: str, f
         print(msgspec.json.encode(view).decode())
         return
     reader = read_with(tokenizer, known) if tokens else None
-    show(view, tokenizer=reader, full=full, console=Console(highlight=False))
+    show(view, tokenizer=reader, full=full, console=new_console())
 
 
 def show(view: View, *, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
@@ -193,7 +201,7 @@ def _head(view: View, console: Console) -> None:
     ]
     for name, value in lines:
         if value:
-            console.print(Text.assemble((f"{name:8}", "dim"), str(value)))
+            say(console, Text.assemble((f"{name:8}", "dim"), one_line(str(value))))
 
 
 class _Printer:
@@ -222,10 +230,14 @@ class _Printer:
         node: NodeView | None = start
         while node is not None:
             self._node(node)
-            children = sorted(self._children.get(node.id, []), key=lambda child: self._depth[child.id], reverse=True)
+            children = sorted(self._children.get(node.id, []), key=self._weight, reverse=True)
             apart = children[1:] + apart
             node = children[0] if children else None
         return apart
+
+    def _weight(self, node: NodeView) -> tuple[bool, int]:
+        """Of several ways to go on, the heaviest is followed first: one that counts, and the longest of those."""
+        return node.role not in ("superseded", "aborted"), self._depth[node.id]
 
     def _rule(self, start: NodeView) -> None:
         first = next((n for n in self._along(start) if n.kind == "sampled"), None)
@@ -238,32 +250,28 @@ class _Printer:
             where = f"after turn {turn}" if turn else "from the beginning"
             title = f"{role} · branch {where}" + (f" · {start.cause}" if start.cause else "")
         self._console.print()
-        self._console.rule(Text(title, style="bold"), align="left", style="dim")
+        self._console.rule(Text(safe(title), style="bold"), align="left", style="dim")
 
     def _node(self, node: NodeView) -> None:
-        if node.kind == "context":
-            if self._tokenizer is not None:
-                self._console.print(self._tokens(node, self._tokenizer))
-                return
-            for message in recorded(node.dialect, bytes(node.messages)):
-                self._console.print(Text(message.role, style=f"bold {_STYLE[message.role]}"))
-                self._console.print(self._short(message.content), style="default", markup=False, highlight=False)
-            return
-        self._console.print(self._turn_head(node))
+        if node.kind == "sampled":
+            say(self._console, self._turn_head(node))
         if self._tokenizer is not None:
-            self._console.print(self._tokens(node, self._tokenizer))
+            say(self._console, self._tokens(node, self._tokenizer))
         elif node.message is not None:
             self._say(node.message)
+        elif node.kind == "context":
+            for message in recorded(node.dialect, bytes(node.messages)):
+                say(self._console, Text(message.role, style=f"bold {_STYLE[message.role]}"))
+                self._say(message)
 
     def _say(self, message: Message) -> None:
         if message.reasoning:
-            self._console.print(Text(self._short(message.reasoning), style="dim italic"))
+            say(self._console, Text(self._short(message.reasoning), style="dim italic"))
         if message.content:
-            self._console.print(Text(self._short(message.content)))
+            say(self._console, Text(self._short(message.content)))
         for call in message.tool_calls:
-            self._console.print(
-                Text.assemble(("→ ", "cyan"), (call.name, "bold cyan"), f" {self._short(call.arguments)}")
-            )
+            name, arguments = one_line(call.name), self._short(call.arguments)
+            say(self._console, Text.assemble(("→ ", "cyan"), (name, "bold cyan"), f" {arguments}"))
 
     def _turn_head(self, node: NodeView) -> Text:
         known = [p for p in node.logprobs or () if p is not None]
@@ -281,7 +289,7 @@ class _Printer:
         if node.capture != "tokens":
             facts.append(f"captured as {node.capture}")
         return Text.assemble(
-            (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {' · '.join(facts)}", "dim")
+            (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {one_line(' · '.join(facts))}", "dim")
         )
 
     def _tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
@@ -313,12 +321,7 @@ class _Printer:
         at: NodeView | None = node
         while at is not None:
             yield at
-            at = max(self._children.get(at.id, []), key=lambda child: self._depth[child.id], default=None)
-
-
-def safe(text: str) -> str:
-    """What others wrote, for a terminal: control characters become pictures of themselves, so that they do nothing."""
-    return text.translate(_PICTURES)
+            at = max(self._children.get(at.id, []), key=self._weight, default=None)
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -338,7 +341,7 @@ def _shade(logprob: float | None) -> str:
 def _rows(view: View, console: Console) -> None:
     console.print()
     if not view.rows:
-        console.print("No row: nothing of this trace is trained.", style="yellow")
+        say(console, "No row: nothing of this trace is trained.", "yellow")
         return
     table = Table(title="Rows", title_justify="left")
     for heading in ("row", "tokens", "trained", "turns", "not trained"):

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from turngate.dialects import messages_stream as reply
-from turngate.dialects.wire import ABSENT, UNREADABLE, function_tool, given, reason
+from turngate.dialects.wire import ABSENT, UNREADABLE, function_tool, given, reason, stand_in
 from turngate.errors import BadRequest
 from turngate.types import Message, Tool, ToolCall
 
@@ -40,6 +40,7 @@ class _Block(msgspec.Struct):
     is_error: bool | None = None
     tool_name: str | None = None  # of a tool_reference
     tool: _ToolChange | None = None  # of a tool_addition or tool_removal
+    source: msgspec.Raw = ABSENT  # of an image or document
 
 
 class _ToolChange(msgspec.Struct):
@@ -270,6 +271,7 @@ def _text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> 
             case _Block(type="tool_removal", tool=_ToolChange(type="tool_reference", name=name)):
                 texts.append(f"The tool {name} is no longer available.")
             case _:
+                texts.append(stand_in(block.type, bytes(block.source)))
                 beyond = beyond or _beyond(block, where)
     return "\n".join(text for text in texts if text), beyond
 

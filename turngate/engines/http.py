@@ -105,7 +105,7 @@ def failure(engine: str, status: int, message: str, evidence: str = "") -> Turng
     if status in (
         402,
         403,
-    ):  # a feature that is switched off, a model that was not bought: not the agent's fault either
+    ):  # a model that was not bought, a feature that is switched off: not the agent's fault either
         return EngineError(said)
     if status in (429, 529):  # 529: Anthropic, of itself
         return EngineBusy(said)

@@ -21,7 +21,9 @@ from turngate.engines.base import Health, RelayChunk, RelayRequest
 from turngate.engines.http import Client, Reply, happened, known, paired
 from turngate.engines.relay import answered
 from turngate.engines.translate import (
+    SHRINKS,
     Said,
+    Unwanted,
     Written,
     allowed,
     conversation,
@@ -169,7 +171,7 @@ class OpenAIRelay:
         self.name = name
         self._adapts = capture == "auto"
         self._asks = _Asks("tokens" if capture == "auto" else capture)
-        self._unwanted: dict[str, frozenset[str]] = {}  # by model: what the endpoint has refused by name
+        self._unwanted = Unwanted()
         root = url.rstrip("/")
         base = root if urlsplit(root).path else f"{root}/v1"
         self._client = Client(name, base, key=key, connect_s=connect_s, silence_s=silence_s)
@@ -221,8 +223,9 @@ class OpenAIRelay:
     async def _open(self, reply: Reply, request: RelayRequest) -> Written:
         """Send, and again with less where the endpoint refuses what the relay added, or what can be left out."""
         model = request.model or request.call.model
+        shrinks = 0 if request.call.dialect == _DIALECT else SHRINKS
         while True:
-            asked, without = self._asks, self._unwanted.get(model, frozenset())
+            asked, without = self._asks, self._unwanted.of(model)
             written = self._write(request, asked, without)
             reply.body = msgspec.json.encode(written.body)
             try:
@@ -234,14 +237,14 @@ class OpenAIRelay:
                 if less is not None:
                     self._asks = self._asks.at_most(less)  # another call may have learned more meanwhile
                 elif refused:
-                    self._unwanted[model] = self._unwanted.get(model, frozenset()) | refused
+                    self._unwanted.add(model, refused)
                 else:
                     raise
             except ContextOverflow as error:
-                smaller = fitting(request, written, error) if request.call.dialect != _DIALECT else None
+                smaller = fitting(request, written, error) if shrinks else None
                 if smaller is None:
                     raise
-                request = smaller
+                request, shrinks = smaller, shrinks - 1
 
     def _write(self, request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
         if request.call.dialect == _DIALECT:

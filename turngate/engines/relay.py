@@ -14,7 +14,7 @@ import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
 from turngate.engines.http import Client, Reply
-from turngate.engines.translate import Written, fitting, passed
+from turngate.engines.translate import SHRINKS, Unwanted, Written, fitting, passed
 from turngate.errors import ContextOverflow, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Finish
 
@@ -84,7 +84,7 @@ class StreamingRelay:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._unwanted: dict[str, frozenset[str]] = {}  # by model: what the endpoint has refused by name
+        self._unwanted = Unwanted()
 
     async def start(self) -> None:
         await self._client.start()
@@ -118,8 +118,9 @@ class StreamingRelay:
     async def _open(self, reply: Reply, request: RelayRequest) -> Written:
         """Send, and again without what the endpoint refuses, where the call can do without it."""
         model = request.model or request.call.model
+        shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
         while True:
-            without = self._unwanted.get(model, frozenset())
+            without = self._unwanted.of(model)
             written = self._write(request, without)
             reply.body = msgspec.json.encode(written.body)
             try:
@@ -129,12 +130,12 @@ class StreamingRelay:
                 refused = written.refused(error.message) - without
                 if not refused:
                     raise
-                self._unwanted[model] = self._unwanted.get(model, frozenset()) | refused
+                self._unwanted.add(model, refused)
             except ContextOverflow as error:
-                smaller = fitting(request, written, error) if request.call.dialect != self.dialect else None
+                smaller = fitting(request, written, error) if shrinks else None
                 if smaller is None:
                     raise
-                request = smaller
+                request, shrinks = smaller, shrinks - 1
 
     async def _ask(self, path: str, body: object, shape: type[T], request: RelayRequest) -> T:
         """A question with one JSON document for an answer."""

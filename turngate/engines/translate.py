@@ -18,6 +18,8 @@ from turngate.errors import BadRequest, ContextOverflow, EngineRejected
 from turngate.types import Call, Constraint, Json, Message, Sampling, Tool
 
 NEUTRAL = msgspec.structs.asdict(Sampling())
+SHRINKS = 2  # how often an answer is made shorter so that it fits
+_MODELS = 64  # of which it is remembered what they refuse
 # Never passed on, whatever a dialect says: these are the gateway's own, or belong to one connection.
 _HELD_BACK = re.compile(
     "authorization|x-api-key|x-goog-api-key|cookie|host|connection|(content|accept|transfer)-.*", re.IGNORECASE
@@ -38,6 +40,21 @@ class Written(msgspec.Struct, frozen=True):
         """What of it the endpoint does not want."""
         said = refusal.lower()
         return {name for name, words in self.loose.items() if any(word.lower() in said for word in words)}
+
+
+class Unwanted:
+    """What an endpoint has refused by name, model by model."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}
+
+    def of(self, model: str) -> frozenset[str]:
+        return self._names.get(model, frozenset())
+
+    def add(self, model: str, names: set[str]) -> None:
+        if len(self._names) >= _MODELS and model not in self._names:  # agents may ask for any name
+            self._names.pop(next(iter(self._names)))
+        self._names[model] = self.of(model) | names
 
 
 class Said(msgspec.Struct, frozen=True):

@@ -2,29 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from turngate.agents.spec import Transcript
 from turngate.agents.transcript import Call, Difference, Turn, agree, parsed, read
+from turngate.errors import AgentError
 from turngate.types import Json
+
+_TOO_MANY = 10_000  # turns more than there are in the trace: comparing them would take for ever
+_TOLD = 100  # differences that are told of
 
 
 def differences(transcript: Transcript, folder: Path, trace: Json) -> tuple[int, list[str]]:
-    """How many turns the agent wrote down, and every place where they and the trace disagree."""
+    """How many turns the agent wrote down, and the places where they and the trace disagree. It may have written anything."""
+    try:
+        turns, told = _differences(transcript, folder, trace)
+    except (RecursionError, OSError) as error:
+        raise AgentError(f"transcript: cannot be read: {error}", param="transcript") from None
+    more = [f"and {len(told) - _TOLD} more"] if len(told) > _TOLD else []
+    return turns, told[:_TOLD] + more
+
+
+def _differences(transcript: Transcript, folder: Path, trace: Json) -> tuple[int, list[str]]:
     stdout = folder / "stdout"
     found = read(transcript, folder / "home", stdout.read_bytes() if stdout.is_file() else b"")
+    written = len(found.main) + sum(map(len, found.subagents))
+    if written > len(trace["nodes"]) + _TOO_MANY:
+        return written, [f"the transcript tells of {written} turns, far more than were made"]
     main = _turns(trace, "main")
     side = _turns(trace, "side")  # some agents write their own summaries down as turns
     told = [_line("main", d) for d in agree(found.main, main, side=side, fills_in=transcript.fills_in)]
-    # Sub-agents run side by side; which of them is which is known by what they said.
-    helpers = [turn for turns in found.subagents for turn in turns]
-    if helpers:
-        recorded = _turns(trace, "subagent")
-        told += [
-            _line("sub-agent", d)
-            for d in agree(sorted(helpers, key=_key), sorted(recorded, key=_key), fills_in=transcript.fills_in)
-        ]
-    return len(found.main) + len(helpers), told
+    if found.subagents:
+        told += [_line("sub-agent", d) for d in _helpers(found.subagents, trace, fills_in=transcript.fills_in)]
+    return written, told
+
+
+def _helpers(written: Sequence[Sequence[Turn]], trace: Json, *, fills_in: bool) -> list[Difference]:
+    """Sub-agents run side by side, and name themselves as they like: which of them is which is known by what they said."""
+    recorded = _conversations(trace, "subagent")
+    told: list[Difference] = []
+    for turns in written:
+        compared = [agree(turns, other, fills_in=fills_in) for other in recorded]
+        if not compared:
+            told += agree(turns, (), fills_in=fills_in)
+            continue
+        nearest = min(range(len(compared)), key=lambda n: len(compared[n]))
+        told += compared[nearest]
+        del recorded[nearest]
+    return told + [difference for rest in recorded for difference in agree((), rest)]
+
+
+def _conversations(trace: Json, role: str) -> list[list[Turn]]:
+    """The turns of that role by the conversation that they belong to: as the agent's program names it, or by where it begins."""
+    nodes = {node["id"]: node for node in trace["nodes"]}
+    found: dict[str, list[Turn]] = {}
+    for node in trace["nodes"]:
+        if node["kind"] == "sampled" and node["role"] == role and node["delivered"]:
+            context = root = nodes[node["parent"]]
+            while root["parent"] is not None:
+                root = nodes[root["parent"]]
+            found.setdefault(context["told"].get("thread") or str(root["id"]), []).append(_turn(node))
+    return list(found.values())
 
 
 def _turns(trace: Json, role: str) -> list[Turn]:
@@ -40,10 +79,6 @@ def _turn(node: Json) -> Turn:
     message = node["message"]
     calls = tuple(Call(call["name"], parsed(call["arguments"])) for call in message.get("tool_calls", ()))
     return Turn(text=message.get("content", ""), reasoning=message.get("reasoning", ""), calls=calls)
-
-
-def _key(turn: Turn) -> str:
-    return f"{turn.text.strip()}\0{[call.name for call in turn.calls]}"
 
 
 def _line(which: str, difference: Difference) -> str:

@@ -68,6 +68,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int | None = None  # of the model; None: what the agent is told
     session: Mapping[str, Json] = {}  # further settings of the session
     timeout_s: float = 240.0
+    around: Callable[[App], App] = lambda app: app  # may listen to what passes between agent and gateway
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -135,7 +136,9 @@ async def staged(
     async with AsyncExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
         (files / "notes.txt").write_text(BEFORE)
-        address = await stack.enter_async_context(embedded(config, engine=engine, renderer=(renderer, certificate)))
+        address = await stack.enter_async_context(
+            embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
+        )
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         wayout = await stack.enter_async_context(WayOut(address.url))
         order = Order(

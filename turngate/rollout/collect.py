@@ -13,14 +13,16 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from turngate.agents.launch import Launch
-from turngate.errors import SandboxError, SandboxFileMissing
+from turngate.errors import SandboxError, SandboxFileMissing, TurngateError
 from turngate.sandboxes.base import Sandbox
 
 _MOST_FILES = 500
-_LARGEST = 64_000_000
+_LARGEST = 64_000_000  # bytes of a file
+_MOST = 512_000_000  # bytes of all transcripts and logs together
 _TAIL = 4000
 # Regular files only: a link could lead anywhere. Paths end with a null, since names may hold line ends.
 _FIND = 'home=$1; shift; for p in "$@"; do find "$home" -xdev -type f -path "$p" -print0 2>/dev/null; done; exit 0'
+_END_OF = 'PATH="$PATH:/usr/bin:/bin"; [ -f "$1" ] && exec tail -c "$2" -- "$1"'
 
 
 class Collected(msgspec.Struct, frozen=True):
@@ -36,24 +38,42 @@ class Collected(msgspec.Struct, frozen=True):
     missing: tuple[str, ...] = ()
 
 
-async def collect(sandbox: Sandbox, launch: Launch, folder: Path, *, keep_work: bool) -> Collected:
-    """Everything into `folder`. What cannot be had is named; nothing here fails a rollout."""
+async def collect(sandbox: Sandbox, launch: Launch, folder: Path, *, keep_work: bool, limit_s: float) -> Collected:
+    """Everything into `folder`. What cannot be had, or not in `limit_s`, is named; nothing an agent left can fail a rollout."""
     missing: list[str] = []
-    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    try:
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    except OSError as error:
+        raise TurngateError(f"{folder} cannot be made: {error.strerror}; choose another --out", param="out") from None
     said = {name: await _output(sandbox, path, folder / name, missing) for name, path in _outputs(launch).items()}
     patterns = [p.replace("**", "*") for p in (launch.transcript, launch.subagents, *launch.logs) if p]
     files = await _home_files(sandbox, patterns, folder / "home", missing)
-    if keep_work:
-        try:
-            await sandbox.download(sandbox.workdir, folder / "work")
-        except SandboxError as error:
-            missing.append(f"work: {error.message}")
-            keep_work = False
-    return Collected(str(folder), said["stdout"], said["stderr"], files, keep_work, missing=tuple(missing))
+    work = keep_work and await _work(sandbox, folder / "work", missing, limit_s)
+    return Collected(
+        str(folder), said["stdout"], said["stderr"], files, work, missing=tuple(spelled(line) for line in missing)
+    )
+
+
+def spelled(text: str) -> str:
+    """Text that others wrote, in characters that can be written down: file names may be any bytes, and JSON any halves."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _outputs(launch: Launch) -> dict[str, str]:
     return {"stdout": launch.stdout, "stderr": launch.stderr}
+
+
+async def _work(sandbox: Sandbox, target: Path, missing: list[str], limit_s: float) -> bool:
+    try:
+        async with asyncio.timeout(limit_s):
+            await sandbox.download(sandbox.workdir, target)
+    except TimeoutError:
+        missing.append(f"work: it took longer than {limit_s:.0f} s to copy")
+    except SandboxError as error:
+        missing.append(f"work: {error.message}")
+    else:
+        return True
+    return False
 
 
 async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str]) -> str:
@@ -62,40 +82,51 @@ async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str])
     except SandboxFileMissing:
         return ""  # it printed nothing, because it never began
     except SandboxError as error:
-        missing.append(f"{target.name}: {error.message}")
-        return ""
-    await asyncio.to_thread(target.write_bytes, data)
+        # Too much of it: the end is what tells how it went.
+        tail = await sandbox.exec(["/bin/sh", "-c", _END_OF, "sh", path, str(_LARGEST)], cwd="/", timeout_s=60)
+        data = tail.stdout[-_LARGEST:]
+        missing.append(f"{target.name}: {error.message}" + ("; its end is kept" if data else ""))
+    await _kept(target, data, missing)
     return data[-_TAIL:].decode("utf-8", "replace")
 
 
 async def _home_files(sandbox: Sandbox, patterns: list[str], target: Path, missing: list[str]) -> int:
     if not patterns:
         return 0
-    found = await sandbox.exec(["sh", "-c", _FIND, "sh", sandbox.home, *patterns], timeout_s=60)
+    found = await sandbox.exec(["/bin/sh", "-c", _FIND, "sh", sandbox.home, *patterns], cwd="/", timeout_s=60)
     names = [name.decode("utf-8", "surrogateescape") for name in dict.fromkeys(found.stdout.split(b"\0")) if name]
     if len(names) > _MOST_FILES:
         missing.append(f"home: {len(names) - _MOST_FILES} of {len(names)} transcript and log files are left out")
-    kept = 0
+    kept, left = 0, _MOST
     for name in names[:_MOST_FILES]:
         inside = _inside(name, sandbox.home)
         if inside is None:
             missing.append(f"home: {name!r} is no path below the home folder")
             continue
         try:
-            data = await sandbox.read(name, limit=_LARGEST)
+            data = await sandbox.read(name, limit=min(_LARGEST, left))
         except SandboxError as error:
             missing.append(f"home/{inside}: {error.message}")
             continue
-        place = target / inside
+        left -= len(data)
+        kept += await _kept(target / inside, data, missing)
+    return kept
+
+
+async def _kept(place: Path, data: bytes, missing: list[str]) -> bool:
+    """Write a file of the host's. The list of names comes from inside, and need not fit together."""
+    try:
         await asyncio.to_thread(place.parent.mkdir, parents=True, exist_ok=True)
         await asyncio.to_thread(place.write_bytes, data)
-        kept += 1
-    return kept
+    except OSError as error:
+        missing.append(f"{place.name}: cannot be written: {error.strerror}")
+        return False
+    return True
 
 
 def _inside(name: str, home: str) -> PurePosixPath | None:
     """The path below the home folder. The list comes from inside the sandbox: it may say anything."""
     path = PurePosixPath(name)
-    if not path.is_relative_to(home) or ".." in path.parts or "\0" in name:
+    if not path.is_relative_to(home) or ".." in path.parts or "\0" in name or str(path) == home:
         return None
     return path.relative_to(home)

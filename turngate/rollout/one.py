@@ -22,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -65,6 +66,7 @@ INSTALLED = "/opt/turngate"  # where an agent's program is seen in a sandbox
 _AFTER_LIMIT_S = 30.0  # for an agent to end by itself when its session has
 _BACK_S = 40.0  # for a gateway that is being started again
 _END_S = 10.0  # for the gateway to end the session of a rollout that went wrong
+_SUM_S = 120.0  # to count the rows of a long trace
 _SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(SessionLimits))
 _THERE = 'command -v -- "$1" >/dev/null'
 
@@ -161,8 +163,9 @@ class Rollout:
             model=order.model,
         )
         self._session = ""  # the id, from when there may be a session
-        self._session_ended = False
+        self._ending = self._ended = False  # the session, by us
         self._fault_at: Stage | None = None
+        self._complete = False  # all there is to know is known: being cancelled changes nothing about it
         # The installation as the sandbox sees it.
         self._installed, self._pairs = (
             order.installed.seen_at(INSTALLED)
@@ -177,12 +180,13 @@ class Rollout:
             async with AsyncExitStack() as stack:
                 await self._stages(stack)
         except asyncio.CancelledError:
-            self.outcome.status = "cancelled"
-            await self._summed_up()
+            if not self._complete:
+                self.outcome.status = "cancelled"
+            await self._summed_up(_END_S)
             raise
         except TurngateError as error:
             self._failed(error)
-        await self._summed_up()
+        await self._summed_up(_SUM_S)
         return self.outcome
 
     async def _stages(self, stack: AsyncExitStack) -> None:
@@ -205,8 +209,8 @@ class Rollout:
             way = await stack.enter_async_context(
                 self._wayout.connected(sandbox, python=self._installed.python, node=self._installed.node)
             )
-        launch = self._launch(sandbox, way.base_url, opened)
         async with self._stage("launch"):
+            launch = self._launch(sandbox, way.base_url, opened)
             for file in launch.files:
                 await sandbox.write(file.path, file.data, mode=file.mode)
             await self._check(sandbox, launch)
@@ -222,6 +226,7 @@ class Rollout:
                 sandbox, launch, order.folder / opened.id, keep_work=order.keep_work, limit_s=_LIMITS["collect"] / 2
             )
             await self._compare(opened.id)
+        self._complete = True
 
     def _spec(self) -> SandboxSpec:
         order, task = self._order, self._order.task
@@ -373,12 +378,13 @@ class Rollout:
             elif kind == "limit":
                 self.outcome.stop = data["limit"]
                 self._over.set()
-            elif kind in ("sealed", "cancelled", "deleted") and self.progress.stage == "agent":
+            elif kind in ("sealed", "cancelled", "deleted") and not self._ending:
                 self.outcome.stop = f"the session was {kind} at the gateway"
                 self._over.set()
 
     async def _end_session(self) -> None:
         """A gateway that is being started again will have the session as it left it, so it is waited for."""
+        self._ending = True
         deadline = time.monotonic() + _BACK_S
         while True:
             try:
@@ -388,7 +394,7 @@ class Rollout:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.5)
-        self._session_ended = True
+        self._ended = True
         # The agent may have ended before we were told that it had met a limit.
         if shown["stop"] in _SESSION_LIMITS and self.outcome.status in ("finished", "failed"):
             self.outcome.status, self.outcome.stop = "limit", shown["stop"]
@@ -399,13 +405,18 @@ class Rollout:
 
     async def _end_whatever_happened(self) -> None:
         """The session of a rollout that did not come as far as `seal`."""
-        if self._session_ended:
+        if self._ended:
             return
+        self._ending = True
         task = asyncio.current_task()
-        cancelled = task is not None and task.cancelling()
+        cancelled = task is not None and task.cancelling() > 0
+        end = self._gateway.cancel if cancelled else partial(self._gateway.seal, stop="error")
+        await to_the_end(self._ended_anyway(end))
+
+    async def _ended_anyway(self, end: Callable[[str], Awaitable[Json]]) -> None:
         try:
             async with asyncio.timeout(_END_S):
-                await (self._gateway.cancel(self._session) if cancelled else self._gateway.seal(self._session, "error"))
+                await end(self._session)
         except TimeoutError:
             self._note(f"the session could not be ended: the gateway did not answer for {_END_S:.0f} s")
         except Refused as refused:
@@ -440,13 +451,13 @@ class Rollout:
     def _note(self, text: str) -> None:
         self.outcome.notes = (*self.outcome.notes, spelled(text))
 
-    async def _summed_up(self) -> None:
+    async def _summed_up(self, limit_s: float) -> None:
         """What the gateway has recorded, as far as it can still be asked."""
         self.progress.stage = "done"
         if self.outcome.session:
             self.outcome.turns, self.outcome.sampled_tokens = self.progress.turns, self.progress.sampled_tokens
             try:
-                async with asyncio.timeout(_END_S):
+                async with asyncio.timeout(limit_s):
                     shown = await self._gateway.show(self.outcome.session)
                     self.outcome.turns, self.outcome.sampled_tokens = shown["turns"], shown["sampled_tokens"]
                     self.outcome.roles, self.outcome.stop = shown["roles"], self.outcome.stop or shown["stop"]
@@ -456,9 +467,8 @@ class Rollout:
         self._watch(self.progress)
 
     def _failed(self, error: TurngateError) -> None:
-        assert self._fault_at is not None
         self.outcome.status = "error"
-        self.outcome.fault = Fault(self._fault_at, error.boundary, spelled(error.message))
+        self.outcome.fault = Fault(self._fault_at or "clean", error.boundary, spelled(error.message))
 
     @asynccontextmanager
     async def _stage(self, stage: Stage, limit_s: float | None = None) -> AsyncIterator[None]:
@@ -470,10 +480,10 @@ class Rollout:
             async with asyncio.timeout(limit):
                 yield
         except TimeoutError:
-            self._fault_at = stage
+            self._fault_at = self._fault_at or stage
             raise _SLOW.get(stage, SandboxError)(f"stage {stage} took longer than {limit:.0f} s") from None
         except TurngateError:
-            self._fault_at = stage
+            self._fault_at = self._fault_at or stage
             raise
         finally:
             spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began

@@ -28,7 +28,7 @@ class Scene(msgspec.Struct, frozen=True):
     words: str  # in the prompt
     steps: tuple[Step, ...]
     tools: bool = True  # only where tools are offered
-    begins: int = 0  # turns that the prompt shows before this conversation's own: of a summary, or of a parent's history
+    begins: int = 0  # turns that the prompt shows before this scene's first: of a parent, or of a summary
     pace_s: float = 0.0  # before every chunk that is sampled
     finds: Mapping[str, str] = {}  # patterns; what each finds last in the prompt is a placeholder of the steps
 

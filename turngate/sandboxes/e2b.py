@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.base import Sandbox, SandboxSpec
 from turngate.sandboxes.posix import to_the_end
@@ -58,6 +60,10 @@ class E2BBackend:
             await self._listed({}, most=1)
         except Lost as error:
             raise SandboxUnavailable(f"E2B cannot be reached: {error}") from None
+
+    def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
+        """What a spec asks for and the service does not apply."""
+        return tuple(name for name, value in msgspec.structs.asdict(spec.resources).items() if value)
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         e2b = _sdk()

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+import msgspec
+
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.base import Sandbox, SandboxSpec
 from turngate.sandboxes.shell import SHELL_S, Gone, Lost, ShellSandbox, abandoned, host_label, owner_labels, scrub
@@ -71,6 +73,11 @@ class HuggingFaceBackend:
             await self._where(_api())
         except Lost as error:
             raise SandboxUnavailable(f"Hugging Face cannot be reached: {error}") from None
+
+    def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
+        """What a spec asks for and the service does not apply."""
+        network = ("network",) if spec.network == "none" else ()
+        return (*network, *(name for name, value in msgspec.structs.asdict(spec.resources).items() if value))
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         hub, api = _sdk(), _api()

@@ -93,11 +93,13 @@ class Posix(ABC):
             return await self._spawn(redirected, env, cwd, fd, fd, fd)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        done = await self.exec(["/bin/sh", "-c", WRITE, "sh", _named(path), f"{mode:o}"], stdin=data, timeout_s=FILE_S)
+        command = ["/bin/sh", "-c", WRITE, "sh", _named(path), f"{mode:o}"]
+        done = await self.exec(command, stdin=data, cwd=_from(path), timeout_s=FILE_S)
         _succeeded(done, f"cannot write {path}")
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        done = await self.exec(["/bin/sh", "-c", READ, "sh", _named(path), str(limit + 1)], timeout_s=FILE_S)
+        command = ["/bin/sh", "-c", READ, "sh", _named(path), str(limit + 1)]
+        done = await self.exec(command, cwd=_from(path), timeout_s=FILE_S)
         if done.exit_code == MISSING:
             raise SandboxFileMissing(f"there is no file {path} in the sandbox")
         if done.exit_code == NO_FILE:
@@ -111,13 +113,14 @@ class Posix(ABC):
         with tempfile.TemporaryFile() as tar:
             await asyncio.to_thread(archive.pack, folder, tar)
             tar.seek(0)
-            done = await self._run(["/bin/sh", "-c", UPLOAD, "sh", _named(target)], stdin=tar, timeout_s=FILE_S)
+            command = ["/bin/sh", "-c", UPLOAD, "sh", _named(target)]
+            done = await self._run(command, cwd=_from(target), stdin=tar, timeout_s=FILE_S)
         _succeeded(done, f"cannot upload to {target}")
 
     async def download(self, source: str, folder: Path) -> None:
         with tempfile.TemporaryFile() as tar:
             command = ["/bin/sh", "-c", DOWNLOAD, "sh", _named(source)]
-            done = await self._run(command, timeout_s=FILE_S, into=tar)
+            done = await self._run(command, cwd=_from(source), timeout_s=FILE_S, into=tar)
             if done.exit_code == MISSING:
                 raise SandboxFileMissing(f"there is no folder {source} in the sandbox")
             _succeeded(done, f"cannot download {source}")
@@ -251,6 +254,11 @@ def _named(path: str) -> str:
     if not path:
         raise SandboxError("a file needs a name")
     return path if not path.startswith("-") else f"./{path}"
+
+
+def _from(path: str) -> str:
+    """Where a path counts from. A whole one has no need of the working folder, which may be gone."""
+    return "/" if path.startswith("/") else ""
 
 
 def _succeeded(done: Result, otherwise: str) -> None:

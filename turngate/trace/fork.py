@@ -24,23 +24,34 @@ def cause(
         same_key = bool(idempotency_key) and any(s.info.idempotency_key == idempotency_key for s in answers)
         return "retry" if retried or lost or same_key else "resample"
     if located.node is not None:
+        if told.role == "side":
+            return "side"  # a summary of the conversation so far, say
+        # What left the line here, a helper or a side call, is no reason for the line itself to fork.
+        goes_on = any(_same_line(context.info.told, told) for context in located.node.children)
         if told.role == "subagent" or (told.parent and told.parent != told.thread):
             # A helper may begin where its parent stands. It is one where it leaves its parent's line, and goes on as itself.
             own = located.node.parent.info.told.thread == told.thread
-            return None if own and not located.node.children else "subagent"
+            return None if own and not goes_on else "subagent"
         foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
-        return "edited" if foreign else ("branch" if located.node.children else None)
+        return "edited" if foreign else ("branch" if goes_on else None)
     return new_root(trace, located.reading, has_tools, told) if trace.roots else None
 
 
-def new_root(trace: Trace, reading: Reading, has_tools: bool, told: Told = Told()) -> Cause:
+def _same_line(one: Told, other: Told) -> bool:
+    return one.thread == other.thread and one.role == other.role
+
+
+def new_root(trace: Trace, reading: Reading, has_tools: bool, told: Told = Told()) -> Cause | None:
     """A conversation that shares no sampled turn with what is known: what the agent's program says of it, or what it looks like."""
     if told.role == "side":
         return "side"
     if told.role == "subagent" or (told.parent and told.parent != told.thread):
         return "subagent"
+    roots = [root for root in trace.roots if root.info.told.role != "side"]
+    if not roots:
+        return None  # titles came first: this is where the work begins
     cause = _looks_like(trace, reading, has_tools)
-    known = [root.info.told.thread for root in trace.roots if root.info.told.thread]
+    known = [root.info.told.thread for root in roots if root.info.told.thread]
     if not told.thread or not known:
         return cause
     if told.thread in known:

@@ -1,0 +1,212 @@
+"""The form of a golden recording: packed so that a file is small and its changes can be read, and unpacked again.
+
+    {"name", "agent", "version", "dialect", "exchanges": [{
+        "request": {"method", "path", "headers", "body"},
+        "reply": {"status", "headers", "events" or "body"}
+    }]}
+
+`path` has its query; `events` are those of a stream: {"event": its name if it has one, "data": …}. Bodies and data are JSON values,
+so spaces between them are not kept. In a file, objects with an @ stand for something else; exchanges are counted from 0:
+
+    {"@same": 3}                             what the same field of exchange 3 holds
+    {"@first": 5, "@of": 3, "@then": […]}    a list that begins with the first five items of that field of exchange 3
+    {"@sent": "tools"}                       in a reply: that field of its own request's body
+    {"@lines": ["…", "…"]}                   a text of several lines
+
+Written by `tools/record_golden.py`, read by the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Json = Any
+FOLDER = Path(__file__).parent
+NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
+# What somebody made up to tell things apart: a UUID, or so many digits behind a prefix. The stand-ins for them look the same.
+IDS = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+    # Ids of items of one Responses reply have the reply's own digits in them, and two more.
+    r"|(?:(?<![0-9A-Za-z])|(?<=_tg))(?:[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{24})(?=(?:[0-9a-f]{2})?(?![0-9A-Za-z]))"
+)
+_SMALL = 60  # characters that are not worth a reference
+_LONG = 100  # characters of a text that is written line by line
+_WIDE = 120
+
+
+@cache
+def read(name: str) -> Json:
+    """A recording, whole. Not to be changed."""
+    found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return {**found, "exchanges": unpacked(found["exchanges"])}
+
+
+def text(recording: Json) -> str:
+    """The file of a recording."""
+    return _written({**recording, "exchanges": packed(recording["exchanges"])}) + "\n"
+
+
+def value(body: bytes) -> Json:
+    """A body as it is kept."""
+    if not body:
+        return None
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+def said(content_type: str, body: bytes) -> Json:
+    """What a reply says, as it is kept."""
+    if not content_type.startswith("text/event-stream"):
+        return {"body": value(body)}
+    events = []
+    for block in re.split(r"\r?\n\r?\n", body.decode()):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
+        if "data" in fields:
+            named = {"event": fields["event"]} if "event" in fields else {}
+            events.append({**named, "data": value(fields["data"].encode())})
+    return {"events": events}
+
+
+# ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def packed(exchanges: Sequence[Json]) -> list[Json]:
+    return [_packed(exchange, exchanges[:n]) for n, exchange in enumerate(exchanges)]
+
+
+def _packed(exchange: Json, before: Sequence[Json]) -> Json:
+    request, reply = exchange["request"], exchange["reply"]
+    requests, replies = [e["request"] for e in before], [e["reply"] for e in before]
+    body = request["body"]
+    short = {
+        **request,
+        "headers": _shared(request["headers"], [r["headers"] for r in requests]),
+        "body": {name: _shared(value, [_field(r, name) for r in requests]) for name, value in body.items()}
+        if isinstance(body, dict)
+        else body,
+    }
+    told = {
+        name: _shared(value, [r["headers"] for r in replies]) if name == "headers" else _repeated(value, body)
+        for name, value in reply.items()
+    }
+    return {"request": short, "reply": told}
+
+
+def _field(request: Json, name: str) -> Json:
+    return request["body"].get(name) if isinstance(request["body"], dict) else None
+
+
+def _shared(value: Json, earlier: Sequence[Json]) -> Json:
+    """A value of which earlier exchanges may have had some already."""
+    if len(_plain(value)) <= _SMALL:
+        return value
+    for n, old in enumerate(earlier):
+        if _plain(old) == _plain(value):
+            return {"@same": n}
+    if isinstance(value, list):
+        common = [_common(value, old) for old in earlier]
+        count = max(common, default=0)
+        if count:
+            return {"@first": count, "@of": common.index(count), "@then": _in_lines(value[count:])}
+    return _in_lines(value)
+
+
+def _common(new: list[Json], old: Json) -> int:
+    """How many items both begin with."""
+    pairs = zip(new, old, strict=False) if isinstance(old, list) else ()
+    return next((n for n, (a, b) in enumerate(pairs) if _plain(a) != _plain(b)), min(len(new), len(old or ())))
+
+
+def _repeated(value: Json, sent: Json) -> Json:
+    """A piece of a reply, which may repeat fields of its request."""
+    if isinstance(value, dict | list) and isinstance(sent, dict) and len(_plain(value)) > _SMALL:
+        for name, own in sent.items():
+            if _plain(own) == _plain(value):
+                return {"@sent": name}
+    match value:
+        case dict():
+            return {name: _repeated(item, sent) for name, item in value.items()}
+        case list():
+            return [_repeated(item, sent) for item in value]
+        case _:
+            return _in_lines(value)
+
+
+def _in_lines(value: Json) -> Json:
+    match value:
+        case str() if len(value) > _LONG and "\n" in value:
+            return {"@lines": value.split("\n")}
+        case dict():
+            assert not any(name.startswith("@") for name in value), "a name that means something here"
+            return {name: _in_lines(item) for name, item in value.items()}
+        case list():
+            return [_in_lines(item) for item in value]
+        case _:
+            return value
+
+
+def _plain(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def unpacked(exchanges: Sequence[Json]) -> list[Json]:
+    whole: list[Json] = []
+    for exchange in exchanges:
+        request, reply = exchange["request"], exchange["reply"]
+        body = request["body"]
+        if isinstance(body, dict):
+            body = {n: _restored(v, [_field(e["request"], n) for e in whole]) for n, v in body.items()}
+        headers = _restored(request["headers"], [e["request"]["headers"] for e in whole])
+        told = _restored(reply["headers"], [e["reply"]["headers"] for e in whole])
+        rest = {name: _restored(value, (), body) for name, value in reply.items() if name != "headers"}
+        sent = {**request, "headers": headers, "body": body}
+        whole.append({"request": sent, "reply": {"status": reply["status"], "headers": told, **rest}})
+    return whole
+
+
+def _restored(value: Json, earlier: Sequence[Json] = (), sent: Json = None) -> Json:
+    match value:
+        case {"@same": int(n)}:
+            return earlier[n]
+        case {"@first": int(count), "@of": int(n), "@then": list(then)}:
+            return [*earlier[n][:count], *_restored(then)]
+        case {"@sent": str(name)}:
+            return sent[name]
+        case {"@lines": list(lines)}:
+            return "\n".join(lines)
+        case dict():
+            return {name: _restored(item, (), sent) for name, item in value.items()}
+        case list():
+            return [_restored(item, (), sent) for item in value]
+        case _:
+            return value
+
+
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _written(value: Json, depth: int = 0, ahead: int = 0) -> str:
+    """JSON, with everything that fits on one line there. `ahead`: what stands before it on its line."""
+    line = _plain(value)
+    if not isinstance(value, dict | list) or not value or depth + ahead + len(line) <= _WIDE:
+        return line
+    inside = " " * (depth + 1)
+    if isinstance(value, list):
+        rows = [inside + _written(item, depth + 1) for item in value]
+    else:
+        rows = [
+            f"{inside}{_plain(name)}: {_written(item, depth + 1, len(_plain(name)) + 2)}"
+            for name, item in value.items()
+        ]
+    opening, closing = "[]" if isinstance(value, list) else "{}"
+    return f"{opening}\n" + ",\n".join(rows) + f"\n{' ' * depth}{closing}"

@@ -1,0 +1,166 @@
+"""Play a recording against a gateway of today: the agent says what it said then, and the model answers as it did.
+
+Ids that the gateway hands out are new each time. What the agent sends back is changed accordingly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+import msgspec
+
+from tests import kit
+from tests.golden import recording
+from tests.golden.recording import IDS, Json
+from turngate.agents.launch import resolved
+from turngate.agents.spec import Step, StepCall, find
+from turngate.dialects.messages_stream import unsealed
+from turngate.engines.scripted import Scripted
+from turngate.rollout.check import MODEL
+from turngate.rollout.playbook import spoken
+
+
+class Played(msgspec.Struct):
+    """What came of it."""
+
+    turns: list[Json]
+    contexts: list[Json]
+    rows: list[Json]
+    replies: list[Json]
+
+
+async def play(record: Json) -> Played:
+    exchanges = record["exchanges"]
+    script = [kit.say(spoken(said(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
+    async with kit.gateway(engine=Scripted(script, model=MODEL), model=MODEL) as g:
+        signals = resolved(find(record["agent"]).spec.signals, MODEL)
+        session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals))
+        client, new_ids = g.http(), dict[str, str]()
+        replies = []
+        for exchange in exchanges:
+            request = exchange["request"]
+            body = _renamed(json.dumps(request["body"]), new_ids)
+            headers = {name: value.replace("REDACTED", session.key) for name, value in request["headers"].items()}
+            answer = await client.request(request["method"], request["path"], headers=headers, content=body)
+            told = recording.said(answer.headers["content-type"], answer.content)
+            new_ids |= dict(zip(_ids(_said(exchange["reply"])), _ids(told), strict=True))
+            kept = {name: value for name, value in answer.headers.items() if name in exchange["reply"]["headers"]}
+            replies.append({"status": answer.status_code, "headers": kept, **told})
+        await g.seal(session.id)
+        nodes = (await g.trace(session.id))["nodes"]
+        rows = await g.samples(session.id, keep_empty=True)
+    return Played(
+        [node for node in nodes if node["kind"] == "sampled"],
+        [node for node in nodes if node["kind"] == "context"],
+        rows,
+        replies,
+    )
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    return IDS.sub(lambda found: names.get(found[0], found[0]), text)
+
+
+def _said(reply: Json) -> Json:
+    return {name: reply[name] for name in ("events", "body") if name in reply}
+
+
+def _ids(value: Json) -> list[str]:
+    return list(dict.fromkeys(IDS.findall(json.dumps(value))))
+
+
+# ── what the model said ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def said(dialect: str, reply: Json) -> Step:
+    """A recorded reply, read as its agent reads it."""
+    return _READERS[dialect](reply)
+
+
+def _chat(reply: Json) -> Step:
+    if "body" in reply:
+        pieces = [choice["message"] for choice in reply["body"]["choices"]]
+    else:
+        chunks = [event["data"] for event in reply["events"] if event["data"] != "[DONE]"]
+        pieces = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    calls = [call["function"] for piece in pieces for call in piece.get("tool_calls") or ()]
+    return Step(
+        think="".join(piece.get("reasoning_content") or "" for piece in pieces),
+        say="".join(piece.get("content") or "" for piece in pieces),
+        calls=tuple(StepCall(tool=call["name"], arguments=json.loads(call["arguments"])) for call in calls),
+    )
+
+
+def _responses(reply: Json) -> Step:
+    output = reply["events"][-1]["data"]["response"]["output"]
+    return Step(
+        think="".join(part["text"] for item in output if item["type"] == "reasoning" for part in item["summary"]),
+        say="".join(part["text"] for item in output if item["type"] == "message" for part in item["content"]),
+        calls=tuple(
+            StepCall(tool=item["name"], arguments=json.loads(item["arguments"]))
+            for item in output
+            if item["type"] == "function_call"
+        ),
+    )
+
+
+def _messages(reply: Json) -> Step:
+    events = [event["data"] for event in reply["events"]]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    names = [e["content_block"]["name"] for e in events if e.get("content_block", {}).get("type") == "tool_use"]
+    inputs = [json.loads(delta["partial_json"]) for delta in deltas if delta["type"] == "input_json_delta"]
+    shown = "".join(delta["thinking"] for delta in deltas if delta["type"] == "thinking_delta")
+    hidden = "".join(unsealed(delta["signature"]) for delta in deltas if delta["type"] == "signature_delta")
+    return Step(
+        think=shown or hidden,
+        say="".join(delta["text"] for delta in deltas if delta["type"] == "text_delta"),
+        calls=tuple(StepCall(tool=n, arguments=given) for n, given in zip(names, inputs, strict=True)),
+    )
+
+
+def _gemini(reply: Json) -> Step:
+    parts = [part for event in reply["events"] for part in event["data"]["candidates"][0]["content"]["parts"]]
+    calls = [part["functionCall"] for part in parts if "functionCall" in part]
+    return Step(
+        think="".join(part["text"] for part in parts if part.get("thought")),
+        say="".join(part["text"] for part in parts if "text" in part and not part.get("thought")),
+        calls=tuple(StepCall(tool=call["name"], arguments=call["args"]) for call in calls),
+    )
+
+
+_READERS: dict[str, Callable[[Json], Step]] = {
+    "chat": _chat,
+    "responses": _responses,
+    "messages": _messages,
+    "gemini": _gemini,
+}
+
+
+# ── what a reply looks like ─────────────────────────────────────────────────────────────────────────────────────────
+
+# Fields whose very words an agent goes by.
+_TELLING = {"event", "type", "object", "role", "status", "finish_reason", "stop_reason", "finishReason", "name"}
+
+
+def shape(value: Json, name: str = "") -> Json:
+    """A reply without what is said in it: its fields, what kind of value each has, and the order of its events.
+
+    Pieces of one kind in a row count once: where a text is cut depends on the tokens around it.
+    """
+    match value:
+        case dict():
+            return {key: shape(item, key) for key, item in value.items()}
+        case list():
+            return _once([shape(item, name) for item in value])
+        case bool() | None:
+            return value
+        case str() if name in _TELLING or value == "[DONE]":
+            return value
+        case _:
+            return type(value).__name__
+
+
+def _once(shapes: Sequence[Json]) -> list[Json]:
+    return [kind for kind, _ in groupby(shapes)]

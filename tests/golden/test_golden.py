@@ -1,0 +1,233 @@
+"""What real agents sent, held against the gateway of today. No agent is needed: `tools/record_golden.py` recorded them.
+
+An agent's new version is recorded again; the changes of its file then say what it does differently, and these tests whether that
+is understood.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from tests.golden import recording
+from tests.golden.recording import FOLDER, IDS, NAMES, Json
+from tests.golden.replay import Played, play, said, shape
+from turngate.agents.spec import catalog
+from turngate.dialects import DIALECTS, Wire
+from turngate.errors import BadRequest
+from turngate.server.calls import Found, Paths
+from turngate.types import Call, Done, Message, Usage
+
+# The role of each call, in the order in which the agent made them.
+ROLES = {
+    "claude-code": ["main"] * 5,
+    "claude-code-subagent": ["main", "subagent", "subagent", "main"],
+    "codex": ["main"] * 5,
+    "gemini-cli": ["main"] * 5,
+    "mini-swe-agent": ["main"] * 5,
+    "opencode": ["side", *["main"] * 5],
+    "opencode-subagent": ["side", "main", "subagent", "subagent", "main"],
+    "pi": ["main"] * 5,
+    "qwen-code": ["main"] * 5,
+}
+
+
+class Fields(NamedTuple):
+    """The fields of an agent's requests."""
+
+    used: str  # without them the call, or its answer, would be another one
+    neutral: str = ""  # understood, but they ask for what holds anyway
+    ignored: str = ""  # whatever is in them
+
+
+# A field that is not here is new: find out what it means, and say here what becomes of it.
+FIELDS = {
+    "claude-code": Fields(
+        "messages model system tools max_tokens thinking context_management output_config stream",
+        ignored="metadata",  # signals read the session's name in it
+    ),
+    "codex": Fields(
+        "input model tools reasoning include stream prompt_cache_key",
+        neutral="tool_choice parallel_tool_calls",
+        ignored="store client_metadata",  # signals read the thread's name in the latter
+    ),
+    "gemini-cli": Fields("contents systemInstruction tools generationConfig"),
+    "mini-swe-agent": Fields("messages model tools max_tokens"),
+    "opencode": Fields("messages model tools max_tokens stream stream_options", neutral="tool_choice"),
+    "pi": Fields(
+        "messages model tools max_completion_tokens stream stream_options reasoning_effort",
+        ignored="store",
+    ),
+    "qwen-code": Fields("messages model tools max_tokens stream stream_options"),
+}
+
+recorded = pytest.mark.parametrize("name", NAMES)
+_paths = Paths(DIALECTS)
+
+
+def exchanges(name: str) -> list[Json]:
+    found: list[Json] = recording.read(name)["exchanges"]
+    return found
+
+
+def route(request: Json) -> Found:
+    found = _paths.find(request["path"].partition("?")[0])
+    assert found is not None, f"nobody listens at {request['path']}"
+    return found
+
+
+def decoded(request: Json, body: Json) -> Call:
+    found = route(request)
+    query = dict(pair.split("=") for pair in request["path"].partition("?")[2].split("&") if pair)
+    return found.dialect.decode(Wire(json.dumps(body).encode(), request["headers"], query, found.verb, found.model))
+
+
+def conversation(request: Json, body: Json = None) -> list[Message]:
+    history = decoded(request, body or request["body"]).history
+    return [message for n in range(len(history.raws)) for message in history.decode(n)]
+
+
+# ── what they send ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_agent_of_the_catalogue_is_recorded() -> None:
+    """`shell` is any command."""
+    assert {recording.read(name)["agent"] for name in NAMES} == set(catalog()) - {"shell"}
+    assert set(NAMES) == set(ROLES), "say here what each call of a recording is for"
+
+
+@recorded
+def test_a_recording_is_of_the_version_that_is_installed(name: str) -> None:
+    found = recording.read(name)
+    spec = catalog()[found["agent"]].spec
+    assert (found["version"], found["dialect"]) == (spec.install.version, spec.dialect), (
+        f"record it again: python tools/record_golden.py {name}"
+    )
+
+
+@recorded
+def test_every_request_is_understood(name: str) -> None:
+    for exchange in exchanges(name):
+        request = exchange["request"]
+        call, history = decoded(request, request["body"]), conversation(request)
+        assert route(request).dialect.name == recording.read(name)["dialect"]
+        assert not [message.beyond for message in history if message.beyond]
+        assert history[-1].role != "assistant"
+        assert call.tools is None or len(call.tools.decode()) >= 1
+
+
+@recorded
+def test_what_the_agent_repeats_is_what_it_was_told(name: str) -> None:
+    """Each answer of the model in a later request is one that was given, with the same words, calls and ids of calls."""
+    given: set[tuple[str, tuple[str, ...]]] = set()
+    ids: set[str] = set()
+    for exchange in exchanges(name):
+        answers = [message for message in conversation(exchange["request"]) if message.role == "assistant"]
+        assert {(answer.content, tuple(call.name for call in answer.tool_calls)) for answer in answers} <= given
+        assert {call.id.removeprefix("call_") for answer in answers for call in answer.tool_calls} <= ids
+        told = said(recording.read(name)["dialect"], exchange["reply"])
+        given.add((told.say, tuple(call.tool for call in told.calls)))
+        ids.update(IDS.findall(json.dumps(exchange["reply"])))
+
+
+@recorded
+def test_no_field_is_new(name: str) -> None:
+    known = " ".join(FIELDS[recording.read(name)["agent"]]).split()
+    for exchange in exchanges(name):
+        assert set(exchange["request"]["body"]) <= set(known)
+
+
+@recorded
+def test_fields_mean_what_the_table_says(name: str) -> None:
+    fields = FIELDS[recording.read(name)["agent"]]
+    request = exchanges(name)[-1]["request"]
+    whole = meaning(request, request["body"])
+    idle = {field for field in request["body"] if _without(request, field) == whole}
+    assert set(request["body"]) - idle == set(fields.used.split())
+    assert {field for field in idle if _with_nonsense(request, field) == whole} == set(fields.ignored.split())
+
+
+def _without(request: Json, field: str) -> Json:
+    return meaning(request, {name: value for name, value in request["body"].items() if name != field})
+
+
+def _with_nonsense(request: Json, field: str) -> Json:
+    return meaning(request, {**request["body"], field: [{"nonsense": 17}]})
+
+
+def meaning(request: Json, body: Json) -> Json:
+    """What a request comes to: the call, and how it would be answered; or that it is refused."""
+    try:
+        call, history = decoded(request, body), conversation(request, body)
+        tools = None if call.tools is None else call.tools.decode()
+    except BadRequest as error:
+        return error.message
+    done = Done("stop", Message("assistant", "Yes.", "Hm."), Usage(2, 1))
+    answer = route(request).dialect.whole(call, done).decode()
+    plain = {"history": (), "tools": None, "body": b"", "wire": None}
+    rest = {name: plain.get(name, value) for name, value in msgspec.structs.asdict(call).items()}
+    return rest, history, tools, IDS.sub("", re.sub(r"\b\d{10}\b", "", answer))
+
+
+# ── what becomes of it ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@recorded
+async def test_a_replay_comes_out_as_the_same_conversations(name: str) -> None:
+    played = await play(recording.read(name))
+    assert [turn["role"] for turn in played.turns] == ROLES[name]
+    assert [context["told"].get("role", "main") for context in played.contexts] == ROLES[name], (
+        "what the agent's signals say"
+    )
+    conversations = list(dict.fromkeys(ROLES[name]))
+    assert len([context for context in played.contexts if context["parent"] is None]) == len(conversations)
+    assert not _forks(played)
+    by_role = {row["spans"][0]["role"]: row for row in played.rows}
+    assert len(played.rows) == len(conversations), "one row per conversation"
+    for role in conversations:
+        spans = by_role[role]["spans"]
+        assert [span["role"] for span in spans] == [role] * ROLES[name].count(role)
+        assert {span["trained"] for span in spans} == {role != "side"}
+    _same_replies(name, played)
+
+
+def _forks(played: Played) -> list[Json]:
+    """Nodes that more than one other goes on from, and calls that went on from a turn for a special reason."""
+    nodes = [*played.turns, *played.contexts]
+    parents = [node["parent"] for node in nodes if node["parent"] is not None]
+    begun = [context["id"] for context in played.contexts if context["parent"] is None]
+    twice = [parent for parent in set(parents) if parents.count(parent) > 1]
+    caused = [node["cause"] for node in nodes if node["cause"] and node["parent"] not in (None, *begun)]
+    return [*twice, *caused]
+
+
+def _same_replies(name: str, played: Played) -> None:
+    """An agent is known to accept what was recorded; it is given something of the same shape still."""
+    for n, (exchange, reply) in enumerate(zip(exchanges(name), played.replies, strict=True)):
+        before = {**exchange["reply"], "headers": sorted(exchange["reply"]["headers"])}
+        now = {**reply, "headers": sorted(reply["headers"])}
+        assert shape(now) == shape(before), f"exchange {n}"
+        assert reply["headers"]["content-type"] == exchange["reply"]["headers"]["content-type"]
+
+
+# ── the files ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@recorded
+def test_a_file_is_as_the_tool_would_write_it(name: str) -> None:
+    text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    assert recording.text(recording.read(name)) == text
+    assert len(text) < 300_000
+
+
+@recorded
+def test_a_file_tells_nothing_about_who_recorded_it(name: str) -> None:
+    text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    assert not re.findall(
+        r"tg-[0-9A-Za-z_-]{20,}|Bearer (?!REDACTED)\S+|/tmp/tg-\S*|/root/\S*|/home/(?!user/)\w\S*", text
+    )
+    assert '"x-api-key": "REDACTED"' in text or '"x-goog-api-key": "REDACTED"' in text or "Bearer REDACTED" in text

@@ -1,0 +1,147 @@
+"""What the tests of rollouts are written with: a gateway, a place for sandboxes, and agents that are small programs.
+
+    async with staged([say("Hello.")]) as stage:
+        outcome = await stage.run('print(ask("Hi"))')
+        assert outcome.collected.stdout == "Hello.\n"
+
+The agent is the catalogue's `shell`, whose command here is a Python; its program is the prompt, with `PRELUDE` before it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests import kit
+from tests.sandboxes import kit as sandboxes
+from turngate.agents.install import Installed
+from turngate.agents.spec import AgentSpec, find, parse
+from turngate.engines.scripted import Script, Turn
+from turngate.rollout.client import GatewayClient
+from turngate.rollout.one import Order, Outcome, Progress, Rollout
+from turngate.rollout.wayout import WayOut
+from turngate.sandboxes import folders
+from turngate.sandboxes.base import Backend
+from turngate.tasks.task import Task
+
+# What a small agent needs: `ask` for one call of the model, `http` for anything else. Standard library only.
+PRELUDE = """\
+import json, os, sys, time, urllib.request, urllib.error
+URL, KEY = os.environ["TURNGATE_BASE_URL"], os.environ["TURNGATE_API_KEY"]
+
+def http(method, path, body=None, key=KEY, url=URL, **headers):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **({"authorization": "Bearer " + key} if key else {}), **headers}
+    request = urllib.request.Request(url + path, data, headers, method=method)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+def ask(*texts):
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    status, text = http("POST", "/v1/chat/completions", {"model": os.environ["TURNGATE_MODEL"], "messages": messages})
+    if status != 200:
+        sys.exit(f"{status} {text}")
+    return json.loads(text)["choices"][0]["message"]["content"]
+
+"""
+
+
+class Stage:
+    """Where rollouts are run: `gateway`, `folder` for what agents leave, `root` for the folders of sandboxes."""
+
+    def __init__(self, gateway: kit.Running, client: GatewayClient, wayout: WayOut, root: Path, folder: Path) -> None:
+        self.gateway = gateway
+        self.client = client
+        self.wayout = wayout
+        self.root = root
+        self.folder = folder
+        self.stages: list[str] = []  # of the last rollout, in order
+
+    def rollout(
+        self,
+        program: str = "",
+        *,
+        command: str = "exec python3 -",
+        agent: AgentSpec | None = None,
+        backend: Backend | str = "local",
+        client: GatewayClient | None = None,
+        watch: Callable[[Progress], None] = lambda progress: None,
+        task: Task | None = None,
+        timeout_s: float = 60.0,
+        **order: Any,
+    ) -> Rollout:
+        """One that is about to begin. `program` is Python; or give a `task` and the shell `command` that is to do it."""
+        self.stages = seen = []
+
+        def watched(progress: Progress) -> None:
+            if not seen or seen[-1] != progress.stage:
+                seen.append(progress.stage)
+            watch(progress)
+
+        whole = Order(
+            task=task or Task(id="test", instruction=PRELUDE + program),
+            agent=agent or find("shell").spec,
+            installed=Installed(),
+            backend=sandboxes.MAKE[backend](self.root) if isinstance(backend, str) else backend,
+            model="m",
+            timeout_s=timeout_s,
+            **{"folder": self.folder, "options": {} if agent else {"command": command}, **order},
+        )
+        return Rollout(whole, client or self.client, self.wayout, watched)
+
+    async def run(self, program: str = "", **how: Any) -> Outcome:
+        return await self.rollout(program, **how).run()
+
+    def left(self, outcome: Outcome, name: str) -> bytes:
+        """A file that the agent left in its working folder."""
+        return (self.folder / outcome.session / "work" / name).read_bytes()
+
+    async def open_sessions(self) -> list[str]:
+        return [
+            session["id"] for session in (await self.gateway._ask("GET", "/admin/sessions?status=open"))["sessions"]
+        ]
+
+    def alive(self) -> list[str]:
+        """What of any sandbox below `root` is still there: folders, and processes with a sandbox's mark."""
+        found = [path.name for path in self.root.iterdir()]
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                try:
+                    if (
+                        f"{folders.MARK}=local-".encode() in (process / "environ").read_bytes()
+                        and str(self.root).encode() in (process / "environ").read_bytes()
+                    ):
+                        found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                except OSError:
+                    pass
+        return found
+
+
+@asynccontextmanager
+async def staged(script: Script | Sequence[Turn] = (), **config: Any) -> AsyncIterator[Stage]:
+    """A stage whose engine says what is given, or that it is done. Nothing of any sandbox may be left when it is struck."""
+    async with AsyncExitStack() as stack:
+        # Short, because a unix socket's path must be.
+        root = Path(tempfile.mkdtemp(prefix="tg-"))
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-left-")))
+        running = await stack.enter_async_context(
+            kit.gateway(script or (lambda request, n: kit.say("Done.")), **config)
+        )
+        client = await stack.enter_async_context(GatewayClient(running.root, running.app.admin_key))
+        wayout = await stack.enter_async_context(WayOut(running.root))
+        stage = Stage(running, client, wayout, root, folder)
+        yield stage
+        assert stage.alive() == []
+
+
+def own_agent(toml: str) -> AgentSpec:
+    """An agent of the user's own, from the text of its file."""
+    return parse(toml, "own.toml")

@@ -1,0 +1,147 @@
+"""A rollout that is cancelled, at whatever stage: no process, no folder, no open session, no task of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.kit import say, until
+from tests.rollout.kit import Stage, staged
+from turngate.rollout import one
+from turngate.rollout.client import GatewayClient
+from turngate.rollout.one import Progress, Rollout
+from turngate.tasks.task import Task
+
+STAGES = ["sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean"]
+PROGRAM = 'print(ask("Hi"), flush=True)\nos.system("sleep 1")'
+
+
+async def cancelled(stage: Stage, rollout: Rollout, running: asyncio.Task[Any]) -> None:
+    """Wait for the end of a cancelled rollout, and look for what is left of it."""
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(running), 30)
+    over = rollout.outcome.collected.work  # it had come to its end, and was being cleaned up
+    assert rollout.outcome.status == ("finished" if over else "cancelled")
+    assert stage.alive() == []
+    assert await stage.open_sessions() == []
+
+
+@pytest.mark.parametrize("late", [0.0, 0.02, 0.3], ids=["at once", "a little later", "later"])
+@pytest.mark.parametrize("where", STAGES)
+async def test_nothing_is_left_of_a_rollout_that_is_cancelled(where: str, late: float, tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("x")
+    async with staged() as stage:
+        before = asyncio.all_tasks()
+
+        def watch(progress: Progress) -> None:
+            if progress.stage == where and not asked:
+                asked.append(asyncio.get_running_loop().call_later(late, running.cancel))
+
+        asked: list[Any] = []
+        task = Task(
+            id="t", instruction=stage.rollout(PROGRAM)._order.task.instruction, files=tmp_path, setup="sleep 0.1"
+        )
+        rollout = stage.rollout(task=task, watch=watch)
+        running = asyncio.create_task(rollout.run())
+        await asyncio.wait([running], timeout=60)
+        if not running.cancelled():  # it was faster
+            assert running.result().status == "finished"
+            assert late and where != "agent"
+        else:
+            await cancelled(stage, rollout, running)
+        await asyncio.sleep(0.05)
+        left = [task for task in asyncio.all_tasks() - before if "Rollout" in repr(task) or "wayout" in repr(task)]
+        assert left == []
+
+
+async def test_what_was_recorded_before_stays(stage_with_a_turn: tuple[Stage, Rollout, asyncio.Task[Any]]) -> None:
+    stage, rollout, running = stage_with_a_turn
+    running.cancel()
+    await cancelled(stage, rollout, running)
+    outcome = rollout.outcome
+    assert (outcome.turns, outcome.rows, outcome.exit_code) == (1, 1, None)
+    shown = await stage.gateway.show(outcome.session)
+    assert (shown["status"], shown["stop"]) == ("cancelled", "cancelled")
+
+
+async def test_cancelling_again_does_not_leave_anything_behind(
+    stage_with_a_turn: tuple[Stage, Rollout, asyncio.Task[Any]],
+) -> None:
+    """Whoever is impatient cancels twice; the sandbox is removed all the same."""
+    stage, _, running = stage_with_a_turn
+    running.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        running.cancel()
+    await asyncio.wait([running], timeout=30)
+    assert running.cancelled()
+    assert stage.alive() == [] and await stage.open_sessions() == []
+
+
+@pytest.fixture
+async def stage_with_a_turn() -> Any:
+    """In the middle: the agent has had its first reply and goes on. It does not care for SIGTERM."""
+    async with staged([say("Hello.")]) as stage:
+        program = 'import signal\nsignal.signal(15, signal.SIG_IGN)\nask("Hi")\ntime.sleep(600)'
+        rollout = stage.rollout(program)
+        running = asyncio.create_task(rollout.run())
+        await until(lambda: rollout.progress.turns == 1, 30)
+        yield stage, rollout, running
+
+
+async def test_a_session_whose_opening_was_never_answered_is_ended_too() -> None:
+    async with staged() as stage:
+
+        class Slow(GatewayClient):
+            async def open(self, config: Any, session: str | None = None) -> Any:
+                await super().open(config, session)
+                opened.set()
+                await asyncio.sleep(60)
+
+        opened = asyncio.Event()
+        async with Slow(stage.gateway.root, stage.gateway.app.admin_key) as slow:
+            rollout = stage.rollout("", client=slow)
+            running = asyncio.create_task(rollout.run())
+            await asyncio.wait_for(opened.wait(), 30)
+            assert len(await stage.open_sessions()) == 1
+            running.cancel()
+            await cancelled(stage, rollout, running)
+        assert rollout.outcome.session == ""
+
+
+async def test_a_gateway_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one, "_END_S", 0.3)
+    async with staged() as stage:
+
+        class Hanging(GatewayClient):
+            async def cancel(self, session: str) -> Any:
+                await asyncio.sleep(60)
+
+            async def show(self, session: str) -> Any:
+                await asyncio.sleep(60)
+
+        async with Hanging(stage.gateway.root, stage.gateway.app.admin_key) as hanging:
+            rollout = stage.rollout("time.sleep(600)", client=hanging)
+            running = asyncio.create_task(rollout.run())
+            await until(lambda: rollout.progress.stage == "agent", 30)
+            running.cancel()
+            began = time.monotonic()
+            await asyncio.wait([running], timeout=30)
+        assert running.cancelled() and time.monotonic() - began < 10
+        assert any("the session could not be ended" in note for note in rollout.outcome.notes)
+
+
+async def test_a_crashing_watcher_does_not_leave_a_sandbox_behind() -> None:
+    """Not an error of ours to hide; but what was made is cleaned up."""
+    async with staged() as stage:
+
+        def watch(progress: Progress) -> None:
+            if progress.stage == "agent":
+                raise RuntimeError("the watcher's own fault")
+
+        with pytest.raises(RuntimeError, match="own fault"):
+            await stage.run(PROGRAM, watch=watch)
+        assert stage.alive() == [] and await stage.open_sessions() == []

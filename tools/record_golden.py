@@ -1,0 +1,440 @@
+#!/usr/bin/env python3
+"""Record what each real agent sends and what it is answered, into `tests/golden/`.
+
+    python tools/record_golden.py                    all of them
+    python tools/record_golden.py pi codex           some
+    python tools/record_golden.py --check            does each still send the same? Prints what has changed, writes nothing
+    python tools/record_golden.py --check ./pi.toml  the same for a description of one's own: another version, other settings
+
+Each agent does the task of `turngate agents check` (and in the `-subagent` recordings hands a part of it to a helper) in the local
+sandbox, on the scripted engine; what passes is heard right before the gateway. An agent that was not captured whole is not
+recorded. Agents are installed where they are missing.
+
+What differs from run to run is replaced, the same value always by the same stand-in, so that a second recording equals the first
+(`Steady` lists it all). Headers that the sandbox's relay adds or changes are left out. Prose is not kept: an agent's prompts and the
+descriptions of its tools are their makers' work, and only their length and a digest are facts (`Elided`). What may differ all the same:
+
+- opencode asks for a title beside its first call; which comes first is chance, though the title always has so far.
+- On a machine that stands still for seconds a reply may hold a sign of life (a ping, an empty chunk).
+- Other systems: only facts about the machine that were seen on the wire are replaced.
+
+`tests/golden/recording.py` says what the files look like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.golden import recording
+from turngate.agents.install import Installed, ensure
+from turngate.agents.spec import AgentSpec, Step, StepCall, find
+from turngate.errors import TurngateError
+from turngate.rollout.check import INSTRUCTION, Staging, check
+from turngate.rollout.playbook import Scene, filled, spoken
+from turngate.sandboxes.local import LocalBackend
+from turngate.server.asgi import App, Receive, Scope, Send
+
+Json = Any
+Scenes = Callable[[str], tuple[Scene, ...]]
+
+
+class NotRecorded(Exception):
+    """The agent did not do what it should have; the text says what."""
+
+
+# ── what is played ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _helped(delegate: StepCall, look: StepCall) -> Scenes:
+    """The agent hands a part of the task to a helper, which looks around once and reports."""
+    main = (
+        Step(think="A helper can count.", say="I will have it counted.", calls=(delegate,)),
+        Step(say="Three lines. I leave the file alone."),
+    )
+    helper = (Step(think="I count.", calls=(look,)), Step(say="The file has 3 lines."))
+    return lambda workdir: (Scene(INSTRUCTION[:40], main), Scene(_ERRAND, helper))
+
+
+_ERRAND = "Count the lines of notes.txt"
+VARIANTS: dict[str, tuple[str, Scenes]] = {
+    "claude-code-subagent": (
+        "claude-code",
+        _helped(
+            StepCall(
+                tool="Agent",
+                arguments={"description": "Count lines", "prompt": _ERRAND, "subagent_type": "general-purpose"},
+            ),
+            StepCall(tool="Bash", arguments={"command": "wc -l notes.txt", "description": "Count lines"}),
+        ),
+    ),
+    "opencode-subagent": (
+        "opencode",
+        _helped(
+            StepCall(
+                tool="task", arguments={"description": "Count lines", "prompt": _ERRAND, "subagent_type": "general"}
+            ),
+            StepCall(tool="bash", arguments={"command": "wc -l notes.txt", "description": "Count lines"}),
+        ),
+    ),
+}
+AGENTS = ("claude-code", "codex", "gemini-cli", "mini-swe-agent", "opencode", "pi", "qwen-code")
+
+
+# ── what is heard ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Heard(msgspec.Struct):
+    """One call as it came to the gateway, and as it was answered."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]]
+    body: bytes = b""
+    status: int = 0
+    reply_headers: list[tuple[str, str]] = []
+    reply: bytes = b""
+
+
+def listening(heard: list[Heard]) -> Callable[[App], App]:
+    """Stands around the gateway and writes down every call that an agent makes."""
+
+    def around(app: App) -> App:
+        async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"].startswith(("/admin/", "/health")):
+                await app(scope, receive, send)
+                return
+            query = scope["query_string"].decode("latin-1")
+            call = Heard(scope["method"], scope["path"] + ("?" + query if query else ""), _texts(scope["headers"]))
+            heard.append(call)
+
+            async def receiving() -> Any:
+                message = await receive()
+                call.body += message.get("body", b"")
+                return message
+
+            async def sending(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    call.status, call.reply_headers = message["status"], _texts(message["headers"])
+                call.reply += message.get("body", b"")
+                await send(message)
+
+            await app(scope, receiving, sending)
+
+        return wrapped
+
+    return around
+
+
+def _texts(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
+
+
+# ── what is kept of it ──────────────────────────────────────────────────────────────────────────────────────────────
+
+_RELAYS = ("host", "content-length", "connection", "transfer-encoding", "x-turngate-attempt")
+_RELAYS_KEY = re.compile(r"[0-9a-f]{32}")  # an Idempotency-Key that the relay gave, where the agent gave none
+_KEY = re.compile(r"tg-[0-9A-Za-z_-]{43}")
+_ARCH = re.compile(r"\b(x64|x86_64|arm64|aarch64)\b")
+_TIMES = ("created", "created_at", "completed_at")
+_UNORDERED = ("client_metadata", "provider_specific_fields")  # codex and mini-swe-agent write them out as they come
+_COUNTS = ("usage", "usageMetadata")  # the sandbox's path is in the prompt, and never has the same number of tokens
+
+
+class Steady:
+    """Makes recordings comparable. What is replaced, always the same by the same:
+
+    secrets; UUIDs, call ids and other made-up ids; the sandbox's, the installation's and Node's folders; ports; today's date; the
+    system's name, kernel, processor and time zone; the versions of Node and Python where they are the machine's; process ids,
+    durations and time stamps in what tools print; times and token counts in replies. The order of an object's fields where it is
+    random (`_UNORDERED`), and of the results of calls that ran side by side (claude-code: as they ended).
+    """
+
+    def __init__(self, facts: Sequence[tuple[re.Pattern[str], str]], elided: Elided | None = None) -> None:
+        self._elided = elided
+        self._facts = [
+            *facts,
+            (_KEY, "REDACTED"),
+            (re.compile(r"(127\.0\.0\.1|localhost):\d{2,5}\b"), r"\1:0"),
+            (re.compile(r"(_unix_ms\"?: ?)\d+"), r"\g<1>0"),
+            (re.compile(r"(PGID: |[Pp]id: |Chunk ID: )[0-9a-f]+"), r"\g<1>0"),
+            (re.compile(r"(Wall time: |duration_ms: ?|subagent_tokens: ?)[\d.]+"), r"\g<1>0"),
+            (re.compile(r"(<timezone>)[^<]*"), r"\g<1>Etc/UTC"),
+            (re.compile(r"(codex_exec/\S+ )\([^)]*\)"), r"\1(<system>; <arch>)"),
+        ]
+        self._known: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+
+    def exchange(self, call: Heard) -> Json:
+        body = self.json(_settled(recording.value(call.body)))
+        request = {
+            "method": call.method,
+            "path": self.text(call.path),
+            "headers": {n: self._header(v) for n, v in _agents(call.headers)},
+            "body": body,
+        }
+        headers = {n: self._header(v) for n, v in call.reply_headers if n != "content-length"}
+        said = self.json(recording.said(headers["content-type"], call.reply))
+        return {"request": request, "reply": {"status": call.status, "headers": headers, **said}}
+
+    def json(self, value: Json, name: str = "") -> Json:
+        match value:
+            case str():
+                return self.text(value) if self._elided is None else self._elided.text(self.text(value))
+            case dict():
+                inside = name if name in _COUNTS else ""
+                return {key: self.json(item, inside or key) for key, item in value.items()}
+            case list():
+                return [self.json(item, name) for item in value]
+            case int() if not isinstance(value, bool) and name in (*_TIMES, *_COUNTS):
+                return 0
+            case _:
+                return value
+
+    def text(self, value: str) -> str:
+        for pattern, stand_in in self._facts:
+            value = pattern.sub(stand_in, value)
+        value = recording.IDS.sub(self._numbered, value)
+        return _OWN_IDS.sub(self._numbered, value)
+
+    def _header(self, value: str) -> str:
+        return _ARCH.sub("<arch>", self.text(value))
+
+    def _numbered(self, found: re.Match[str]) -> str:
+        """A stand-in that looks like the id: its digits are the number of its first coming."""
+        own = found[0]
+        if own not in self._known:
+            prefix = own[: own.index("_") + 1] if "_" in own else "a" if len(own) == 17 else ""
+            kind = f"{prefix}{len(own)}"
+            self._counts[kind] = count = self._counts.get(kind, 0) + 1
+            digits = f"{count:0{len(own) - len(prefix)}d}"
+            uuid = f"00000000-0000-4000-8000-{count:012d}"
+            self._known[own] = uuid if "-" in own else prefix + digits
+        return self._known[own]
+
+
+class Elided:
+    """Leaves out what others wrote. A line of prose becomes ⟨its length, a digest⟩; what our own script says stays."""
+
+    _SHORT = 24  # a line of this length is a name or a heading
+
+    def __init__(self, ours: Iterable[str]) -> None:
+        self._ours = "\n\n".join(ours)
+
+    def text(self, value: str) -> str:
+        return "\n".join(self._line(line) for line in value.split("\n"))
+
+    def _line(self, line: str) -> str:
+        if len(line) <= self._SHORT or " " not in line.strip() or line.strip() in self._ours or self._is_ours(line):
+            return line
+        return f"⟨{len(line)} characters, {blake2b(line.encode(), digest_size=4).hexdigest()}⟩"
+
+    def _is_ours(self, line: str) -> bool:
+        """JSON in a text: arguments of our calls, which agents spell anew."""
+        try:
+            value = msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            return False
+        return isinstance(value, dict) and all(self.text(leaf) == leaf for leaf in _leaves(value))
+
+
+def _leaves(value: Json) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case dict():
+            for item in value.values():
+                yield from _leaves(item)
+        case list():
+            for item in value:
+                yield from _leaves(item)
+
+
+def _script(agent: AgentSpec, scenes: Scenes | None, workdir: str) -> Iterator[str]:
+    """Everything that we have said to the agent: its task, and what the model says."""
+    yield INSTRUCTION
+    yield _ERRAND
+    steps = (
+        filled(agent.check, {"workdir": workdir}) if scenes is None else [s for x in scenes(workdir) for s in x.steps]
+    )
+    for step in steps:
+        yield from (step.say, step.think, spoken(step))
+        for call in step.calls:
+            yield from _leaves(call.arguments)
+
+
+# opencode's ids begin with the time, and go on with any letters; Claude Code's of its helpers are short.
+_OWN_IDS = re.compile(r"(?<![0-9A-Za-z])(?:(?:ses|msg|prt)_[0-9a-f]{12}[0-9A-Za-z]{14}|a[0-9a-f]{16})(?![0-9A-Za-z])")
+
+
+def facts(installed: Installed, root: Path, days: Iterable[datetime]) -> Iterator[tuple[re.Pattern[str], str]]:
+    """What is true on this machine today only."""
+
+    def exactly(text: str, stand_in: str) -> tuple[re.Pattern[str], str]:
+        return re.compile(rf"(?<![0-9A-Za-z.]){re.escape(text)}(?![0-9A-Za-z])"), stand_in
+
+    yield re.compile(re.escape(str(root)) + r"/local-[0-9a-f]{12}"), "/sandbox"
+    moved, _ = installed.seen_at("/opt/turngate")
+    yield exactly(installed.folder, moved.folder)
+    if installed.node:
+        yield exactly(str(Path(installed.node).parent), str(Path(moved.node).parent))
+        yield exactly(_printed(installed.node, "--version"), "v<node>")
+    if installed.python:
+        yield exactly(_printed(installed.python, "-c", "import platform; print(platform.python_version())"), "<python>")
+    system = os.uname()
+    yield exactly(f"{system.release} {system.version} {system.machine}", "<kernel> <arch>")
+    yield exactly(system.release, "<kernel>")
+    for day in days:
+        for form in ("%Y-%m-%d", "%A, %B %-d, %Y", "%a %b %d %Y", "%-m/%-d/%Y", "%m/%d/%Y"):
+            yield exactly(day.strftime(form), datetime(2000, 1, 1).strftime(form))
+
+
+def _printed(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _agents(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The headers that are the agent's own."""
+    return [
+        (name, value)
+        for name, value in headers
+        if name not in _RELAYS and not (name == "idempotency-key" and _RELAYS_KEY.fullmatch(value))
+    ]
+
+
+def _settled(body: Json) -> Json:
+    """The body, with an order for what has none."""
+    if isinstance(body, dict):
+        for asked, answered in pairwise(body.get("messages") or ()):
+            _in_order_of_calls(asked.get("content"), answered.get("content"))
+    return _sorted(body)
+
+
+def _sorted(value: Json, name: str = "") -> Json:
+    match value:
+        case dict():
+            fields = sorted(value.items()) if name in _UNORDERED else value.items()
+            return {key: _sorted(item, key) for key, item in fields}
+        case list():
+            return [_sorted(item, name) for item in value]
+        case _:
+            return value
+
+
+def _in_order_of_calls(asked: Json, answered: Json) -> None:
+    """Results of Anthropic's kind. The mark of a cache stays at its place."""
+    if not isinstance(asked, list) or not isinstance(answered, list):
+        return
+    calls = [part["id"] for part in asked if part["type"] == "tool_use"]
+    places = [n for n, part in enumerate(answered) if part["type"] == "tool_result" and part["tool_use_id"] in calls]
+    marks = [answered[n].pop("cache_control", None) for n in places]
+    results = sorted((answered[n] for n in places), key=lambda part: calls.index(part["tool_use_id"]))
+    for n, result, mark in zip(places, results, marks, strict=True):
+        answered[n] = result if mark is None else {**result, "cache_control": mark}
+
+
+# ── one recording ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def record(name: str, agent: AgentSpec, scenes: Scenes | None) -> Json:
+    installed = ensure(agent, lambda line: print(line, file=sys.stderr))
+    heard: list[Heard] = []
+    began = datetime.now(UTC)
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:  # short, because a unix socket's path must be
+        root = Path(folder) / "s"
+        root.mkdir(mode=0o700)
+        staging = Staging(scenes=scenes, around=listening(heard))
+        report = await check(agent, installed, LocalBackend(root), Path(folder) / "run", staging)
+    if not report.whole:
+        raise NotRecorded("; ".join(f"not so: {f.what} ({f.detail})" for f in report.findings if not f.ok))
+    days = {now.astimezone(zone) for now in (began, datetime.now(UTC)) for zone in (UTC, None)}
+    steady = Steady(list(facts(installed, root, days)), Elided(_script(agent, scenes, "/sandbox/work")))
+    # A call without a header of its own is the relay's, which looks whether the gateway is there.
+    exchanges = [steady.exchange(call) for call in heard if _agents(call.headers)]
+    made = {
+        "name": name,
+        "agent": agent.name,
+        "version": agent.install.version,
+        "dialect": agent.dialect,
+        "exchanges": exchanges,
+    }
+    _without_secrets(recording.text(made), heard)
+    return made
+
+
+def _without_secrets(text: str, heard: list[Heard]) -> None:
+    keys = {key for call in heard for _, value in call.headers for key in _KEY.findall(value)}
+    assert keys, "every agent presents a key"
+    if any(key in text or key[3:] in text for key in keys) or re.search(r"tg-[0-9A-Za-z_-]{20}", text):
+        raise NotRecorded("a session's key would have been written down")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Record what agents send and accept, for tests/golden/.")
+    known = [*AGENTS, *VARIANTS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)}, or an agent's file; none: all")
+    parser.add_argument("--check", action="store_true", help="compare with what is recorded, and write nothing")
+    parser.add_argument("--to", type=Path, default=recording.FOLDER, metavar="DIR", help="where recordings are written")
+    given = parser.parse_args()
+    outcomes = [_one(name, given.to, given.check) for name in given.names or known]
+    return 0 if all(outcomes) else 1
+
+
+def _one(name: str, folder: Path, compare: bool) -> bool:
+    began = time.monotonic()
+    try:
+        agent, scenes = VARIANTS.get(name, (name, None))
+        spec = find(agent).spec
+        name = name if name in VARIANTS else spec.name
+        text = recording.text(asyncio.run(record(name, spec, scenes)))
+    except (NotRecorded, TurngateError) as error:
+        print(f"{name}: not recorded: {error}", file=sys.stderr)
+        return False
+    file = folder / f"{name}.json"
+    told = f"{name} {spec.install.version}, {len(text) / 1000:.0f} kB, {time.monotonic() - began:.0f} s"
+    if not compare:
+        file.write_text(text, encoding="utf-8")
+        print(f"{told}: written to {file}", flush=True)
+        return True
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if before == text:
+        print(f"{told}: the same as recorded", flush=True)
+        return True
+    print(f"{told}: has changed" if before else f"{told}: was never recorded", flush=True)
+    print("\n".join(_changes(before, text)), flush=True)
+    return False
+
+
+def _changes(before: str, now: str) -> Iterator[str]:
+    """What is new, line by line, with the lines around it and where that is. Very long lines are cut."""
+    lines = now.splitlines()
+    for line in difflib.unified_diff(before.splitlines(), lines, "recorded", "now", lineterm=""):
+        if place := re.match(r"@@ .*\+(\d+).* @@", line):
+            line += " " + _place(lines[: int(place[1])])
+        yield line if len(line) <= 300 else f"{line[:300]} … ({len(line) - 300} more)"
+
+
+def _place(lines: list[str]) -> str:
+    """What these lines end in."""
+    sides = [line.strip(' ":{') for line in lines if line in ('   "request": {', '   "reply": {')]
+    return f"exchange {sides.count('request') - 1}, {sides[-1]}" if sides else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
