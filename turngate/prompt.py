@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -18,7 +19,7 @@ from turngate.trace import fork
 from turngate.trace.meaning import DIGEST, Reading, tools_meaning
 from turngate.trace.session import Session
 from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids
-from turngate.types import NO_IDS, Call, Ids, Tool, type_of_ids
+from turngate.types import NO_IDS, Call, Ids, Message, Tool, type_of_ids
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _KNOWN_TOOLS = 64  # sets of tools kept decoded, for all sessions together
@@ -161,14 +162,31 @@ def _bridge(
     assert message is not None, "a located turn is an assistant's message"
     system = next((m.content for m in located.reading.messages(0) if m.role == "system"), "")
     last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open, system)
-    return renderer.bridge(last, new, tools, kwargs)
+    return renderer.bridge(last, in_call_order([message, *new])[1:], tools, kwargs)
+
+
+def in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """Results of calls that were made at once, in the order of the calls. Agents send them as they came; most templates show no
+    ids, so that to the model their order is all that tells which is which."""
+    ordered: list[Message] = []
+    places: dict[str, int] = {}
+    for message in messages:
+        if message.role == "assistant":
+            places = {call.id: n for n, call in enumerate(message.tool_calls)}
+        at = len(ordered)
+        if message.role == "tool" and message.tool_call_id in places:
+            own = places[message.tool_call_id]
+            while at and ordered[at - 1].role == "tool" and places.get(ordered[at - 1].tool_call_id, -1) > own:
+                at -= 1
+        ordered.insert(at, message)
+    return ordered
 
 
 def _whole(
     renderer: Renderer, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object]
 ) -> tuple[Sampled | None, Ids]:
     """Everything rendered anew. It still extends the located turn if that is a prefix of it, token for token."""
-    ids = np.array(renderer.render(located.reading.all(), tools, kwargs), type_of_ids)
+    ids = np.array(renderer.render(in_call_order(located.reading.all()), tools, kwargs), type_of_ids)
     node = located.node
     if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):
         return node, ids[node.length :]

@@ -88,3 +88,19 @@ async def test_a_mark_that_moves_along_costs_only_the_end_of_the_history(
     assert {at for at in lookups if at != 0} <= set(range(last - 4, last + 1))
     assert len(agent.session.trace.roots) == 1
     check(agent.session, [g.prompt for g in agent.world.engine.received])
+
+
+async def test_results_reach_the_model_in_the_order_of_its_calls(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("Fix it.")]
+    reply = await agent.call(
+        say(world, calls(("read", {"path": "a"}), ("read", {"path": "b"}), ("read", {"path": "c"})))
+    )
+    ids = [call["id"] for call in reply.message["tool_calls"]]
+    results = {n: {"role": "tool", "tool_call_id": ids[n], "content": f"result {n}"} for n in range(3)}
+    agent.messages += [reply.message, results[2], results[0], results[1]]
+    await agent.call(say(world, "Done."))
+    seen = world.gateway.renderer.tokenizer.decode(world.engine.received[-1].prompt.tolist())
+    assert seen.index("result 0") < seen.index("result 1") < seen.index("result 2")
+    assert len(agent.session.trace.roots) == 1
+    check(agent.session, [g.prompt for g in agent.world.engine.received])

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,20 +36,25 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session", params=list(MODELS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    name = request.param
+    with serving(request.param, MODELS[request.param], tmp_path_factory.mktemp("vllm") / "log") as model:
+        yield model
+
+
+@contextmanager
+def serving(name: str, max_context: int, log: Path) -> Iterator[Model]:
+    """A vLLM server. Skips the test where a part of it was not made; in CI it is made then."""
     for part in ("vllm", name):
         if os.environ.get("CI") != "true" and (reason := parts.missing(part)):
             pytest.skip(f"{reason}; make it with: python tools/parts.py {part}")
         parts.ensure(part)
     folder, port = parts.ensure(name), free_port()
-    argv, env = parts.vllm_command(folder, port, served_name=name, max_model_len=MODELS[name])
-    log = tmp_path_factory.mktemp("vllm") / "log"
+    argv, env = parts.vllm_command(folder, port, served_name=name, max_model_len=max_context)
     with log.open("wb") as output:
         process = subprocess.Popen(argv, env=env, stdout=output, stderr=output, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)
-        yield Model(name, url, folder, MODELS[name])
+        yield Model(name, url, folder, max_context)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
