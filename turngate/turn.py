@@ -43,7 +43,7 @@ from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
 from turngate.trace import fork
 from turngate.trace.meaning import argument_sizes, exact_digest, meaning, reasoning_digest
-from turngate.trace.session import LimitMet, Session
+from turngate.trace.session import LimitMet, Session, farewell
 from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
 from turngate.types import (
@@ -196,9 +196,7 @@ class Turns:
         if session.config.at_limit == "conflict":
             raise Conflict(f"this session is completed (limit {limit}); open a new one")
         self._notify(session, "limit", {"limit": limit})
-        text = (
-            f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
-        )
+        text = farewell(limit)
         return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
 
     def _note_stop(self, session: Session, limit: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -26,10 +27,9 @@ def root() -> Iterator[Path]:
     before = kit.children()
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     yield folder
-    left = [f"folder {path.name}" for path in folder.iterdir()]
-    left += [f"process {pid}: {name}" for pid, name in kit.processes_of(folder).items()]
-    left += [f"child {pid}: {name}" for pid, name in kit.children().items() if pid not in before]
-    left += [f"container {name}" for name in _containers()]
+    deadline = time.monotonic() + 5  # the kernel may take a moment to bury what has been killed
+    while (left := _left(folder, before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     shutil.rmtree(folder)
     assert not left, "the rollout left things behind"
 
@@ -49,9 +49,7 @@ def backend(root: Path) -> Callable[[str], Backend]:
 def stage(backend: Callable[[str], Backend], tmp_path: Path) -> Staged:
     """An agent and a sandbox, both by name, ready for a rollout on the scripted engine."""
 
-    def stage(
-        agent: str, sandbox: str = "local", staging: Staging = Staging()
-    ) -> AbstractAsyncContextManager[Stage]:
+    def stage(agent: str, sandbox: str = "local", staging: Staging = Staging()) -> AbstractAsyncContextManager[Stage]:
         spec, installed = kit.agent(agent)
         return staged(spec, installed, backend(sandbox), tmp_path, staging)
 
@@ -67,6 +65,13 @@ def run(stage: Staged) -> Check:
             return await ready.played()
 
     return run
+
+
+def _left(folder: Path, before: Container[int]) -> list[str]:
+    left = [f"folder {path.name}" for path in folder.iterdir()]
+    left += [f"process {pid}: {name}" for pid, name in kit.processes_of(folder).items()]
+    left += [f"child {pid}: {name}" for pid, name in kit.children().items() if pid not in before]
+    return left + [f"container {name}" for name in _containers()]
 
 
 def _containers() -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from turngate.agents.spec import Transcript
 from turngate.agents.transcript import Call, Difference, Turn, agree, parsed, read
 from turngate.errors import AgentError
+from turngate.trace.session import farewell
 from turngate.types import Json
 
 _TOO_MANY = 10_000  # turns more than there are in the trace: comparing them would take for ever
@@ -31,7 +32,8 @@ def _differences(transcript: Transcript, folder: Path, trace: Json) -> tuple[int
     if written > len(trace["nodes"]) + _TOO_MANY:
         return written, [f"the transcript tells of {written} turns, far more than were made"]
     main = _turns(trace, "main")
-    side = _turns(trace, "side")  # some agents write their own summaries down as turns
+    # Some agents write their own summaries down as turns, and all of them what they were told at the end.
+    side = [*_turns(trace, "side"), Turn(text=farewell(trace["stop"]))]
     told = [_line("main", d) for d in agree(found.main, main, side=side, fills_in=transcript.fills_in)]
     if found.subagents:
         told += [_line("sub-agent", d) for d in _helpers(found.subagents, trace, fills_in=transcript.fills_in)]

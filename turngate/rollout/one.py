@@ -267,7 +267,7 @@ class Rollout:
         self._session = uuid.uuid4().hex
         stack.push_async_callback(self._end_whatever_happened)
         opened = await self._gateway.open(self._settings(), self._session)
-        self.outcome.session = self.progress.session = opened.id
+        self._session = self.outcome.session = self.progress.session = opened.id
         return opened
 
     def _settings(self) -> dict[str, Json]:

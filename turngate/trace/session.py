@@ -24,6 +24,11 @@ class LimitMet(Exception):
         self.limit = limit
 
 
+def farewell(limit: str) -> str:
+    """What an agent is told in place of an answer when a limit is met. Nobody sampled it, so no trace has it."""
+    return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
+
+
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What is chosen when a session is opened."""
 
