@@ -61,6 +61,10 @@ def main() -> None:
         held = promises(view) | {"The agent fixed the file": "a + b" in work.read_text()}
         for promise, kept in held.items():
             console.print(f"{promise}: {'yes' if kept else 'NO'}.", style="green" if kept else "red")
+        console.print(
+            "\nThe model was played by the scripted engine: its log-probabilities are made up. The data of this demo is removed again.",
+            style="dim",
+        )
         if not all(held.values()):
             raise SystemExit(1)
 

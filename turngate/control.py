@@ -148,6 +148,7 @@ class Control:
             "sampled_tokens": session.sampled_tokens,
             "tokens": session.trace.tokens(),
             "in_flight": session.in_flight,
+            "last_error": session.last_error,
             "last_used": session.last_used,
             "roles": counts,
             "forks": [{"node": n.id, "cause": n.info.cause} for n in session.trace.nodes if n.info.cause is not None],

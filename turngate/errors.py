@@ -31,6 +31,10 @@ class ConfigError(TurngateError):
     kind = "config_error"
 
 
+class DataInUse(ConfigError):
+    """Another gateway has the data folder."""
+
+
 class BadRequest(TurngateError):
     boundary = "client"
     status = 400

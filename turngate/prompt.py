@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -22,9 +24,11 @@ from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids
 from turngate.types import NO_IDS, Call, Ids, Message, Tool, type_of_ids
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+_MESSAGES = {"responses": "input", "gemini": "contents"}  # what dialects call them, if not messages
 _KNOWN_TOOLS = 64  # sets of tools kept decoded, for all sessions together
 _LARGE_TOOLS = 256_000  # bytes of a set that is not kept
-_SLOW = 64_000  # bytes of new messages above which rendering leaves the event loop
+_SLOW = 64_000  # bytes of new messages and tools above which rendering leaves the event loop
+_MANY = 256  # new messages above which it does, however short they are
 
 
 class Preamble(msgspec.Struct, frozen=True):
@@ -56,15 +60,16 @@ class Prompts:
     """Renders calls. Keeps tools decoded, since agents send the same ones with every call."""
 
     def __init__(self) -> None:
-        # dialect and raw tools → decoded, and their meaning
-        self._tools: dict[tuple[str, bytes], tuple[tuple[Tool, ...], bytes]] = {}
+        # dialect, raw tools and whether later ones replace earlier ones → decoded, and their meaning
+        self._tools: dict[tuple[str, bytes, bool], tuple[tuple[Tool, ...], bytes]] = {}
 
     def locate(
         self, session: Session, call: Call, renderer: Renderer | None = None
     ) -> tuple[Located, Preamble, Cause | None]:
         """The deepest known point that this call extends, and why it forks there, if it does."""
         preamble = self._preamble(session, call, renderer)
-        located = session.trace.locate(Reading(call.history, preamble.digest))
+        with _followed(call):
+            located = session.trace.locate(Reading(call.history, preamble.digest))
         cause = fork.cause(
             session.trace,
             located,
@@ -77,27 +82,40 @@ class Prompts:
 
     async def render(self, session: Session, call: Call, renderer: Renderer) -> Prompt:
         located, preamble, cause = self.locate(session, call, renderer)
-        size = sum(len(raw) for raw in call.history.raws[located.start :]) if located.context is None else 0
-        if size > _SLOW:
-            # Tokenising this much would be felt by other sessions; the tokenizers release the interpreter lock.
-            return await asyncio.to_thread(_render, session, located, preamble, cause, renderer)
-        return _render(session, located, preamble, cause, renderer)
+        new = call.history.raws[located.start :] if located.context is None else ()
+        size = sum(map(len, new)) + (len(preamble.raw_tools) if located.node is None and new else 0)
+        with _followed(call):
+            if len(new) > _MANY or size > _SLOW:
+                # Tokenising this much would be felt by other sessions; the tokenizers release the interpreter lock.
+                return await asyncio.to_thread(_render, session, located, preamble, cause, renderer)
+            return _render(session, located, preamble, cause, renderer)
 
     def _preamble(self, session: Session, call: Call, renderer: Renderer | None) -> Preamble:
         raw = call.tools.raw if call.tools is not None else b"[]"
-        known = self._tools.get((call.dialect, raw))
+        key = call.dialect, raw, bool(getattr(call.tools, "renewed", False))
+        known = self._tools.get(key)
         if known is None:
             tools = call.tools.decode() if call.tools is not None else ()
             known = tools, tools_meaning([tool.wire for tool in tools])
             if len(raw) <= _LARGE_TOOLS:  # an agent must not be able to fill our memory with its tools
                 if len(self._tools) >= _KNOWN_TOOLS:
                     self._tools.pop(next(iter(self._tools)))
-                self._tools[call.dialect, raw] = known
+                self._tools[key] = known
         # What the wire format implies counts only where the template knows it; what was said outright always does.
         implied = {k: v for k, v in call.template_hints.items() if renderer is not None and renderer.knows(k)}
         arguments = {**implied, **call.template_kwargs, **session.config.template_kwargs}
         kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
         return Preamble(blake2b(known[1] + kwargs, digest_size=DIGEST).digest(), known[0], raw, kwargs)
+
+
+@contextmanager
+def _followed(call: Call) -> Iterator[None]:
+    """What is nested so deep that nothing can follow it (a call's arguments, a result) is refused, and no fault of ours."""
+    try:
+        yield
+    except RecursionError:
+        field = _MESSAGES.get(call.dialect, "messages")
+        raise BadRequest(f"{field}: something in it is nested too deep", param=field) from None
 
 
 def observed(located: Located, seen: Ids | None, preamble: Preamble, cause: Cause | None) -> Prompt:
@@ -170,15 +188,16 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
     ids, so that to the model their order is all that tells which is which."""
     ordered: list[Message] = []
     places: dict[str, int] = {}
-    for message in messages:
-        if message.role == "assistant":
-            places = {call.id: n for n, call in enumerate(message.tool_calls)}
-        at = len(ordered)
-        if message.role == "tool" and message.tool_call_id in places:
-            own = places[message.tool_call_id]
-            while at and ordered[at - 1].role == "tool" and places.get(ordered[at - 1].tool_call_id, -1) > own:
-                at -= 1
-        ordered.insert(at, message)
+    for answers, group in groupby(messages, lambda message: message.role == "tool"):
+        run = list(group)
+        if answers:
+            # Those that answer no call of this turn stay at the end, as they came.
+            run.sort(key=lambda message: places.get(message.tool_call_id, len(places)))
+        elif run[-1].role == "assistant":
+            places = {call.id: n for n, call in enumerate(run[-1].tool_calls)}
+        else:
+            places = {}
+        ordered += run
     return ordered
 
 

@@ -43,7 +43,7 @@ from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
 from turngate.trace import fork
 from turngate.trace.meaning import argument_sizes, exact_digest, meaning, reasoning_digest
-from turngate.trace.session import LimitMet, Session, farewell
+from turngate.trace.session import CallError, LimitMet, Session, farewell
 from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
 from turngate.types import (
@@ -134,9 +134,15 @@ class Turns:
         try:
             async with aclosing(self._admitted(session, call)) as batches:
                 async for events in batches:
+                    if isinstance(events[-1], Done):
+                        session.last_error = None
                     yield events
         except LimitMet as met:
             yield self._at_limit(session, met.limit)
+        except TurngateError as error:
+            if error.boundary != "client" or isinstance(error, ContextOverflow):
+                session.last_error = CallError(error.boundary, error.kind, error.message)
+            raise
 
     async def _admitted(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
         session.require_within_limits(time.time(), session.in_flight)
@@ -492,6 +498,8 @@ class Turns:
         session.count(sampled)
         session.live_tokens -= len(draft.ids)
         draft.counted = True
+        if session.tokens_left == 0:
+            self._note_stop(session, "sampled_tokens")  # it may never call again
         if not sampled.delivered:
             self._journal.mark_undelivered(session.key, sampled.id)
         if cancelled is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -161,6 +162,52 @@ def test_codexs_subagents_lie_beside_the_main_transcript(tmp_path: Path) -> None
     assert named == ["spawn_agent", "wait_agent", "close_agent"]
     assert found.main[0].calls[0].name == "multi_agent_v1__spawn_agent"  # as the model sees it
     assert [[turn.text for turn in one] for one in found.subagents] == [["", "three lines"]]
+
+
+def test_a_codex_subagents_transcript_begins_after_its_parents_history(tmp_path: Path) -> None:
+    begins = {"type": "event_msg", "payload": {"type": "task_started"}}
+    inherited = {"type": "function_call", "name": "spawn_agent", "namespace": "collaboration", "arguments": "{}"}
+    own = {"type": "custom_tool_call", "name": "exec", "namespace": "functions", "input": "ls"}
+    records = [
+        {"type": "session_meta", "payload": {"thread_source": "subagent"}},
+        *(begins, {"type": "response_item", "payload": inherited}),
+        *(begins, {"type": "response_item", "payload": own}),
+        {"type": "token_usage_record", "payload": {"response_id": "resp_1"}},
+    ]
+    write(tmp_path / ".codex/sessions/2026/11/15/rollout-1.jsonl", records)
+    assert read(of("codex"), tmp_path).subagents == ((Turn(calls=(Call("exec", {"input": "ls"}),), id="resp_1"),),)
+
+
+def test_a_qwen_subagents_calls_belong_to_the_text_before_them(tmp_path: Path) -> None:
+    calls = [{"functionCall": {"name": name, "args": {}}} for name in ("read", "run")]
+    counted = {"usageMetadata": {"totalTokenCount": 1}}
+    said, last = (
+        {"uuid": uuid, **counted, "message": {"parts": [{"text": text}]}}
+        for uuid, text in (("u1", "Look."), ("u4", "Done."))
+    )
+    records = [said]
+    records += [{"uuid": f"u{n}", "message": {"parts": [part]}} for n, part in enumerate(calls, 2)]
+    place = tmp_path / ".qwen/projects/-work/subagents/33d7/agent-1.jsonl"
+    write(place, [{"type": "assistant", **record} for record in (*records, last)])
+    [found] = read(of("qwen-code"), tmp_path).subagents
+    assert [(turn.text, [call.name for call in turn.calls]) for turn in found] == [
+        ("Look.", ["read", "run"]),
+        ("Done.", []),
+    ]
+
+
+def test_mini_swe_agents_unusable_replies_are_turns_too(tmp_path: Path) -> None:
+    reply = {"id": "chatcmpl-1", "choices": [{"message": {"content": "No call.", "tool_calls": None}}]}
+    asked = {"role": "user", "content": "Call a tool.", "extra": {"interrupt_type": "FormatError", "response": reply}}
+    place = tmp_path / PLACES["mini-swe-agent"]
+    place.parent.mkdir(parents=True)
+    place.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, asked]}))
+    assert read(of("mini-swe-agent"), tmp_path).main == (Turn(text="No call.", id="chatcmpl-1"),)
+
+
+def write(file: Path, records: list[dict[str, object]]) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(json.dumps(record) for record in records))
 
 
 def test_nothing_written_is_nothing_found(tmp_path: Path) -> None:

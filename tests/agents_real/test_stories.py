@@ -52,8 +52,8 @@ async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent:
         looks = {unit: says("I count.", shell(agent, f"wc -{unit} notes.txt"), think="Hm.") for unit in "lw"}
         return (
             Scene("MAIN-TASK", counts),
-            Scene("HELP-1", (looks["l"], reports(agent, "Three lines.")), pace_s=0.05),
-            Scene("HELP-2", (looks["w"], reports(agent, "Three words.")), pace_s=0.05),
+            Scene("HELP-1", (looks["l"], reports(agent, "Three lines.")), pace_s=0.1),
+            Scene("HELP-2", (looks["w"], reports(agent, "Three words.")), pace_s=0.1),
         )
 
     report = await run(agent, staging=Staging(scenes=scenes, instruction=TASK))

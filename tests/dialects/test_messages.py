@@ -769,17 +769,59 @@ def test_thinking_that_is_not_shown_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "signature", ["", "sig", "tg1.", "tg1.t", "tg1.t???", "tg1.tAAAA", "tg1.teJzzVChKTUxR", "tg1.dx", "tg1.té"]
+    "signature",
+    [
+        "",
+        "sig",
+        "tg1.",
+        "tg1.t",
+        "tg1.t???",
+        "tg1.p",
+        "tg1.p/w==",
+        "tg1.pé",
+        "tg1.tAAAA",
+        "tg1.teJzzVChKTUxR",
+        "tg1.dx",
+        "tg1.té",
+    ],
 )
 def test_signatures_of_others_and_damaged_ones_say_nothing(signature: str) -> None:
     got = assistant({"type": "thinking", "thinking": "", "signature": signature}, text("x"))
     assert (got.reasoning, got.content) == ("", "x")
 
 
-def test_a_signature_that_swells_says_nothing() -> None:
-    bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * 50_000_000, 9)).decode()
+@pytest.mark.parametrize("size", [4_000, 3_999_999, 50_000_000])
+def test_a_signature_that_swells_says_nothing(size: int) -> None:
+    bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * size, 9)).decode()
     got = assistant({"type": "thinking", "thinking": "", "signature": "tg1.t" + bomb}, text("x"))
     assert got == Message("assistant", "x", seal="tg1.t" + bomb)
+
+
+def test_a_signature_that_was_compressed_is_still_read() -> None:
+    old = "tg1.t" + base64.urlsafe_b64encode(zlib.compress(b"I read the file first.")).decode()
+    assert assistant({"type": "thinking", "thinking": "", "signature": old}).reasoning == "I read the file first."
+
+
+def test_tools_are_read_once_however_often_messages_refer_to_them() -> None:
+    tools = [{"name": f"t{n}", "input_schema": {"type": "object"}, "defer_loading": True} for n in range(2000)]
+    found = {
+        "type": "tool_result",
+        "tool_use_id": "x",
+        "content": [{"type": "tool_reference", "tool_name": "t1999"}] * 2000,
+    }
+    began = time.process_time()
+    said = results(found, tools=tools)
+    assert said[0].content.count('"t1999"') == 2000
+    assert time.process_time() - began < 2  # not a measurement: it took a minute and more
+
+
+def test_many_tools_are_read_in_no_time() -> None:
+    tools = [{"name": f"t{n}", "input_schema": {"type": "object"}} for n in range(20_000)]
+    began = time.process_time()
+    call = decoded(tools=tools)
+    assert call.tools is not None
+    assert len(call.tools.decode()) == 20_000
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

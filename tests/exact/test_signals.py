@@ -16,6 +16,15 @@ from turngate.trace.sample import samples
 from turngate.trace.signals import Rule, Signals, alias, faults, read
 from turngate.types import Call, Told
 
+TITLES = (
+    Rule(role="side", source="system", match="You write titles*", why="title"),
+    Rule(role="side", source="last", match="Sum it up*", why="compaction"),
+)
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
 
 @pytest.fixture
 async def world(tmp_path: Any, renderers: Any):
@@ -109,3 +118,28 @@ async def test_a_new_beginning_of_the_same_conversation_is_not_a_sub_agents(worl
     assert [n.info.cause for n in agent.session.trace.roots] == [None, "compaction", "subagent"]
     reloaded = world.gateway.store.load(world.gateway.store.find(agent.session_id))
     assert [n.info.told.thread for n in reloaded.trace.roots] == ["a", "a", "b"]
+
+
+async def test_the_work_begins_after_a_title_and_is_no_fork_of_it(world: World) -> None:
+    agent = world.agent(signals=Signals(thread=("body:thread",), rules=TITLES))
+    agent.messages = [SYSTEM, user("Fix the bug.")]
+    await agent.call(say(world, "A title"), thread="a", tools=None, messages=[system("You write titles."), user("Hi")])
+    await agent.call(say(world, "Done."), thread="a")
+    assert role_list(agent) == ["side", "main"]
+    assert [root.info.cause for root in agent.session.trace.roots] == [None, None]
+
+
+async def test_what_leaves_a_line_does_not_make_the_line_fork(world: World) -> None:
+    signals = Signals(thread=("body:thread",), parent=("body:parent",), rules=TITLES)
+    agent = world.agent(signals=signals)
+    agent.messages = [SYSTEM, user("Fix the bug.")]
+    reply = await agent.call(say(world, "I ask a helper."), thread="a")
+    here = [*agent.messages, reply.message]
+    await agent.call(say(world, "In short: …"), thread="a", messages=[*here, user("Sum it up.")])
+    await agent.call(say(world, "I help."), thread="b", parent="a", messages=[*here, user("You are a helper.")])
+    await agent.call(say(world, "Done."), thread="a", messages=[*here, user("The helper is at it.")])
+    assert role_list(agent) == ["main", "side", "subagent", "main"]
+    assert [turn.info.cause for turn in agent.session.trace.turns()] == [None, "side", "subagent", None]
+    [main] = [row for row in samples(agent.session.trace) if row.spans[-1].role == "main"]
+    assert [span.trained for span in main.spans] == [True, True]
+    check(agent.session, [g.prompt for g in agent.world.engine.received])

@@ -130,7 +130,7 @@ async def test_a_gateway_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest
             running.cancel()
             began = time.monotonic()
             await asyncio.wait([running], timeout=30)
-        assert running.cancelled() and time.monotonic() - began < 10
+        assert running.cancelled() and time.monotonic() - began < 25
         assert any("the session could not be ended" in note for note in rollout.outcome.notes)
 
 

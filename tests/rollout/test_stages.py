@@ -306,14 +306,30 @@ async def test_a_stage_that_takes_too_long(stage: Stage, monkeypatch: pytest.Mon
 
 
 async def test_an_engine_that_is_down_reads_as_the_providers_error() -> None:
-    """It is the agent's to make of it what it can; the rollout is not blamed on the agent by us, nor on anybody."""
+    """And an agent that ends on it is not to blame: such a rollout must never be scored."""
     async with staged([Turn(fail_before=True)] * 5) as stage:
         outcome = await stage.run(
             'print(*http("POST", "/v1/chat/completions", {"model": "m", "messages": []}))\nask("Hi")'
         )
-        assert (outcome.status, outcome.exit_code, outcome.turns) == ("failed", 1, 0)
+        assert (outcome.status, outcome.exit_code, outcome.turns) == ("error", 1, 0)
+        assert fault(outcome)[:2] == ("engine", "agent")
         assert re.match(r'503 \{"error":\{"message":', outcome.collected.stderr), outcome.collected.stderr
         assert "engine_unavailable" in outcome.collected.stderr
+
+
+async def test_an_engine_that_came_back_is_not_held_against_anybody() -> None:
+    async with staged([Turn(fail_before=True), say("Hello.")]) as stage:
+        outcome = await stage.run(
+            'body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}\n'
+            'http("POST", "/v1/chat/completions", body)\nhttp("POST", "/v1/chat/completions", body)\nsys.exit(4)'
+        )
+        assert (outcome.status, outcome.exit_code, outcome.fault) == ("failed", 4, None)
+
+
+async def test_an_agent_that_ends_when_its_tokens_are_used_up_met_a_limit() -> None:
+    async with staged([say("A long answer that is cut.")]) as stage:
+        outcome = await stage.run('ask("Hi")', session={"limits": {"sampled_tokens": 3}})
+        assert (outcome.status, outcome.stop, outcome.sampled_tokens) == ("limit", "sampled_tokens", 3)
 
 
 async def test_a_key_that_the_gateway_does_not_take(stage: Stage) -> None:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,22 @@ class Attempt(msgspec.Struct, frozen=True):
     written: list[str]  # files of the host that were made from inside
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@cache
+def _attempt(backend: str) -> Attempt:
+    """Once for all tests."""
+    kit.need(backend)
+    return asyncio.run(_attempted(backend))
+
+
+@pytest.fixture(params=BACKENDS)
 def attempt(request: pytest.FixtureRequest) -> Attempt:
-    kit.need(request.param)
-    return asyncio.run(_attempted(request.param))
+    return _attempt(request.param)
+
+
+@pytest.fixture
+def walled(closed: str) -> Attempt:
+    """The same, where there are walls."""
+    return _attempt(closed)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.real) for name in kit.CLOSED])
@@ -251,7 +264,8 @@ def test_nothing_was_changed_behind_the_door(attempt: Attempt) -> None:
 
 def test_no_model_call_is_answered_without_the_right_key(attempt: Attempt) -> None:
     for what, answer in attempt.told["keyless"].items():
-        assert _status(answer) == 401, (what, answer)
+        refused = 400 if "/v1beta/" in what else 401  # as Google has it
+        assert _status(answer) == refused and "key" in answer, (what, answer)
         assert "Nothing to see" not in answer
 
 
@@ -261,7 +275,7 @@ def test_the_refusals_do_not_tell_a_session_that_exists_from_one_that_does_not(a
     for what, body in told.items():
         path, _, key = what.partition(" ")
         if key != "''":
-            by_path.setdefault(path, set()).add(re.sub(r'"request_id":"[^"]*"', "", body))
+            by_path.setdefault(path, set()).add(re.sub(r'"(request_id|id)":"[^"]*"', "", body))
     assert all(len(bodies) == 1 for bodies in by_path.values()), by_path
 
 
@@ -270,56 +284,40 @@ def test_the_refusals_do_not_tell_a_session_that_exists_from_one_that_does_not(a
 
 def test_no_dialect_tells_token_ids_or_log_probabilities(attempt: Attempt) -> None:
     turns = [node for node in attempt.trace["nodes"] if node["kind"] == "sampled"]
-    assert len(turns) >= 6  # chat, responses, messages and gemini answered
     secret = {f"{p:.4f}"[:7] for turn in turns for p in turn["logprobs"]}
     ids = {",".join(map(str, turn["ids"][:3])) for turn in turns}
-    answered = 0
+    answered = set()
     for what, answer in attempt.told["tokens"].items():
-        answered += "Nothing to see here." in answer or "Nothing" in answer
+        if "Nothing" in answer:
+            answered.add(what)
+        else:
+            assert _status(answer) in (400, 404) or what == "models", (what, answer)
         compact = answer.replace(" ", "")
         assert not any(value in compact for value in secret), what
         assert not any(run in compact for run in ids), what
         assert not re.search(r'"(prompt_|completion_|output_)?token_ids":[^n]', compact), (what, answer)
         assert not re.search(r'"logprobs":\{"content":\[\{', compact), (what, answer)
         assert attempt.admin_key not in answer
-    assert answered >= 6
+    kinds = {"chat", "responses", "messages", "gemini"}
+    assert answered >= kinds | {f"{kind}, streamed" for kind in kinds}
 
 
 # ── files, processes, secrets ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _walled(attempt: Attempt) -> None:
-    if attempt.backend == "local":
-        pytest.skip("the local sandbox is no wall; what is open there is tested below")
+def test_files_and_processes_of_the_host_cannot_be_read(walled: Attempt) -> None:
+    for path, what in walled.told["files"].items():
+        if path == "/proc/1/environ" and walled.backend == "docker":
+            continue  # process 1 is the container's own
+        if not path.startswith("write "):
+            assert what.startswith("no: ") or what in ("read 0", "listed "), (path, what)
 
 
-def test_files_and_processes_of_the_host_cannot_be_read(attempt: Attempt) -> None:
-    _walled(attempt)
-    own = {
-        "/etc/shadow",
-        "/proc/1/environ",
-        "/root",
-        "/proc/sysrq-trigger",
-        "/dev/kmsg",
-    }  # the sandbox may have its own
-    for path, what in attempt.told["files"].items():
-        if path.startswith("write ") or path in own:
-            continue
-        if path.startswith("/proc/") and what.startswith("read 0"):
-            continue
-        assert what.startswith("no: "), (path, what)
-    assert attempt.told["files"]["/root"].startswith("no: ") or attempt.told["files"]["/root"] == "listed "
-    assert attempt.told["files"]["/proc/1/environ"] in ("read 0", "no: Permission denied") or (
-        attempt.backend == "docker"  # process 1 is the container's own
-    )
-
-
-def test_nothing_can_be_written_outside(attempt: Attempt) -> None:
-    _walled(attempt)
-    for path, what in attempt.told["files"].items():
+def test_nothing_can_be_written_outside(walled: Attempt) -> None:
+    for path, what in walled.told["files"].items():
         if path.startswith("write "):
             assert what.startswith("no: "), (path, what)
-    assert attempt.written == []
+    assert walled.written == []
 
 
 def test_the_secrets_of_others_are_nowhere(attempt: Attempt) -> None:
@@ -337,11 +335,10 @@ def test_no_key_is_in_a_command_line(attempt: Attempt) -> None:
 # ── the network ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_network_is_closed(attempt: Attempt) -> None:
-    _walled(attempt)
-    network = dict(attempt.told["network"])
+def test_the_network_is_closed(walled: Attempt) -> None:
+    network = dict(walled.told["network"])
     assert network.pop("interfaces") == "lo"
-    assert attempt.knocks == 0
+    assert walled.knocks == 0
     for what, came in network.items():
         assert came.startswith("no: "), (what, came)
 
@@ -356,6 +353,18 @@ def test_all_of_it_is_in_the_agents_own_trace_and_nothing_else(attempt: Attempt)
 
 
 # ── local is no wall ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_same_attempts_succeed_where_there_is_no_wall() -> None:
+    """So that nobody takes an attempt that never could succeed for a wall."""
+    told, knocks = _attempt("local").told, _attempt("local").knocks
+    read = [path for path, what in told["files"].items() if re.match(r"read [1-9]|listed .", what)]
+    assert any(path.endswith("/admin-key") for path in read) and any(path.endswith("/home/private") for path in read)
+    assert any(path.endswith("/environ") for path in read)
+    assert [came for what, came in told["network"].items() if what.startswith("tcp 127.0.0.1")] == ["reached"] * 2
+    assert told["network"]["abstract socket"] == "reached"
+    assert knocks >= 1
+    assert _attempt("local").written == ["from-inside"]
 
 
 async def test_what_the_local_sandbox_does_not_close() -> None:

@@ -161,9 +161,9 @@ def find(name: str, cwd: Path | None = None) -> Found:
         return Found(spec, file, known.file if known and known.file.resolve() != file.resolve() else None)
     agents = catalog()
     if name not in agents:
-        near = suggestion(name, list(agents))
+        near = suggestion(name, list(agents)).rstrip("?") + "."
         raise AgentError(
-            f"agent: there is none called {name!r}{near}. A file of your own is given as ./{name}.toml", param="agent"
+            f"agent: there is none called {name!r}{near} A file of your own is given as ./{name}.toml", param="agent"
         )
     return agents[name]
 
@@ -300,6 +300,12 @@ def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
         if "api_key" in template.names(text) and not field.startswith("env.") and not field.endswith(".content"):
             yield field, "{api_key} may only be in env, or in a file of mode 0600"
     for n, file in enumerate(spec.files):
+        outside = file.path.startswith("/") or ".." in Path(file.path).parts
+        if outside or not file.path.strip():
+            yield (
+                f"files[{n}].path",
+                f"{file.path!r} is not below HOME or {{workdir}}; write a path like .config/x.json",
+            )
         if not re.fullmatch(r"0?[0-7]{3}", file.mode):
             yield f"files[{n}].mode", f"{file.mode!r} is not a mode like 0644"
         elif "api_key" in template.names(file.content) and int(file.mode, 8) & 0o077:

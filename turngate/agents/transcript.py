@@ -18,7 +18,10 @@ import msgspec
 from turngate.agents.spec import Transcript
 from turngate.errors import AgentError
 
-LARGEST_FILE = 256_000_000
+# The agent wrote it, and may have written anything: reading it must end soon.
+LARGEST_FILE = 64_000_000
+LARGEST_LINE = 16_000_000
+MOST_RECORDS = 100_000  # of one file
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -113,15 +116,18 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
     """What the file holds; lines that are no JSON are somebody's output in between, or were cut off."""
     if spec.format == "json":
         try:
-            found = _search(spec.records, json.loads(data))
-        except ValueError:
+            found = _search(spec.records, json.loads(data)) if len(data) <= LARGEST_LINE else None
+        except (ValueError, RecursionError):
             return []
-        return found if isinstance(found, list) else []
+        return found[:MOST_RECORDS] if isinstance(found, list) else []
+    lines = data.splitlines()
+    if len(lines) > MOST_RECORDS or any(len(line) > LARGEST_LINE for line in lines):
+        raise AgentError("transcript: it is too long to be read", param="transcript")
     records = []
-    for line in data.splitlines():
+    for line in lines:
         try:
             records.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return records
 

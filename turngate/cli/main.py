@@ -51,7 +51,8 @@ def serve(
     port: Annotated[Optional[int], typer.Option(help="Port to listen on; 0 takes a free one. [8700]")] = None,
     data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
     engine: Annotated[
-        Optional[str], typer.Option(help="vllm, sglang, scripted, or openai (observe mode). [scripted]")
+        Optional[str],
+        typer.Option(help="vllm, sglang, scripted; to observe: openai, anthropic, gemini, responses. [scripted]"),
     ] = None,
     engine_url: Annotated[
         Optional[list[str]], typer.Option(help="Where the engine listens; repeat for more replicas.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import os
 import shlex
@@ -11,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,14 +26,14 @@ from turngate.agents.spec import find
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
 from turngate.config import ServeConfig, load
-from turngate.errors import ConfigError
+from turngate.errors import ConfigError, DataInUse
 from turngate.rollout.client import GatewayClient, Unreachable, admin_key_given
 from turngate.rollout.one import Order, Outcome, Progress, Rollout
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Resources
-from turngate.server.auth import admin_key
-from turngate.server.run import embedded, serving
+from turngate.server.auth import ADMIN_KEY, kept_key
+from turngate.server.run import Address, embedded, serving
 from turngate.types import Json
 
 T = TypeVar("T")
@@ -67,6 +66,9 @@ def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_jso
         return INTERRUPTED
     if outcome.session:
         _write(order.folder / outcome.session / "outcome.json", outcome)
+    if config.engine == "scripted" and not gateway and outcome.turns:
+        note = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
+        outcome.notes = (*outcome.notes, note)
     if as_json:
         print(msgspec.json.encode(outcome).decode())
     else:
@@ -78,7 +80,7 @@ def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_jso
 
 def _write(path: Path, outcome: Outcome) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
     except OSError as error:
         outcome.notes = (*outcome.notes, f"{path} could not be written: {error.strerror}")
@@ -120,24 +122,44 @@ async def _reached(config: ServeConfig, gateway: str, console: Console) -> Async
     """A gateway that is named, or that serves the data folder already, or one of our own for as long as this runs."""
     if gateway:
         async with GatewayClient(gateway, admin_key_given()) as client:
-            await client.models()  # a wrong key or address is told before anything is made
+            await client.check()  # a wrong key is told before anything is made
             yield client
         return
     found = serving(Path(config.data))
     if found is not None:
-        async with GatewayClient(found.url, admin_key(Path(config.data))) as client:
+        key = os.environ.get(ADMIN_KEY, "").strip() or kept_key(Path(config.data))
+        if not key:
+            raise ConfigError(
+                f"data: {found.url} serves {config.data}; set {ADMIN_KEY} to its admin key, or choose another --data folder",
+                param="data",
+            )
+        async with GatewayClient(found.url, key) as client:
             if await _answers(client):
                 say(console, f"A gateway serves {config.data} already: {found.url} is used, with its own engine", "dim")
                 yield client
                 return
-    async with embedded(config) as address, GatewayClient(address.url, address.admin_key) as client:
+    async with _own(config) as address, GatewayClient(address.url, address.admin_key) as client:
         yield client
+
+
+@asynccontextmanager
+async def _own(config: ServeConfig) -> AsyncIterator[Address]:
+    async with AsyncExitStack() as stack:
+        try:
+            address = await stack.enter_async_context(embedded(config))
+        except DataInUse:
+            raise ConfigError(
+                f"data: {config.data} is in use by another turngate; for several runs at once start "
+                f"`turngate serve --data {shlex.quote(config.data)}` first, or choose another --data folder",
+                param="data",
+            ) from None
+        yield address
 
 
 async def _answers(client: GatewayClient) -> bool:
     """One that was killed may have left its address behind."""
     try:
-        await client.models()
+        await client.check()
     except Unreachable:
         return False
     return True
@@ -270,10 +292,11 @@ def ordered(given: Mapping[str, Any]) -> int:
         raise ConfigError("task: give either --task PATH or --prompt TEXT", param="task")
     if given["network"] not in ("none", "open"):
         raise ConfigError(f"network: {given['network']!r} is neither none nor open", param="network")
-    for name in _OWN_GATEWAY:
-        if given["gateway"] and given[name]:
+    if given["gateway"]:
+        for name in (name for name in _OWN_GATEWAY if given[name]):
             flag = name.replace("_", "-")
             raise ConfigError(f"{name}: the gateway at {given['gateway']} has its own; leave out --{flag}", param=name)
+        GatewayClient(given["gateway"], admin_key_given())  # so that a wrong one is told before anything is made
     # A gateway of our own listens where there is room; a port is for `turngate serve`.
     config = load(given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0})
     task = tasks.load(Path(given["task"])) if given["task"] else tasks.said(given["prompt"])
@@ -299,27 +322,17 @@ def ordered(given: Mapping[str, Any]) -> int:
         session=_session(given),
         told=told,
         options=options,
-        folder=_folder(given["out"], Path(config.data), own=not given["gateway"]),
+        folder=_writable(given["out"]) if given["out"] else Path(config.data) / "rollouts",
     )
     reach = Reach(given["public_url"], given["tunnel"])
     return run(order, config, given["gateway"], reach, as_json=given["as_json"])
 
 
-def _folder(out: Path | None, data: Path, *, own: bool) -> Path:
-    """Where what the agent leaves is kept. That it cannot be written is told now, not when the agent is done."""
-    folder = out or data / "rollouts"
-    if out is None and own:
-        return folder  # the gateway makes its data folder, and tells
-    try:
-        if out is None:
-            data.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ConfigError(
-            f"out: {folder} cannot be written ({error.strerror}); choose another --out folder", param="out"
-        ) from None
+def _writable(folder: Path) -> Path:
+    """A folder that is there or can be made. That it cannot is told now, not when the agent is done."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"out: {folder} cannot be written; choose another --out folder", param="out")
     return folder
 
 

@@ -242,13 +242,14 @@ class _Printer:
     def _rule(self, start: NodeView) -> None:
         first = next((n for n in self._along(start) if n.kind == "sampled"), None)
         role = first.role if first is not None else "unanswered"
+        cause = _told(start.cause, role)
         if start.parent is None:
-            title = f"{role} · conversation" + (f" · {start.cause}" if start.cause else "")
+            title = f"{role} · conversation{cause}"
         else:
             at = self._nodes[start.parent]
-            turn = self._numbers.get(at.id) or self._numbers.get(at.parent or -1)
+            turn = self._numbers.get(at.id) or self._numbers.get(-1 if at.parent is None else at.parent)
             where = f"after turn {turn}" if turn else "from the beginning"
-            title = f"{role} · branch {where}" + (f" · {start.cause}" if start.cause else "")
+            title = f"{role} · branch {where}{cause}"
         self._console.print()
         self._console.rule(Text(safe(title), style="bold"), align="left", style="dim")
 
@@ -283,13 +284,13 @@ class _Printer:
                 f"policy {node.version_start}"
                 + (f"–{node.version_end}" if node.version_end != node.version_start else "")
             )
-        for fact in (node.cause, node.fault, ", ".join(node.biases), "" if node.delivered else "not delivered"):
-            if fact:
-                facts.append(fact)
+        marks = (node.fault, ", ".join(node.biases), "" if node.delivered else "not delivered")
+        facts += [fact for fact in marks if fact]
         if node.capture != "tokens":
             facts.append(f"captured as {node.capture}")
+        line = " · ".join(facts) + _told(node.cause, node.role)
         return Text.assemble(
-            (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {one_line(' · '.join(facts))}", "dim")
+            (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {one_line(line)}", "dim")
         )
 
     def _tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
@@ -322,6 +323,11 @@ class _Printer:
         while at is not None:
             yield at
             at = max(self._children.get(at.id, []), key=self._weight, default=None)
+
+
+def _told(cause: str | None, role: str) -> str:
+    """Why a branch is one, where its role does not say so. (A first look may take the main conversation for a sub-agent's.)"""
+    return f" · {cause}" if cause and cause not in (role, "subagent", "side") else ""
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

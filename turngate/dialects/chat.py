@@ -29,6 +29,7 @@ from turngate.dialects.wire import (
     reason,
     refused,
     retried,
+    shallow,
     stand_in,
 )
 from turngate.errors import BadRequest, TurngateError
@@ -183,7 +184,7 @@ class Chat:
         if not request.messages:
             raise BadRequest("messages: must hold at least one message", param="messages")
         tools = ChatTools(bytes(request.tools)) if given(request.tools) and bytes(request.tools) != b"[]" else None
-        kwargs = dict(request.chat_template_kwargs or {})
+        kwargs = shallow(request.chat_template_kwargs or {}, "chat_template_kwargs")
         constraint, offered = _constraint(request, tools)
         return Call(
             model=request.model,
@@ -363,7 +364,7 @@ def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise BadRequest(f"{where}.function.name: is missing", param=f"{where}.function.name")
-    return Tool(name, wire)
+    return Tool(name, shallow(wire, where))
 
 
 def _refuse_what_we_do_not_do(request: _Request) -> None:
@@ -451,7 +452,7 @@ def _response_format(request: _Request) -> Constraint | None:
         return Constraint("json_object")
     if form.json_schema is None or form.json_schema.schema is None:
         raise BadRequest("response_format.json_schema.schema: is missing", param="response_format")
-    return Constraint("json_schema", form.json_schema.schema)
+    return Constraint("json_schema", shallow(form.json_schema.schema, "response_format.json_schema.schema"))
 
 
 def _wire_call(call: ToolCall) -> dict[str, Json]:

@@ -25,6 +25,7 @@ from turngate.dialects.wire import (
     reason,
     refused,
     retried,
+    shallow,
 )
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import Call, Constraint, Done, Json
@@ -284,7 +285,7 @@ def _named(tools: GeminiTools, allowed: list[str]) -> None:
 
 def _shape(config: _Config) -> Constraint | None:
     """What a reply that is no call has to look like."""
-    schema = config.response_json_schema
+    schema = shallow(config.response_json_schema, f"{_AT}.responseJsonSchema")
     if config.response_schema is not None:
         schema = json_schema(config.response_schema, f"{_AT}.responseSchema")
     match config.response_mime_type:

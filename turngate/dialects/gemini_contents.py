@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar
 
@@ -232,7 +233,7 @@ def _user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
     messages: list[Message] = []
     texts: list[str] = []
     beyond = ""
-    calls: list[ToolCall] | None = None
+    calls: _OpenCalls | None = None
     for where, part in _parts(turn):
         media = next((name for name in _MEDIA if name in part), "")
         if media:
@@ -245,7 +246,7 @@ def _user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
                 messages.append(Message("user", "\n".join(texts), beyond=beyond))
                 texts, beyond = [], ""
             if calls is None:
-                calls = list(_model(_parts(answered)).tool_calls) if answered is not None else []
+                calls = _OpenCalls(_model(_parts(answered)).tool_calls if answered is not None else ())
             messages.append(_result(part["functionResponse"], f"{where}.functionResponse", calls))
     if texts:
         messages.append(Message("user", "\n".join(texts), beyond=beyond))
@@ -254,7 +255,27 @@ def _user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _result(raw: msgspec.Raw, where: str, calls: list[ToolCall]) -> Message:
+class _OpenCalls:
+    """The calls of a turn that are not answered yet, by id and by name: a turn may hold thousands."""
+
+    def __init__(self, calls: Sequence[ToolCall]) -> None:
+        self._open = dict(enumerate(calls))
+        self._ids: dict[str, deque[int]] = {}
+        self._names: dict[str, deque[int]] = {}
+        for n, call in self._open.items():
+            self._ids.setdefault(call.id, deque()).append(n)
+            self._names.setdefault(call.name, deque()).append(n)
+
+    def take(self, call_id: str, name: str) -> ToolCall | None:
+        """The first that has this id; else the first of this name."""
+        for places in (self._ids.get(call_id), self._names.get(name)):
+            while places:
+                if call := self._open.pop(places.popleft(), None):
+                    return call
+        return None
+
+
+def _result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
     """The answer to a call. Many clients send it without an id: then it answers the first open call of its name."""
     found = fields(raw, where)
     beyond = media = ""
@@ -262,9 +283,7 @@ def _result(raw: msgspec.Raw, where: str, calls: list[ToolCall]) -> Message:
         beyond = f"{where}.parts: media are not supported; this gateway takes text and functions only"
         media = "\n" + stand_in("media", bytes(found["parts"]))
     name, given_id = value(found, "name", str, "", where), value(found, "id", str, "", where)
-    call = next((c for c in calls if c.id == given_id), None) or next((c for c in calls if c.name == name), None)
-    if call is not None:
-        calls.remove(call)
+    call = calls.take(given_id, name)
     text = _answer(value(found, "response", dict[str, Json], {}, where)) + media
     answers = call.id if call is not None else given_id or name
     return Message("tool", text, tool_call_id=answers, name=name, beyond=beyond)

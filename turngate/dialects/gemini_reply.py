@@ -14,7 +14,6 @@ from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, Message, R
 
 _RPC = "type.googleapis.com/google.rpc."
 _DEEPEST = 64  # nesting of arguments that all clients can read
-_ONE_LINE = str.maketrans("\r\n", "  ")
 
 
 class Wanted(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import msgspec
 
 from turngate.dialects.gemini_contents import camel, data, fields, items, value
-from turngate.dialects.wire import function_tool, refused
+from turngate.dialects.wire import function_tool, refused, shallow
 from turngate.types import Json, Tool
 
 # Whole numbers come as strings, the way protocol buffers write 64 bits.
@@ -62,7 +62,8 @@ def _tool(name: str, found: dict[str, msgspec.Raw], where: str) -> Tool:
 def _schema(found: dict[str, msgspec.Raw], name: str, where: str) -> Json:
     """A schema that may be given in either of two forms."""
     if f"{name}JsonSchema" in found:
-        return data(found[f"{name}JsonSchema"], f"{where}.{name}JsonSchema")
+        place = f"{where}.{name}JsonSchema"
+        return shallow(data(found[f"{name}JsonSchema"], place), place)
     return json_schema(data(found[name], f"{where}.{name}"), f"{where}.{name}") if name in found else None
 
 

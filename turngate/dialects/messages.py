@@ -30,6 +30,7 @@ from turngate.dialects.wire import (
     reason,
     refused,
     retried,
+    shallow,
 )
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import Call, Constraint, Done, Json
@@ -236,7 +237,7 @@ def _constraint(request: _Request, tools: MessagesTools | None, *, parallel: boo
         raise refused(f"{field}.schema", "is missing")
     if forced is not None:
         raise refused("tool_choice", f"a forced tool and {field} cannot both hold; leave one out")
-    return Constraint("json_schema", form.schema)
+    return Constraint("json_schema", shallow(form.schema, f"{field}.schema"))
 
 
 def _tool_choice(choice: _ToolChoice | None, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from turngate.dialects import messages_stream as reply
-from turngate.dialects.wire import ABSENT, UNREADABLE, function_tool, given, reason, stand_in
+from turngate.dialects.wire import ABSENT, UNREADABLE, function_tool, given, reason, shallow, stand_in
 from turngate.errors import BadRequest
 from turngate.types import Message, Tool, ToolCall
 
@@ -83,10 +83,12 @@ class MessagesHistory:
     def __init__(self, raws: Sequence[bytes], tools: MessagesTools | None = None, system: str = "") -> None:
         self._tools = tools
         self._first: list[int | None] = []  # where in the request a piece begins; None: it is the system prompt
+        self._roles: list[str] = []
         turns: list[list[bytes]] = []
         if system:
             turns.append([orjson.dumps({"role": "system", "content": system})])
             self._first.append(None)
+            self._roles.append("system")
         self.last = ""  # who spoke last
         for index, raw in enumerate(map(bytes, raws)):
             role = _role(raw, index)
@@ -97,6 +99,7 @@ class MessagesHistory:
             else:
                 turns.append([raw])
                 self._first.append(index)
+                self._roles.append(role)
             self.last = role
         self.raws = [b",".join(turn) for turn in turns]
 
@@ -112,15 +115,12 @@ class MessagesHistory:
             for n, wire in enumerate(wires)
             for m, block in enumerate(_blocks(wire))
         ]
-        match sorted({wire.role for wire in wires}):
-            case ["assistant"]:
-                return (_assistant(blocks),)
-            case ["user"]:
-                return tuple(_user(blocks, self._tools))
-            case ["system"]:
-                return (_system(blocks, self._tools),)
-            case _:
-                raise BadRequest(f"{where}.role: is given twice", param=f"{where}.role")
+        role = self._roles[index]
+        if any(wire.role != role for wire in wires):  # how a message began is not whose it is
+            raise BadRequest(f"{where}.role: is given twice", param=f"{where}.role")
+        if role == "assistant":
+            return (_assistant(blocks),)
+        return tuple(_user(blocks, self._tools)) if role == "user" else (_system(blocks, self._tools),)
 
 
 class MessagesTools:
@@ -128,27 +128,34 @@ class MessagesTools:
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
+        self._known: dict[str, tuple[Tool, bool]] | None = None
 
     def decode(self) -> tuple[Tool, ...]:
         """Those that the model is told of at once; the others wait until a message refers to them."""
-        return tuple(tool for tool, deferred in self._all() if not deferred)
+        return tuple(tool for tool, deferred in self._all().values() if not deferred)
 
     def declared(self, name: str, where: str) -> Tool:
         """The one of this name; of no name, the first."""
-        found = next((tool for tool, _ in self._all() if name in ("", tool.name)), None)
+        tools = self._all()
+        found = tools.get(name) if name else next(iter(tools.values()), None)
         if found is None:
             raise BadRequest(f"{where}: there is no tool {name!r} among the tools", param=where)
-        return found
+        return found[0]
 
-    def _all(self) -> list[tuple[Tool, bool]]:
-        try:
-            wires = _tools.decode(self.raw)
-        except UNREADABLE as error:
-            raise BadRequest(f"tools: {_inside(error)}", param="tools") from None
-        names = [wire.name for wire in wires]
-        if twice := next((name for n, name in enumerate(names) if name in names[:n]), ""):
-            raise BadRequest(f"tools: two of them are called {twice!r}; rename one", param="tools")
-        return [(_tool(wire, f"tools.{n}"), bool(wire.defer_loading)) for n, wire in enumerate(wires)]
+    def _all(self) -> dict[str, tuple[Tool, bool]]:
+        """By name, and whether each one waits. Read once, since messages may refer to them thousands of times."""
+        if self._known is None:
+            try:
+                wires = _tools.decode(self.raw)
+            except UNREADABLE as error:
+                raise BadRequest(f"tools: {_inside(error)}", param="tools") from None
+            known: dict[str, tuple[Tool, bool]] = {}
+            for n, wire in enumerate(wires):
+                if wire.name in known:
+                    raise BadRequest(f"tools: two of them are called {wire.name!r}; rename one", param="tools")
+                known[wire.name] = _tool(wire, f"tools.{n}"), bool(wire.defer_loading)
+            self._known = known
+        return self._known
 
 
 def _inside(error: Exception) -> str:
@@ -296,4 +303,4 @@ def _tool(wire: _WireTool, where: str) -> Tool:
     if wire.input_schema is None:
         raise BadRequest(f"{where}.input_schema: is missing", param=f"{where}.input_schema")
     schema = {**wire.input_schema, "examples": wire.input_examples} if wire.input_examples else wire.input_schema
-    return function_tool(wire.name, wire.description, schema)
+    return function_tool(wire.name, wire.description, shallow(schema, f"{where}.input_schema"))

@@ -38,8 +38,9 @@ from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, Message, R
 
 _OURS = re.compile(r"toolu_([0-9a-f]{24})")
 _INVALID = "INVALID_JSON"  # Anthropic's own advice for what is no JSON object but has to travel as one
-_TEXT, _DIGEST = "tg1.t", "tg1.d"  # signatures: the thinking itself, where it is not shown; else a digest of it
-_LONGEST_THOUGHT = 4_000_000
+_TEXT, _DIGEST = "tg1.p", "tg1.d"  # signatures: the thinking itself, where it is not shown; else a digest of it
+_PACKED = "tg1.t"  # the thinking itself as it was once written, compressed
+_MOST_PACKED = 16  # times that such a one may swell: a small request must not unpack into a large one
 _DEEPEST = 100  # levels of arguments that clients can be trusted to read
 
 
@@ -105,18 +106,20 @@ def unwrapped(arguments: str) -> str:
 def sealed(thinking: str, *, hidden: bool) -> str:
     """Our signature under some thinking. It proves nothing: what an agent gives back is only ever context."""
     if hidden:
-        return _TEXT + base64.urlsafe_b64encode(zlib.compress(thinking.encode())).decode()
+        return _TEXT + base64.urlsafe_b64encode(thinking.encode()).decode()
     return _DIGEST + base64.urlsafe_b64encode(blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
 def unsealed(signature: str) -> str:
     """The thinking that was not shown, if this signature holds it."""
-    if not signature.startswith(_TEXT):
+    if not signature.startswith((_TEXT, _PACKED)):
         return ""
     try:
-        packed = base64.urlsafe_b64decode(signature.removeprefix(_TEXT))
+        raw = base64.urlsafe_b64decode(signature[len(_TEXT) :])
+        if signature.startswith(_TEXT):
+            return raw.decode()
         unpacking = zlib.decompressobj()
-        text = unpacking.decompress(packed, _LONGEST_THOUGHT).decode()
+        text = unpacking.decompress(raw, _MOST_PACKED * len(raw) or 1).decode()
     except (binascii.Error, zlib.error, ValueError):
         return ""  # somebody else's, or damaged: it says nothing
     return text if unpacking.eof else ""

@@ -24,11 +24,13 @@ from turngate.dialects.wire import (
     bearer,
     checked_sampling,
     given,
+    one_line,
     one_tool,
     param,
     reason,
     refused,
     retried,
+    shallow,
 )
 from turngate.errors import BadRequest, ContextOverflow, NotFound, TurngateError
 from turngate.types import Call, Constraint, Done, Json, Tool
@@ -131,7 +133,7 @@ class Responses:
             max_tokens=_max_tokens(request),
             constraint=constraint,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            template_kwargs=request.chat_template_kwargs or {},
+            template_kwargs=shallow(request.chat_template_kwargs or {}, "chat_template_kwargs"),
             template_hints=_hints(reasoning.effort, text.verbosity),
             stream=bool(request.stream),
             include_usage=True,
@@ -334,14 +336,14 @@ def _shape(text: _Text) -> Constraint | None:
         return Constraint("json_object")
     if form.schema is None:
         raise refused("text.format.schema", "is missing")
-    return Constraint("json_schema", form.schema)
+    return Constraint("json_schema", shallow(form.schema, "text.format.schema"))
 
 
 def _echo(request: _Request, reasoning: _Reasoning) -> dict[str, Json]:
     """The request as the response repeats it; where it did otherwise than it was asked, what it did."""
 
     def as_sent(raw: msgspec.Raw, default: Json) -> Json:
-        return orjson.Fragment(bytes(raw)) if given(raw) else default
+        return orjson.Fragment(one_line(bytes(raw).decode())) if given(raw) else default
 
     return {
         "background": False,

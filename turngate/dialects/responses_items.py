@@ -307,7 +307,10 @@ def _other(item: _Item, where: str) -> Message:
             return Message("tool", _joined(texts), tool_call_id=_answered(item, where), beyond=beyond)
         case "tool_search_output":
             tools = decoded(bytes(item.tools), f"{where}.tools") if given(item.tools) else []
-            text = orjson.dumps([tool.wire for tool in tools]).decode()
+            try:
+                text = orjson.dumps([tool.wire for tool in tools]).decode()
+            except orjson.JSONEncodeError as error:  # a number that no 64 bits can hold
+                raise BadRequest(f"{where}.tools: {error}", param=f"{where}.tools") from None
             return Message("tool", text, tool_call_id=_answered(item, where))
         case kind if kind in _HOSTED_RESULTS:
             beyond = f"{where}.type: {kind!r} items answer a tool of the provider's; this gateway cannot read them"

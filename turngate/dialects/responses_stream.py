@@ -17,6 +17,7 @@ import orjson
 
 from turngate.dialects.responses_items import WHOLE_INPUT, sealed
 from turngate.dialects.responses_tools import Named, named
+from turngate.dialects.wire import one_line
 from turngate.errors import ContextOverflow, TurngateError
 from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, ReplyEvent, ToolCall, Usage
 
@@ -273,7 +274,7 @@ def _free_text(arguments: str) -> str | None:
 def _value(arguments: str) -> Json:
     """Arguments as the object that they spell; what spells none stays text."""
     try:
-        return orjson.Fragment(arguments) if isinstance(orjson.loads(arguments), dict) else arguments
+        return orjson.Fragment(one_line(arguments)) if isinstance(orjson.loads(arguments), dict) else arguments
     except orjson.JSONDecodeError:
         return arguments
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.dialects.wire import UNREADABLE, function_tool, reason
+from turngate.dialects.wire import UNREADABLE, function_tool, reason, shallow
 from turngate.errors import BadRequest
 from turngate.types import Json, Tool
 
@@ -76,7 +76,7 @@ class ResponsesTools:
     def __init__(self, raw: bytes, allowed: Sequence[str] | None = None, *, renewed: bool = False) -> None:
         self._tools = raw
         self._allowed = allowed
-        self._renewed = renewed
+        self.renewed = renewed
         self.raw = (
             raw if allowed is None else b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), raw)
         )
@@ -84,13 +84,14 @@ class ResponsesTools:
     def decode(self) -> tuple[Tool, ...]:
         found: dict[str, Tool] = {}
         for tool in decoded(self._tools, "tools"):
-            if tool.name in found and not self._renewed:
+            if tool.name in found and not self.renewed:
                 raise BadRequest(f"tools: two of them are called {tool.name!r}; rename one", param="tools")
             found[tool.name] = tool
-        return tuple(tool for name, tool in found.items() if self._allowed is None or name in self._allowed)
+        shown = None if self._allowed is None else set(self._allowed)
+        return tuple(tool for name, tool in found.items() if shown is None or name in shown)
 
     def only(self, names: Sequence[str]) -> ResponsesTools:
-        return ResponsesTools(self._tools, names, renewed=self._renewed)
+        return ResponsesTools(self._tools, names, renewed=self.renewed)
 
 
 def flat(namespace: str | None, name: str) -> str:
@@ -141,7 +142,8 @@ def _shown(wire: _WireTool, where: str) -> Iterator[Tool]:
         case "tool_search":
             # One that the provider runs finds what is in the list anyway, which the model is shown whole.
             if wire.execution == "client":
-                yield function_tool(SEARCH, wire.description, wire.parameters)
+                parameters = shallow(wire.parameters, f"{where}.parameters")
+                yield function_tool(SEARCH, wire.description, parameters)
         case kind:
             why = _HOSTED.get(kind, "is not supported; 'function', 'custom' and 'namespace' tools are")
             raise BadRequest(f"{where}.type: {kind!r} {why}", param=f"{where}.type")
@@ -164,7 +166,8 @@ def _function(wire: _WireTool, namespace: str, where: str, about: str = "") -> T
     name = flat(namespace, wire.name)
     if wire.type == "custom":
         return function_tool(name, _free_text(wire) + about, _FREE)
-    return function_tool(name, (wire.description or "") + about if about else wire.description, wire.parameters)
+    parameters = shallow(wire.parameters, f"{where}.parameters")
+    return function_tool(name, (wire.description or "") + about if about else wire.description, parameters)
 
 
 _FREE: Json = {

@@ -16,6 +16,7 @@ from turngate.types import Constraint, Json, Sampling, Tool
 ABSENT = msgspec.Raw(b"null")
 # What decoding raises: wrong types or syntax, bytes that are no UTF-8, nesting without end.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_DEEPEST = 200  # levels of a schema; encoders give up at 254
 
 
 _SURROGATES = re.compile(
@@ -48,6 +49,25 @@ def param(error: msgspec.DecodeError) -> str | None:
 
 def refused(field: str, why: str) -> BadRequest:
     return BadRequest(f"{field}: {why}", param=field)
+
+
+def shallow(value: Json, field: str) -> Json:
+    """The value, if it is not nested deeper than everything that has to read or write it later can follow."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [child for children in inner for child in children]
+        if not level:
+            return value
+    raise refused(field, f"is nested more than {_DEEPEST} deep")
+
+
+def one_line(json: str) -> str:
+    """The same JSON on one line, for an event of a stream. Line breaks are never part of a JSON string."""
+    return json.translate(_ONE_LINE)
+
+
+_ONE_LINE = str.maketrans("\r\n", "  ")
 
 
 def bearer(headers: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ from turngate.render.tokenizer import Tokenizer
 from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
 
 _KNOWN_FORMS = 256
+_LONGEST_FORM = 64  # messages; finding a form renders them twenty times, which more of them would not be worth
 # Texts that a template may trim, unwrap, parse or otherwise look into.
 _TEMPTING = (
     "",
@@ -178,6 +179,8 @@ class TemplateRenderer:
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> tuple[int, str] | None:
         """The close token of an assistant's turn, and the text that the template writes after it for `new`."""
+        if len(new) > _LONGEST_FORM:
+            return self._render_after(last.message, last.system, new, tools, kwargs)
         speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
         shape = len(last.message.tool_calls), speakers, bool(tools), json.dumps(kwargs, sort_keys=True), last.system
         if shape not in self._forms:

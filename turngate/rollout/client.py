@@ -65,6 +65,10 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         opened = await self._ask("POST", "/admin/sessions", {**config, "id": session})
         return Opened(opened["id"], opened["api_key"])
 
+    async def check(self) -> None:
+        """That it is there, and takes our key."""
+        await self._ask("GET", "/admin/fence")
+
     async def models(self) -> list[str]:
         """The names of the models that it serves."""
         return [model["id"] for model in (await self._ask("GET", "/v1/models"))["data"]]

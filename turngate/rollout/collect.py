@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -19,9 +20,13 @@ from turngate.sandboxes.base import Sandbox
 _MOST_FILES = 500
 _LARGEST = 64_000_000  # bytes of a file
 _MOST = 512_000_000  # bytes of all transcripts and logs together
+_MOST_NAMES = 4_000_000  # bytes of the list of them
 _TAIL = 4000
 # Regular files only: a link could lead anywhere. Paths end with a null, since names may hold line ends.
-_FIND = 'home=$1; shift; for p in "$@"; do find "$home" -xdev -type f -path "$p" -print0 2>/dev/null; done; exit 0'
+_FIND = """
+PATH="$PATH:/usr/bin:/bin"; most=$1 home=$2; shift 2
+for p in "$@"; do find "$home" -xdev -type f -path "$p" -print0 2>/dev/null; done | head -c "$most"; exit 0
+"""
 _END_OF = 'PATH="$PATH:/usr/bin:/bin"; [ -f "$1" ] && exec tail -c "$2" -- "$1"'
 
 
@@ -42,7 +47,7 @@ async def collect(sandbox: Sandbox, launch: Launch, folder: Path, *, keep_work: 
     """Everything into `folder`. What cannot be had, or not in `limit_s`, is named; nothing an agent left can fail a rollout."""
     missing: list[str] = []
     try:
-        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise TurngateError(f"{folder} cannot be made: {error.strerror}; choose another --out", param="out") from None
     said = {name: await _output(sandbox, path, folder / name, missing) for name, path in _outputs(launch).items()}
@@ -66,12 +71,13 @@ def _outputs(launch: Launch) -> dict[str, str]:
 async def _work(sandbox: Sandbox, target: Path, missing: list[str], limit_s: float) -> bool:
     try:
         async with asyncio.timeout(limit_s):
-            await sandbox.download(sandbox.workdir, target)
+            left = await sandbox.download(sandbox.workdir, target)
     except TimeoutError:
         missing.append(f"work: it took longer than {limit_s:.0f} s to copy")
     except SandboxError as error:
         missing.append(f"work: {error.message}")
     else:
+        missing += [f"work: {line}" for line in left]
         return True
     return False
 
@@ -83,8 +89,10 @@ async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str])
         return ""  # it printed nothing, because it never began
     except SandboxError as error:
         # Too much of it: the end is what tells how it went.
-        tail = await sandbox.exec(["/bin/sh", "-c", _END_OF, "sh", path, str(_LARGEST)], cwd="/", timeout_s=60)
-        data = tail.stdout[-_LARGEST:]
+        data = b""
+        with suppress(SandboxError):  # the sandbox has ended, maybe by the agent's own doing
+            tail = await sandbox.exec(["/bin/sh", "-c", _END_OF, "sh", path, str(_LARGEST)], cwd="/", timeout_s=60)
+            data = tail.stdout[-_LARGEST:]
         missing.append(f"{target.name}: {error.message}" + ("; its end is kept" if data else ""))
     await _kept(target, data, missing)
     return data[-_TAIL:].decode("utf-8", "replace")
@@ -93,8 +101,16 @@ async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str])
 async def _home_files(sandbox: Sandbox, patterns: list[str], target: Path, missing: list[str]) -> int:
     if not patterns:
         return 0
-    found = await sandbox.exec(["/bin/sh", "-c", _FIND, "sh", sandbox.home, *patterns], cwd="/", timeout_s=60)
-    names = [name.decode("utf-8", "surrogateescape") for name in dict.fromkeys(found.stdout.split(b"\0")) if name]
+    look = ["/bin/sh", "-c", _FIND, "sh", str(_MOST_NAMES), sandbox.home, *patterns]
+    try:
+        found = await sandbox.exec(look, cwd="/", timeout_s=60)
+    except SandboxError as error:
+        missing.append(f"home: {error.message}")
+        return 0
+    listed, _, rest = found.stdout.rpartition(b"\0")
+    if rest or len(found.stdout) >= _MOST_NAMES:
+        missing.append("home: there are more transcript and log files than can be listed")
+    names = [name.decode("utf-8", "surrogateescape") for name in dict.fromkeys(listed.split(b"\0")) if name]
     if len(names) > _MOST_FILES:
         missing.append(f"home: {len(names) - _MOST_FILES} of {len(names)} transcript and log files are left out")
     kept, left = 0, _MOST

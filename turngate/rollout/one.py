@@ -33,7 +33,7 @@ import msgspec
 from turngate.agents.install import Installed
 from turngate.agents.launch import Launch, Limits, plan, resolved
 from turngate.agents.spec import AgentSpec
-from turngate.errors import AgentError, Boundary, SandboxError, TaskError, TurngateError
+from turngate.errors import AgentError, Boundary, ContextOverflow, SandboxError, TaskError, TurngateError
 from turngate.rollout.agreement import differences
 from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
 from turngate.rollout.collect import Collected, collect, spelled
@@ -219,14 +219,26 @@ class Rollout:
                 await self._run_agent(sandbox, launch)
         finally:
             self.outcome.calls = way.generations
-        async with self._stage("seal"):
-            await self._end_session()
+        unsealed = await self._sealed()
         async with self._stage("collect"):
             self.outcome.collected = await collect(
                 sandbox, launch, order.folder / opened.id, keep_work=order.keep_work, limit_s=_LIMITS["collect"] / 2
             )
-            await self._compare(opened.id)
+            if unsealed is None:
+                await self._compare(opened.id)
+        if unsealed is not None:
+            raise unsealed
         self._complete = True
+
+    async def _sealed(self) -> TurngateError | None:
+        """No more turns. Where the gateway is gone, that is told when what the agent left has been saved."""
+        try:
+            async with self._stage("seal"):
+                await self._end_session()
+        except TurngateError as error:
+            self._fault_at = "seal"
+            return error
+        return None
 
     def _spec(self) -> SandboxSpec:
         order, task = self._order, self._order.task
@@ -388,6 +400,8 @@ class Rollout:
         deadline = time.monotonic() + _BACK_S
         while True:
             try:
+                # Asked before it is sealed: how the last call failed is known to a live session only.
+                error = (await self._gateway.show(self._session))["last_error"]
                 shown = await self._gateway.seal(self._session, self._why())
                 break
             except Unreachable:
@@ -395,9 +409,21 @@ class Rollout:
                     raise
                 await asyncio.sleep(0.5)
         self._ended = True
+        if self.outcome.status not in ("finished", "failed", "timed out"):
+            return
         # The agent may have ended before we were told that it had met a limit.
-        if shown["stop"] in _SESSION_LIMITS and self.outcome.status in ("finished", "failed"):
+        if shown["stop"] in _SESSION_LIMITS:
             self.outcome.status, self.outcome.stop = "limit", shown["stop"]
+        elif error is not None:
+            self._blame(error["boundary"], error["kind"], error["message"])
+
+    def _blame(self, boundary: Boundary, kind: str, message: str) -> None:
+        """Its last call was not answered, and then it ended: not by its own doing, but for a prompt that no longer fitted."""
+        if kind == ContextOverflow.kind:
+            self.outcome.status, self.outcome.stop = "limit", kind
+        else:
+            self.outcome.status = "error"
+            self.outcome.fault = Fault("agent", boundary, message)
 
     def _why(self) -> str:
         """What the session is closed with; a limit that it met stays there as the reason."""

@@ -1,20 +1,30 @@
 """Folders into tar streams and back. What comes out of a sandbox was written by an agent, so nothing in it is believed.
 
 Unpacking opens every folder on the way by itself and follows no link, ever; links are made last, and only those that cannot
-lead outside. (`tarfile`'s own filter is not enough: releases of Python in use let crafted link chains through.)
+lead outside. (`tarfile`'s own filter is not enough: releases of Python in use let crafted link chains through.) Nor can a small
+stream become much on the host: hard links stay links, and headers that `tarfile` would hold in memory have a limit.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
+import stat
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from turngate.errors import SandboxError
 
 MEMBERS = 1_000_000
+HEADER = 1_000_000  # bytes of a name or of other extended headers
+TARGET = 4096  # bytes that a link may point to; Linux has no longer ones
+PIECE = 1 << 20
+WITHIN_S = 600.0
+NAMED = 20  # of what was left out
+EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+UNUSUAL = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)  # no `tar -c` writes them, and they grow in memory
 
 
 def pack(folder: Path, into: IO[bytes]) -> None:
@@ -34,42 +44,129 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return member
 
 
-def unpack(stream: IO[bytes], folder: Path, *, limit: int) -> None:
-    """Into a folder of the host, which is made where it is missing. Devices and pipes are left out, and links that lead outside."""
-    folder.mkdir(parents=True, exist_ok=True)
-    root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    links: list[tuple[list[str], str]] = []
-    size = 0
+class _Member(tarfile.TarInfo):
+    """Refuses what would grow in memory, before `tarfile` reads it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        member = super().frombuf(buf, encoding, errors)
+        if member.type in UNUSUAL or (member.type in EXTENDED and member.size > HEADER) or member.size < 0:
+            raise SandboxError("the folder did not come through whole: its stream is not one that tar writes")
+        return member
+
+    def _proc_gnusparse_10(self, *_: object) -> NoReturn:  # it reads a list of any length
+        raise SandboxError("the folder did not come through whole: its stream is not one that tar writes")
+
+
+class _Left:
+    """What could not be had: the first few by name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.count = 0
+
+    def add(self, name: str, why: str) -> None:
+        self.count += 1
+        if self.count <= NAMED:
+            self.names.append(f"{name[:200]}: {why}")
+
+    def told(self) -> tuple[str, ...]:
+        more = (f"and {self.count - NAMED} more",) if self.count > NAMED else ()
+        return (*self.names, *more)
+
+
+def unpack(
+    stream: IO[bytes],
+    folder: Path,
+    *,
+    limit: int,
+    within_s: float = WITHIN_S,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[str, ...]:
+    """Into a folder of the host, which is made where it is missing. Devices and pipes are left out, and links that lead outside.
+
+    Returns what else could not be had. Raises nothing but `SandboxError`. `stopped`: asked all the time whether to give up.
+    """
+    deadline = time.monotonic() + within_s
+
+    def go_on() -> None:
+        if stopped() or time.monotonic() > deadline:
+            raise SandboxError(f"the folder took longer than {within_s:.0f} s to copy")
+
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
-            for count, member in enumerate(tar):
-                size += member.size
-                if size > limit or count > MEMBERS:
-                    raise SandboxError(f"the folder is larger than {limit} bytes, or has more than {MEMBERS} entries")
-                path = _path(member.name)
-                if member.isdir():
-                    os.close(_folder(root, path))
-                elif member.issym():
-                    links.append((path, member.linkname))
-                elif member.islnk():
-                    with _opened(root, _path(member.linkname)) as source:
-                        _write(root, path, source, member.mode)
-                elif member.isfile() and (content := tar.extractfile(member)) is not None:
-                    _write(root, path, content, member.mode)
-        for path, target in links:
-            if path and _stays_inside(len(path) - 1, target):
-                _link(root, path, target)
-    except tarfile.TarError as error:
-        raise SandboxError(f"the folder did not come through whole: {error}") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return _unpack(stream, root, limit, go_on)
+        finally:
+            os.close(root)
     except OSError as error:
-        raise SandboxError(f"the folder cannot be written: {error.strerror}") from error
-    finally:
-        os.close(root)
+        raise SandboxError(f"the folder cannot be written: {error.strerror or error}") from error
+    except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError, MemoryError) as error:
+        raise SandboxError(f"the folder did not come through whole: {error or type(error).__name__}") from error
+
+
+def _unpack(stream: IO[bytes], root: int, limit: int, go_on: Callable[[], None]) -> tuple[str, ...]:
+    links: dict[tuple[str, ...], str] = {}
+    special: set[tuple[str, ...]] = set()
+    left = _Left()
+    size = count = 0
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
+        while (member := tar.next()) is not None:
+            tar.members = []  # it would keep them all
+            go_on()
+            size, count = size + member.size, count + 1
+            if member.size < 0 or size > limit or count > MEMBERS:
+                raise SandboxError(f"the folder is larger than {limit} bytes, or has more than {MEMBERS} entries")
+            path = _path(member.name)
+            if member.isdir():
+                os.close(_folder(root, path))
+            elif member.issym():
+                if len(member.linkname) > TARGET:
+                    left.add(member.name, "points to too long a path")
+                else:
+                    links[tuple(path)] = member.linkname
+            elif member.islnk():
+                source = _path(member.linkname)
+                if tuple(source) in links:
+                    links[tuple(path)] = links[tuple(source)]
+                elif tuple(source) in special:
+                    special.add(tuple(path))
+                elif why := _hard_link(root, source, path):
+                    left.add(member.name, why)
+            elif member.isfile() and (content := tar.extractfile(member)) is not None:
+                _write(root, path, content, member.mode, go_on)
+            else:
+                special.add(tuple(path))
+    for place, target in links.items():
+        if place and _stays_inside(len(place) - 1, target):
+            _link(root, list(place), target)
+    return left.told()
+
+
+def whole(tar: IO[bytes]) -> bool:
+    """Whether a tar file has its end: then whoever wrote it went on after what it complained about."""
+    end = tar.seek(0, os.SEEK_END)
+    if end < 1024 or end % 512:
+        return False
+    tar.seek(end - 1024)
+    return tar.read(1024) == bytes(1024)
+
+
+def complaints(said: bytes) -> tuple[str, ...]:
+    """tar's own words about what it left out."""
+    left = _Left()
+    for line in said.decode(errors="replace").splitlines():
+        text = line.strip().removeprefix("tar: ")
+        if text and not text.startswith("Exiting with failure"):
+            name, _, why = text.partition(": ")
+            left.add(name, why or "left out")
+    return left.told()
 
 
 def _path(name: str) -> list[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
-    if name.startswith("/") or ".." in parts:
+    if name.startswith("/") or ".." in parts or "\0" in name:
         raise SandboxError("a file's name leads out of its folder")
     return parts
 
@@ -97,25 +194,51 @@ def _folder(root: int, path: list[str]) -> int:
     return here
 
 
-def _opened(root: int, path: list[str]) -> IO[bytes]:
-    folder = _folder(root, path[:-1])
+def _hard_link(root: int, source: list[str], path: list[str]) -> str:
+    """A second name for a file that is there. Why not, where that cannot be."""
+    if not source or not path:
+        return "a link without a name"
+    there = here = -1
     try:
-        return os.fdopen(os.open(path[-1], os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb")
+        there, here = _folder(root, source[:-1]), _folder(root, path[:-1])
+        # Regular files only: the same symbolic link may lead outside from another place.
+        if not stat.S_ISREG(os.stat(source[-1], dir_fd=there, follow_symlinks=False).st_mode):
+            return "a link to something that is no file"
+        if source != path:
+            _unlink(path[-1], here)
+            os.link(source[-1], path[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+    except OSError as error:
+        return f"cannot be linked: {error.strerror}"
     finally:
-        os.close(folder)
+        for fd in (there, here):
+            if fd >= 0:
+                os.close(fd)
+    return ""
 
 
-def _write(root: int, path: list[str], content: IO[bytes], mode: int) -> None:
+def _unlink(name: str, folder: int) -> None:
+    """What an earlier download left. Never written into: it may have other names."""
+    try:
+        if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+
+
+def _write(root: int, path: list[str], content: IO[bytes], mode: int, go_on: Callable[[], None]) -> None:
     if not path:
         raise SandboxError("a file has no name")
     folder = _folder(root, path[:-1])
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+        _unlink(path[-1], folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         fd = os.open(path[-1], flags, mode & 0o755 | 0o600, dir_fd=folder)
     finally:
         os.close(folder)
     with os.fdopen(fd, "wb") as file:
-        shutil.copyfileobj(content, file, 1 << 20)
+        while piece := content.read(PIECE):
+            go_on()
+            file.write(piece)
         os.fchmod(file.fileno(), mode & 0o755 | 0o600)
 
 

@@ -112,8 +112,9 @@ class Sandbox(Protocol):
     async def upload(self, folder: Path, target: str) -> None:
         """The content of a folder of the host, into `target`."""
 
-    async def download(self, source: str, folder: Path) -> None:
-        """The content of a folder of the sandbox into a folder of the host. Nothing in it can make us write outside of that."""
+    async def download(self, source: str, folder: Path) -> tuple[str, ...]:
+        """The content of a folder of the sandbox into a folder of the host. Nothing in it can make us write outside of that.
+        What could not be had is returned: a file that may not be read does not cost the others."""
 
     async def stop(self) -> None:
         """End every process and remove everything. Stopping twice is fine."""

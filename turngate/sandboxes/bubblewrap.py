@@ -4,6 +4,8 @@ Inside there is /usr, a few harmless files of /etc, an empty home, a work folder
 host, no process of it, no network but a loopback of its own. One supervisor is process 1 of the sandbox, and every command
 and background job runs under it, so that they share /tmp, processes and loopback.
 
+A filter of system calls (`seccomp.py`) closes the kernel's keyrings and VSOCK, which no namespace divides.
+
 What is not a wall: the kernel is shared, disk space is not limited, and `not_enforced` names the other limits that are wishes
 here. With `network="open"` the sandbox has the host's network, its loopback included.
 """
@@ -19,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from turngate.errors import SandboxError, SandboxUnavailable
-from turngate.sandboxes import cgroups, folders
+from turngate.sandboxes import cgroups, folders, seccomp
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.supervised import SUPERVISOR, Supervised
@@ -52,6 +54,7 @@ ETC = (
     "ssl/openssl.cnf",
     "timezone",
 )
+KEYS = ("keys", "key-users")  # in /proc
 ETC_ONLINE = ("hosts", "resolv.conf")  # with the host's network only
 
 
@@ -85,7 +88,8 @@ class BubblewrapBackend:
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
         """What a spec asks for and this backend cannot hold an agent to."""
         image = ("image",) if spec.image or spec.dockerfile else ()
-        return (*image, *cgroups.not_enforced(spec.resources))
+        unfiltered = () if seccomp.program() else ("the kernel's keyrings and VSOCK are closed",)
+        return (*image, *unfiltered, *cgroups.not_enforced(spec.resources))
 
     async def create(self, spec: SandboxSpec) -> Supervised:
         if not (bwrap := shutil.which("bwrap")):
@@ -96,14 +100,20 @@ class BubblewrapBackend:
         env = {"PATH": path, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.env}  # noqa: S108
         folder = folders.make(self.root, KIND, "home", "work", "tmp", "shared", "etc")
         sandbox = Supervised(folder, env, home=HOME, workdir=WORKDIR, shared=SHARED)
+        filters = [seccomp.opened(rules)] if (rules := seccomp.program()) else []
         try:
             _write_etc(folder / "etc")
             walls = [*_walls(spec, folder), *(prefix and ("--ro-bind", prefix, prefix)), "--remount-ro", "/"]
+            for fd in filters:
+                walls += ["--seccomp", str(fd)]
             command = [bwrap or "bwrap", *walls, "--", python, "-I", "-S", "-X", "utf8", INSIDE]
-            await sandbox.launch(command, spec)
+            await sandbox.launch(command, spec, pass_fds=filters)
         except BaseException:
             await to_the_end(sandbox.stop())
             raise
+        finally:
+            for fd in filters:
+                os.close(fd)
         return sandbox
 
     async def sweep(self) -> int:
@@ -146,7 +156,8 @@ def _kernel_files() -> list[str]:
     """Covers for the files in /proc that are the kernel's, not a process's.
 
     They belong to the host's root. Where Turngate runs as root, an agent without any privilege counts as their owner: it could
-    set `kernel.core_pattern` and so run programs outside. What can be written becomes read-only, what only root can read, empty.
+    set `kernel.core_pattern` and so run programs outside. What can be written becomes read-only, what only root can read, empty;
+    and so do the lists of the host user's keys.
     """
     covers = []
     for entry in sorted(Path("/proc").iterdir()):
@@ -155,7 +166,7 @@ def _kernel_files() -> list[str]:
         mode = entry.stat().st_mode
         if stat.S_ISDIR(mode) or mode & 0o222:
             covers += ["--ro-bind", str(entry), str(entry)]
-        elif not mode & 0o004:
+        elif not mode & 0o004 or entry.name in KEYS:
             covers += ["--ro-bind", "/dev/null", str(entry)]
     return covers
 

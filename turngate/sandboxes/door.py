@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 
 from turngate.sandboxes import relay
 
-# Method and path; `*` is one part of a path, or the part of it before a colon. HEAD is how Claude Code looks for its provider.
+# Method and path; `*` is a model's name, which may have slashes in it. HEAD is how an agent looks for its provider.
 MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("HEAD", "/"),
     ("GET", "/v1/models"),
@@ -24,6 +24,7 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/input_tokens"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("GET", "/v1beta/models"),
@@ -32,7 +33,8 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("POST", "/v1beta/models/*:streamGenerateContent"),
     ("POST", "/v1beta/models/*:countTokens"),
 )
-NAME = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # what `*` stands for: never "..", nor anything with a slash
+PART = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # never ".."
+NAME = rf"{PART}(?:/{PART})*"  # what `*` stands for
 OURS = f"{relay.GATEWAY}: 1"  # tells the relay that this is an answer, not a dead tunnel's
 NOT_PASSED = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # what a server might believe of a proxy
 

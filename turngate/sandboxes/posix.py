@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ FILE_S = 600.0  # a file or folder that takes longer is not coming
 LINGER_S = 0.5  # a daemon that a command left behind may keep its output open: we wait no longer than this for the end
 KILLED = 137
 MISSING, NO_FILE = 44, 45  # exit codes of READ
+NOT_ALL = (1, 2)  # exit codes of tar: some files changed meanwhile, or could not be read
+SAID = 64_000  # bytes of what tar complains about
 
 TOOLS = 'PATH="$PATH:/usr/bin:/bin"'  # a spec may set a PATH that has none of ours
 REDIRECT = f"""
@@ -117,15 +120,19 @@ class Posix(ABC):
             done = await self._run(command, cwd=_from(target), stdin=tar, timeout_s=FILE_S)
         _succeeded(done, f"cannot upload to {target}")
 
-    async def download(self, source: str, folder: Path) -> None:
+    async def download(self, source: str, folder: Path) -> tuple[str, ...]:
         with tempfile.TemporaryFile() as tar:
             command = ["/bin/sh", "-c", DOWNLOAD, "sh", _named(source)]
             done = await self._run(command, cwd=_from(source), timeout_s=FILE_S, into=tar)
             if done.exit_code == MISSING:
                 raise SandboxFileMissing(f"there is no folder {source} in the sandbox")
-            _succeeded(done, f"cannot download {source}")
+            left: tuple[str, ...] = ()
+            if done.exit_code in NOT_ALL and archive.whole(tar):
+                left = archive.complaints(done.stderr)
+            else:
+                _succeeded(done, f"cannot download {source}")
             tar.seek(0)
-            await asyncio.to_thread(archive.unpack, tar, folder, limit=FOLDER_LIMIT)
+            return (*left, *await unpacked(tar, folder))
 
     async def _spawn(
         self, command: Sequence[str], env: Mapping[str, str] | None, cwd: str, stdin: int, stdout: int, stderr: int
@@ -148,7 +155,7 @@ class Posix(ABC):
         into: IO[bytes] | None = None,
     ) -> Result:
         """Run to the end. `into`: a file that takes what it prints, instead of the result."""
-        out, err = Output(into, FOLDER_LIMIT) if into else Output(), Output()
+        out, err = (Output(into, FOLDER_LIMIT), Output(limit=SAID, cut=True)) if into else (Output(), Output())
         try:
             with _nothing() as null:
                 source = (stdin or null).fileno()
@@ -176,6 +183,15 @@ async def _ended(job: Job, timeout_s: float | None) -> tuple[int, bool]:
         raise
 
 
+async def unpacked(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
+    """`archive.unpack`, in a thread that gives up when nobody waits for it any more."""
+    over = threading.Event()
+    try:
+        return await asyncio.to_thread(archive.unpack, tar, folder, limit=FOLDER_LIMIT, stopped=over.is_set)
+    finally:
+        over.set()
+
+
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Wait for work that must not be left half done, however often the waiting task is cancelled; then be cancelled."""
     task = asyncio.ensure_future(work)
@@ -193,12 +209,13 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Output:
-    """A pipe that a command prints into, read to its end, remembered up to a limit."""
+    """A pipe that a command prints into, read to its end, remembered up to a limit. `cut`: more than that is no error."""
 
-    def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT) -> None:
+    def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT, *, cut: bool = False) -> None:
         self._read_end, self.write_end = os.pipe()
         self._into = into
         self._limit = limit
+        self._cut = cut
         self._size = 0
         self._kept = bytearray()
         self._transport: asyncio.ReadTransport | None = None
@@ -221,7 +238,7 @@ class Output:
                 self._kept += data
 
     def taken(self) -> bytes:
-        if self._size > self._limit:
+        if self._size > self._limit and not self._cut:
             raise SandboxError(f"a command printed more than {self._limit} bytes")
         return bytes(self._kept)
 

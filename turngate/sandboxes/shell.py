@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
-from turngate.sandboxes.archive import pack, unpack
+from turngate.sandboxes.archive import complaints, pack, unpack
 from turngate.sandboxes.base import Result, SandboxSpec
 from turngate.sandboxes.owner import Owner, this_process
-from turngate.sandboxes.posix import FOLDER_LIMIT, KILLED, OUTPUT_LIMIT, to_the_end
+from turngate.sandboxes.posix import FOLDER_LIMIT, KILLED, OUTPUT_LIMIT, SAID, to_the_end
 
 log = logging.getLogger(__name__)
 
@@ -251,16 +251,20 @@ class ShellSandbox:
             f"mkdir -p {quoted} && tar -xzpof {staged} -C {quoted}; code=$?; rm -f {staged}; exit $code", target
         )
 
-    async def download(self, source: str, folder: Path) -> None:
+    async def download(self, source: str, folder: Path) -> tuple[str, ...]:
         quoted, staged = shlex.quote(self._path(source)), self._new()
-        # tar says 1 when a file grew while it was read, which is fine
-        tar = f"cd {quoted} || exit {MISSING}; umask 077; tar -czf {staged} . ; [ $? -le 1 ]"
-        await again(lambda: self._script(tar, source))
-        with tempfile.NamedTemporaryFile(suffix=".tgz") as archive:
-            await again(lambda: self._wire.fetch(staged, Path(archive.name)))
-            await asyncio.to_thread(_unpacked, Path(archive.name), folder)
+        # tar says 1 when a file grew while it was read, and 2 when one could not be read; the others come all the same
+        tar = (
+            f"cd {quoted} || exit {MISSING}; umask 077; tar -czf {staged} . 2>{staged}.err; code=$?; "
+            f"head -c {SAID} {staged}.err; rm -f {staged}.err; [ $code -le 2 ]"
+        )
+        said = await again(lambda: self._script(tar, source))
+        with tempfile.NamedTemporaryFile(suffix=".tgz") as file:
+            await again(lambda: self._wire.fetch(staged, Path(file.name)))
+            left = await asyncio.to_thread(_unpacked, Path(file.name), folder)
         with suppress(SandboxError):
             await self._wire.shell(f"rm -f {staged}")
+        return (*complaints(said.encode()), *left)
 
     async def stop(self) -> None:
         if not self._stopped:
@@ -449,11 +453,11 @@ def _packed(folder: Path, archive: Path) -> None:
         pack(folder, cast("IO[bytes]", file))
 
 
-def _unpacked(archive: Path, folder: Path) -> None:
+def _unpacked(archive: Path, folder: Path) -> tuple[str, ...]:
     try:
         with gzip.open(archive, "rb") as file:
-            unpack(cast("IO[bytes]", file), folder, limit=FOLDER_LIMIT)
-    except (OSError, EOFError, zlib.error) as error:
+            return unpack(cast("IO[bytes]", file), folder, limit=FOLDER_LIMIT)
+    except (EOFError, OSError, zlib.error) as error:
         raise SandboxError(f"the folder did not come through whole: {error}") from error
 
 

@@ -48,7 +48,9 @@ class Supervised(Posix):
     def shared(self) -> tuple[Path, str] | None:
         return self.folder / "shared", self._shared
 
-    async def launch(self, command: Sequence[str], spec: SandboxSpec, *rest: str) -> None:
+    async def launch(
+        self, command: Sequence[str], spec: SandboxSpec, *rest: str, pass_fds: Sequence[int] = ()
+    ) -> None:
         """Start the supervisor by `command`, to which its own arguments are added."""
         fd = self._theirs.fileno()
         log = self.folder / "supervisor.log"
@@ -64,7 +66,7 @@ class Supervised(Posix):
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
-                    pass_fds=(fd,),
+                    pass_fds=(fd, *pass_fds),
                     start_new_session=True,
                 )
         except OSError as error:
@@ -131,7 +133,7 @@ class Supervised(Posix):
 
 
 class SupervisedJob:
-    """A command as its guard tells of it: that it has started, its exit code, and that nothing of it is left."""
+    """A command as its guard tells of it: that it has started, its exit code; and, by the pipe's end, that nothing of it is left."""
 
     def __init__(self, sandbox: Supervised, name: str) -> None:
         self._sandbox = sandbox

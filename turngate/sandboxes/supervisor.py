@@ -2,14 +2,15 @@
 
 Run by `supervised.py` as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace
 (bubblewrap). FD is one end of a socket pair. Each command gets a guard: a process that adopts whatever the command leaves
-behind, so that a daemon that has left its session still counts as the command's. When the other end of FD closes (the owner
+behind, so that a daemon that has left its session still counts as the command's. Where a command kills its guard, what the guard
+had comes to this process, which ends it. When the other end of FD closes (the owner
 stopped the sandbox, or was killed), or after LIFE_S, every process is killed; FOLDER is removed.
 
 Standard library only, Python 3.8 and newer, one thread.
 """
 
 # Python 3.8, and files that depend on little:
-# ruff: noqa: PTH101, PTH112, PTH208, S606, SIM105, UP035
+# ruff: noqa: PTH101, PTH112, PTH208, S606, SIM105, UP006, UP035
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Dict, Iterable, Set, Tuple
 
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # of prctl(2)
 STARTED = b"+"  # on the status pipe; then a line with the exit code; and its end when nothing of the command is left
 FDS = 5  # that come with a command: what to run, stdin, stdout, stderr, and where its exit code goes
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not name
 CANNOT_RUN, NOT_FOUND = 126, 127  # as a shell has it
+ORPHANS_S = 5.0  # for those that were killed to be gone
+
+Guards = Dict[str, Tuple[int, int]]  # of each job: its process, and our copy of its status pipe
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
 
     control.send(b"ready")
-    guards: dict[str, int] = {}
+    guards: Guards = {}
     while time.monotonic() < deadline:
         ready, _, _ = select.select([control.fileno(), wake], [], [], min(deadline - time.monotonic(), 3600))
         if wake in ready:
@@ -57,9 +61,11 @@ def main() -> None:
                 break
             order = json.loads(message)
             if fds:
-                guards[order["job"]] = _guarded(control, fds)  # -1, which is no one's, where there is none
-            elif guards.get(order["job"], -1) > 0:
-                end_below(guards[order["job"]], order["signal"])
+                _guarded(control, order["job"], fds, guards)
+            elif order["job"] in guards:
+                guard = guards[order["job"]][0]
+                end_below(guard, order["signal"])
+                _send(guard, signal.SIGCONT)  # its command may have stopped it
     end_everything()
     for folder in sys.argv[3:]:
         remove(folder)
@@ -77,34 +83,66 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
     return message, list(fds)
 
 
-def _reap(guards: dict[str, int]) -> None:
+def _reap(guards: Guards) -> None:
+    """Bury the dead. A guard that has failed was killed, and its command lives: that is ended before the job is said to be over."""
+    dead = {}
     while True:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            break
         if not pid:
+            break
+        dead[pid] = status
+    over = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
+    pipes = [guards.pop(job)[1] for job, _ in over]
+    if any(dead[guard] for _, guard in over):
+        _end_orphans({guard for guard, _ in guards.values()})
+    for pipe in pipes:
+        os.close(pipe)
+
+
+def _end_orphans(guards: Set[int]) -> None:
+    """Kill what is under no guard, and see it gone."""
+    deadline = time.monotonic() + ORPHANS_S
+    while time.monotonic() < deadline:
+        orphans = _orphans(guards)
+        if not orphans:
             return
-        for job, guard in list(guards.items()):
-            if guard == pid:
-                del guards[job]
+        kill(lambda: _orphans(guards))
+        for pid in orphans:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # its parent, another of them, has not ended yet
+                pass
+        time.sleep(0.005)
+
+
+def _orphans(guards: Set[int]) -> list[int]:
+    roots = [pid for pid in _children().get(os.getpid(), []) if pid not in guards]
+    return roots + below(*roots)
 
 
 # ---- one command ----
 
 
-def _guarded(control: socket.socket, fds: list[int]) -> int:
-    """Fork the guard of one command."""
+def _guarded(control: socket.socket, job: str, fds: list[int], guards: Guards) -> None:
+    """Fork the guard of one command. We keep the status pipe open as well: a guard that is killed has not ended its command."""
     guard = _fork(*fds[3:])
     if guard == 0:
         try:
             control.close()
+            for _, pipe in guards.values():
+                os.close(pipe)
             _guard(*fds)
         finally:
             os._exit(1)
-    for fd in fds:
+    for fd in fds[:-1]:
         os.close(fd)
-    return guard
+    if guard < 0:
+        os.close(fds[-1])
+    else:
+        guards[job] = guard, fds[-1]
 
 
 def _fork(stderr: int, status: int) -> int:
@@ -210,6 +248,15 @@ def kill(find: Callable[[], Iterable[int]]) -> int:
 
 def below(*roots: int) -> list[int]:
     """The processes that descend from some, parents first."""
+    children = _children()
+    found = list(roots)
+    for pid in found:
+        found += children.get(pid, [])
+    return found[len(roots) :]
+
+
+def _children() -> dict[int, list[int]]:
+    """Of every process that has some."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -219,10 +266,7 @@ def below(*roots: int) -> list[int]:
             except (OSError, IndexError):  # it has ended
                 continue
             children.setdefault(parent, []).append(int(name))
-    found = list(roots)
-    for pid in found:
-        found += children.get(pid, [])
-    return found[len(roots) :]
+    return children
 
 
 def _send(pid: int, number: int) -> None:

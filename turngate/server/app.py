@@ -344,7 +344,9 @@ def _script(path: str, renderer: Renderer) -> Script:
     if path:
         try:
             texts = msgspec.json.decode(Path(path).read_bytes(), type=list[str])
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"script: {path} cannot be read ({error.strerror})", param="script") from None
+        except msgspec.DecodeError as error:
             raise ConfigError(f"script: {path} is not a JSON list of strings ({error})", param="script") from None
         if not texts:
             raise ConfigError(f"script: {path} holds no reply", param="script")

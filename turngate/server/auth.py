@@ -21,6 +21,18 @@ def admin_key(data: Path) -> str:
             raise ConfigError(f"{ADMIN_KEY}: must have at least 16 characters", param=ADMIN_KEY)
         return from_environment
     path = data / "admin-key"
+    if (known := kept_key(data)) is not None:
+        return known
+    key = "tga-" + secrets.token_urlsafe(32)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(key + "\n")
+    return key
+
+
+def kept_key(data: Path) -> str | None:
+    """The key that the data folder holds, if it holds one."""
+    path = data / "admin-key"
     if path.exists():
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise ConfigError(
@@ -30,11 +42,7 @@ def admin_key(data: Path) -> str:
         if len(key) < 16 or not (key.isascii() and key.isprintable()):
             raise ConfigError(f"data: {path} holds no usable key; delete it for a new one", param="data")
         return key
-    key = "tga-" + secrets.token_urlsafe(32)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(key + "\n")
-    return key
+    return None
 
 
 class Auth:

@@ -20,7 +20,7 @@ from typing import IO, Literal
 import msgspec
 import numpy as np
 
-from turngate.errors import ConfigError, StoreError
+from turngate.errors import ConfigError, DataInUse, StoreError
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import type_of_ids, type_of_logprobs
@@ -411,7 +411,7 @@ def _lock(folder: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise ConfigError(
+        raise DataInUse(
             f"data: {folder} is in use by another turngate; stop it or choose another --data folder", param="data"
         ) from None
     return file

@@ -89,10 +89,10 @@ def reasoning_digest(reasoning: str) -> bytes:
 
 
 def exact_digest(message: Message) -> bytes:
-    """Of the very words and call ids, to tell answers apart that mean the same."""
+    """Of the very words, call ids and tools, to tell answers apart that mean the same."""
     # Wire formats dress one id differently.
-    ids = [call.id.removeprefix("call_").removeprefix("toolu_") for call in message.tool_calls]
-    said = [_encodable(message.content), ids]
+    calls = [[call.id.removeprefix("call_").removeprefix("toolu_"), call.name] for call in message.tool_calls]
+    said = [_encodable(message.content), calls]
     return blake2b(orjson.dumps(said), digest_size=8).digest()
 
 

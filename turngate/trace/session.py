@@ -24,6 +24,14 @@ class LimitMet(Exception):
         self.limit = limit
 
 
+class CallError(msgspec.Struct, frozen=True):
+    """A call that the agent could not be answered, through nobody's fault or the engine's."""
+
+    boundary: str
+    kind: str
+    message: str
+
+
 def farewell(limit: str) -> str:
     """What an agent is told in place of an answer when a limit is met. Nobody sampled it, so no trace has it."""
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
@@ -61,8 +69,12 @@ class Session:
         self.stop = ""  # why it ended, or which limit was met
         self.trace = Trace()
         self.turns = 0
+        self.aborted = 0  # calls that were cut short after something was sampled: it may have been read
         self.sampled_tokens = 0
         self.truncated = False
+        self.last_error: CallError | None = (
+            None  # how the newest call failed, if it did: who runs the agent has to know why it ended
+        )
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -76,6 +88,8 @@ class Session:
         """Take a stored turn into account."""
         if turn.info.finish != "abort":
             self.turns += 1
+        elif len(turn.ids):
+            self.aborted += 1
         self.sampled_tokens += len(turn.ids)
         self.truncated = self.truncated or turn.info.finish == "length"
 
@@ -108,7 +122,7 @@ class Session:
     def require_within_limits(self, now: float, others: int) -> None:
         """Raises if there may not be another turn, beside `others` that are in flight."""
         limits = self.config.limits
-        if limits.turns is not None and self.turns + others >= limits.turns:
+        if limits.turns is not None and self.turns + self.aborted + others >= limits.turns:
             raise LimitMet("turns")
         if self.tokens_left == 0:
             raise LimitMet("sampled_tokens")

@@ -9,7 +9,7 @@ Where to look is the agent's affair (`agents/catalog/*.toml`); a session carries
     tool:NAME              NAME, where the request offers a tool of that name
     model                  the model's name
     system                 the system prompt, where the conversation begins with one
-    last                   the text of the last message
+    last                   what the user's side says last: not what a tool printed, which the model could have arranged
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _value(source: str, headers: Mapping[str, str], call: Call) -> str:
         case "system":
             return _said(call, 0, "system")
         case _:
-            return _said(call, len(call.history.raws) - 1)
+            return _said(call, len(call.history.raws) - 1, "user")
 
 
 def _offers(call: Call, name: str) -> bool:
@@ -112,9 +112,9 @@ def _offers(call: Call, name: str) -> bool:
     )
 
 
-def _said(call: Call, index: int, role: str = "") -> str:
+def _said(call: Call, index: int, role: str) -> str:
     messages = call.history.decode(index) if call.history.raws else ()
-    return "\n".join(message.content for message in messages if role in ("", message.role))
+    return "\n".join(message.content for message in messages if message.role == role)
 
 
 def _field(body: bytes, name: str) -> Json:

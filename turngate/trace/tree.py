@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from turngate.trace.meaning import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
-from turngate.types import NO_IDS, Capture, Finish, Ids, Logprobs, Message, Told, type_of_ids
+from turngate.types import NO_IDS, Capture, Finish, History, Ids, Logprobs, Message, Told, type_of_ids
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
 _TRIMMED = 1000  # characters that an agent may leave out of a call's arguments, however short they are
@@ -114,6 +114,7 @@ class Tip(msgspec.Struct, frozen=True):
 
     context: Context
     preamble: bytes
+    form: type[History]  # of its dialect: in another one the same bytes say something else
     raws: list[bytes]
     prompt: Ids  # the ids from the root to the end of the context
 
@@ -138,7 +139,7 @@ class Trace:
         """The fast path: as far along an earlier request as this one repeats it byte for byte."""
         best: tuple[Node | None, int] = (None, 0)
         for tip in self._tips:
-            if tip.preamble != reading.preamble:
+            if tip.preamble != reading.preamble or tip.form is not type(reading.history):
                 continue
             size = len(tip.raws)
             node: Node | None = tip.context
@@ -157,7 +158,7 @@ class Trace:
         self._tips = [tip for tip in self._tips if tip.context is not context and tip.context is not before][
             1 - _TIPS :
         ]
-        self._tips.append(Tip(context, reading.preamble, reading.raws, prompt))
+        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws, prompt))
 
     def prompt(self, node: Sampled | None, added: Ids) -> Ids:
         """The ids from the root through `node`, and then `added`."""

@@ -1,0 +1,68 @@
+"""What an agent wrote down against what was recorded, where it is not obvious what belongs to what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turngate.agents.spec import find
+from turngate.rollout.agreement import differences
+from turngate.trace.session import farewell
+
+PLACE = Path("home/.claude/projects/-work")
+
+
+def said(text: str, *commands: str) -> dict[str, Any]:
+    """An assistant's message as Claude Code writes it down."""
+    calls = [{"type": "tool_use", "name": "Bash", "input": {"command": c, "timeout": 5}} for c in commands]
+    return {"type": "assistant", "message": {"id": f"msg_{text}", "content": [{"type": "text", "text": text}, *calls]}}
+
+
+def recorded(*turns: tuple[str, str, str, tuple[str, ...]], stop: str = "") -> dict[str, Any]:
+    """A trace of turns: role, thread, text, commands."""
+    nodes: list[dict[str, Any]] = []
+    for n, (role, thread, text, commands) in enumerate(turns):
+        calls = [{"name": "Bash", "arguments": json.dumps({"command": c})} for c in commands]
+        message = {"role": "assistant", "content": text, "tool_calls": calls}
+        nodes.append({"id": 2 * n, "parent": None, "kind": "context", "told": {"thread": thread}})
+        sampled = {"id": 2 * n + 1, "parent": 2 * n, "kind": "sampled", "role": role, "delivered": True}
+        nodes.append({**sampled, "message": message})
+    return {"nodes": nodes, "stop": stop}
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Any:
+    def compare(trace: Any, main: list[Any], *helpers: list[Any]) -> list[str]:
+        files = {"s.jsonl": main, **{f"s/subagents/agent-{n}.jsonl": turns for n, turns in enumerate(helpers)}}
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name, records in files.items():
+            file = folder / PLACE / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join(map(json.dumps, records)))
+        transcript = find("claude-code").spec.transcript
+        assert transcript is not None
+        return differences(transcript, folder, trace)[1]
+
+    return compare
+
+
+def test_helpers_are_told_apart_by_what_they_did(compared: Any) -> None:
+    trace = recorded(
+        ("main", "a", "Go.", ()),
+        ("subagent", "b", "I look.", ("wc -l",)),
+        ("subagent", "c", "I look.", ("wc -w",)),
+        ("subagent", "b", "Three.", ()),
+        ("subagent", "c", "Three.", ()),
+    )
+    one, other = [said("I look.", "wc -l"), said("Three.")], [said("I look.", "wc -w"), said("Three.")]
+    assert compared(trace, [said("Go.")], other, one) == []
+    assert compared(trace, [said("Go.")], other) != [], "a helper that was not written down is missed"
+
+
+def test_the_words_at_a_limit_were_never_sampled(compared: Any) -> None:
+    main = [said("Go."), said(farewell("turns"))]
+    assert compared(recorded(("main", "a", "Go.", ()), stop="turns"), main) == []
+    assert compared(recorded(("main", "a", "Go.", ())), main) != []
