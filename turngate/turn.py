@@ -416,6 +416,7 @@ class Turns:
         elif chunk.logprobs:
             draft.capture = "logprobs"
         draft.lost += chunk.lost
+        draft.biases += chunk.biases
         draft.verbatim = chunk.verbatim or draft.verbatim
 
     # ── commit ──────────────────────────────────────────────────────────────────────────────────────────────────

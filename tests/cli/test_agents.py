@@ -98,7 +98,7 @@ def test_a_wrong_file_of_ones_own_is_named(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert refused("agents", "check", "shell").startswith("shell: check: there are no [[check]] steps to play; ")
-    assert "did you mean claude-code?" in refused("agents", "check", "claude_code")
+    assert "did you mean claude-code" in refused("agents", "check", "claude_code")
     assert refused("agents", "check", "pi", "--sandbox", "cloud").startswith(
         "no sandbox is called 'cloud'; there are: "
     )

@@ -92,7 +92,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--timeout", "nan"], "timeout: nan must be more than 0"),
         (["--prompt", "x", "--max-turns", "-1"], "max_turns: -1 must be more than 0"),
         (["--prompt", "x", "--memory-mb", "0"], "memory_mb: 0 must be more than 0"),
-        (["--prompt", "x", "--script", "/no/file"], "script: /no/file is not a JSON list of strings"),
+        (["--prompt", "x", "--script", "/no/file"], "script: /no/file cannot be read (No such file or directory)"),
         (["--prompt", "x", "--engine", "vlm"], "engine: "),
         (["--prompt", "x", "--public-url", "here"], "public_url: 'here' is not an http(s) URL"),
         (
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_by_name(arguments: list[str], line: str, d
 
 def test_an_agent_that_nobody_knows(data: Path) -> None:
     line = refused("run", "--agent", "claud-code", "--prompt", "x", "--data", data)
-    assert line.startswith("agent: there is none called 'claud-code'; did you mean claude-code?")
+    assert line.startswith("agent: there is none called 'claud-code'; did you mean claude-code")
 
 
 def test_an_agent_file_that_is_wrong_is_refused_by_its_field(data: Path, tmp_path: Path) -> None:

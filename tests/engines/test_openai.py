@@ -30,7 +30,7 @@ from .standins import DONE, Answer, StandIn, event, says, serving, streams
 
 pytestmark = pytest.mark.asyncio
 
-BODY: dict[str, Any] = {"model": "agent's", "messages": [{"role": "user", "content": "hi"}], "x_custom": {"a": [1]}}
+BODY: dict[str, Any] = {"model": "agent's", "messages": [{"role": "user", "content": "hi"}], "metadata": {"a": [1]}}
 USAGE = {
     "prompt_tokens": 11,
     "completion_tokens": 5,
@@ -126,6 +126,25 @@ async def test_nothing_else_is_touched() -> None:
     expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stream_options": {"x": 1, "include_usage": True}}
     del expected["top_k"]
     assert server.asked == expected
+
+
+async def test_fields_by_which_an_endpoint_may_sample_otherwise_are_told() -> None:
+    fields = {
+        "allowed_token_ids": [5],
+        "x_new": False,
+        "bad_words": [],
+        "logit_bias": None,
+        "min_tokens": 3,
+        "user": "u",
+    }
+    server = StandIn(says(message({"content": "a"})))
+    async with serving(server), relay_of(server) as relay:
+        free = await ask_chat(relay, BODY | fields)
+        pinned = await ask_chat(relay, BODY | fields, sampling=Sampling())
+        plain = await ask_chat(relay, BODY)
+    assert free[0].biases == ("field allowed_token_ids", "field x_new", "field min_tokens")
+    assert pinned[0].biases == ("field allowed_token_ids", "field x_new")  # the other one is ours to say
+    assert not any(chunk.biases for chunk in plain)
 
 
 async def test_text_reasoning_and_usage_streamed() -> None:
@@ -303,7 +322,7 @@ async def test_auto_asks_for_less_and_remembers(
         await ask_chat(relay, body, sampling=Sampling())
         assert len(server.bodies) == calls + 1  # at once, this time
         assert not set(server.asked) & set(unknown)
-        assert server.asked["messages"] == BODY["messages"] and server.asked["x_custom"] == BODY["x_custom"]
+        assert server.asked["messages"] == BODY["messages"] and server.asked["metadata"] == BODY["metadata"]
         assert relay._client.in_flight == 0
 
 

@@ -254,6 +254,25 @@ def test_what_a_template_does_to_a_text_the_bridge_does_too(twist: tuple[str, st
         assert renderer.tokenizer.decode(whole[: -len(bridge)]).endswith("y<|im_end|>")
 
 
+def test_a_thousand_new_messages_are_rendered_once(tmp_path: Path) -> None:
+    renderer, _ = load(folder_with(tmp_path, CHATML))
+    history = [Message("user", "x"), Message("assistant", "y"), *(Message("user", f"w{n}") for n in range(1000))]
+    rendered = 0
+    original = renderer.text  # type: ignore[attr-defined]
+
+    def counted(*said: Any, **how: Any) -> str:
+        nonlocal rendered
+        rendered += 1
+        return str(original(*said, **how))
+
+    renderer.text = counted  # type: ignore[attr-defined]
+    last = LastTurn(np.array([0], np.int32), np.array([renderer.stop_ids[0]], np.int32), history[1])
+    bridge = renderer.bridge(last, history[2:], (), {})
+    assert rendered == 1
+    assert bridge is not None
+    assert renderer.render(history, (), {})[-len(bridge) :] == bridge
+
+
 class _Endpoint:
     """An endpoint whose stream leaves out the ids of one event."""
 

@@ -35,6 +35,16 @@ NODE_AT_LEAST = 22
 RECIPE = 1  # raise it when installations have to be made again
 TAIL_LINES = 20
 
+# What npm and pip see of our environment. Packages bring scripts, which shall not find an engine's or the admin's key there.
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+PASSED = {
+    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
+    *("NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE"),
+    *_PROXIES,
+    *(name.upper() for name in _PROXIES),
+}
+PASSED_BEGIN = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
+
 # Run as `python3.11 FOLDER MODULE …`: a PYTHONPATH would reach every Python that the agent starts, too.
 RUN_MODULE = """\
 import runpy
@@ -275,8 +285,7 @@ def _major(node: Path) -> int:
 
 def _run(what: str, argv: Sequence[str | Path], say: Say, *, cwd: Path | None = None, path: str = "") -> None:
     """Run one command. The end of its output is shown, and only when it fails."""
-    leaks = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}  # would bring in the caller's packages
-    environment = {key: value for key, value in os.environ.items() if key not in leaks}
+    environment = {key: value for key, value in os.environ.items() if key in PASSED or key.startswith(PASSED_BEGIN)}
     command = [str(word) for word in argv]
     say(f"{what} …")
     done = subprocess.run(  # noqa: S603  a list of arguments, of our making

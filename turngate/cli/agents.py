@@ -77,7 +77,7 @@ def check(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
     _tell(report, console)
-    if keep is not None:
+    if keep is not None and report.outcome.session:
         say(console, f"look: turngate show {report.outcome.session} --data {shlex.quote(str(keep / 'data'))}", "dim")
     return report.whole
 

@@ -26,7 +26,7 @@ from turngate.agents.spec import find
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
 from turngate.config import ServeConfig, load
-from turngate.errors import ConfigError, DataInUse
+from turngate.errors import ConfigError, DataInUse, Unauthorized
 from turngate.rollout.client import GatewayClient, Unreachable, admin_key_given
 from turngate.rollout.one import Order, Outcome, Progress, Rollout
 from turngate.rollout.wayout import WayOut
@@ -48,6 +48,7 @@ EXIT_CODES: Mapping[str, int] = {
 }
 _OFTEN = 5.0  # seconds between plain lines about turns
 _LAST_WORDS = 5  # lines of an agent that failed
+_SCRIPTED = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -66,9 +67,6 @@ def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_jso
         return INTERRUPTED
     if outcome.session:
         _write(order.folder / outcome.session / "outcome.json", outcome)
-    if config.engine == "scripted" and not gateway and outcome.turns:
-        note = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
-        outcome.notes = (*outcome.notes, note)
     if as_json:
         print(msgspec.json.encode(outcome).decode())
     else:
@@ -93,7 +91,7 @@ async def _run(order: Order, config: ServeConfig, gateway: str, reach: Reach, co
         await order.backend.check()
         await order.backend.sweep()
         async with (
-            _reached(config, gateway, console) as client,
+            _reached(config, gateway, console) as (client, own),
             WayOut(client.url, reach.public_url, reach.tunnel) as wayout,
         ):
             if not order.model:
@@ -105,6 +103,8 @@ async def _run(order: Order, config: ServeConfig, gateway: str, reach: Reach, co
                 except asyncio.CancelledError:
                     _heeded()
                     outcome = rollout.outcome
+            if own and config.engine == "scripted" and outcome.turns:
+                outcome.notes = (*outcome.notes, _SCRIPTED)
     except asyncio.CancelledError:
         _heeded()
     return outcome
@@ -118,28 +118,38 @@ def _heeded() -> None:
 
 
 @asynccontextmanager
-async def _reached(config: ServeConfig, gateway: str, console: Console) -> AsyncIterator[GatewayClient]:
-    """A gateway that is named, or that serves the data folder already, or one of our own for as long as this runs."""
+async def _reached(config: ServeConfig, gateway: str, console: Console) -> AsyncIterator[tuple[GatewayClient, bool]]:
+    """A gateway that is named, or that serves the data folder already, or one of our own for as long as this runs. And
+    whether it is our own."""
+    data = Path(config.data)
     if gateway:
         async with GatewayClient(gateway, admin_key_given()) as client:
             await client.check()  # a wrong key is told before anything is made
-            yield client
+            yield client, False
         return
-    found = serving(Path(config.data))
-    if found is not None:
-        key = os.environ.get(ADMIN_KEY, "").strip() or kept_key(Path(config.data))
-        if not key:
-            raise ConfigError(
-                f"data: {found.url} serves {config.data}; set {ADMIN_KEY} to its admin key, or choose another --data folder",
-                param="data",
-            )
+    if (found := serving(data)) is not None:
+        key = os.environ.get(ADMIN_KEY, "").strip() or kept_key(data) or ""
         async with GatewayClient(found.url, key) as client:
-            if await _answers(client):
+            if await _answers(client, config.data):
                 say(console, f"A gateway serves {config.data} already: {found.url} is used, with its own engine", "dim")
-                yield client
+                yield client, False
                 return
     async with _own(config) as address, GatewayClient(address.url, address.admin_key) as client:
-        yield client
+        yield client, True
+
+
+async def _answers(client: GatewayClient, data: str) -> bool:
+    """Whether the gateway that serves a folder does so still. One that was killed may have left its address behind."""
+    try:
+        await client.check()
+    except Unreachable:
+        return False
+    except Unauthorized:
+        raise ConfigError(
+            f"data: {client.url} serves {data}; set {ADMIN_KEY} to its admin key, or choose another --data folder",
+            param="data",
+        ) from None
+    return True
 
 
 @asynccontextmanager
@@ -154,15 +164,6 @@ async def _own(config: ServeConfig) -> AsyncIterator[Address]:
                 param="data",
             ) from None
         yield address
-
-
-async def _answers(client: GatewayClient) -> bool:
-    """One that was killed may have left its address behind."""
-    try:
-        await client.check()
-    except Unreachable:
-        return False
-    return True
 
 
 async def stoppable(work: Coroutine[Any, Any, T], console: Console) -> T:

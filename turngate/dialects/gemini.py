@@ -6,7 +6,7 @@ so that a wrong one is refused by name in Google's own error shape. Fields may b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -253,14 +253,14 @@ _MODE = f"{_CALLING}.mode"
 _ALLOWED = f"{_CALLING}.allowedFunctionNames"
 
 
-def _calling(request: dict[str, msgspec.Raw]) -> tuple[str, list[str]]:
+def _calling(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, None]]:
     """How functions may be called, and which of them."""
     found = fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
     if "functionCallingConfig" not in found:
-        return "AUTO", []
+        return "AUTO", {}
     calling = fields(found["functionCallingConfig"], _CALLING)
     mode = value(calling, "mode", str, "AUTO", _CALLING).upper()
-    allowed = value(calling, "allowedFunctionNames", list[str], [], _CALLING)
+    allowed = dict.fromkeys(value(calling, "allowedFunctionNames", list[str], [], _CALLING))
     if mode not in ("AUTO", "MODE_UNSPECIFIED", "ANY", "NONE", "VALIDATED"):
         raise refused(_MODE, f"{mode!r} is not one of AUTO, ANY, NONE, VALIDATED")
     if allowed and mode not in ("ANY", "VALIDATED"):
@@ -268,7 +268,7 @@ def _calling(request: dict[str, msgspec.Raw]) -> tuple[str, list[str]]:
     return mode, allowed
 
 
-def _forced(tools: GeminiTools | None, allowed: list[str]) -> Constraint:
+def _forced(tools: GeminiTools | None, allowed: Collection[str]) -> Constraint:
     offered = tools.decode() if tools is not None else ()
     if tools is None or not offered:
         raise refused(_MODE, "ANY forces a call, but there are no functions")
@@ -276,8 +276,8 @@ def _forced(tools: GeminiTools | None, allowed: list[str]) -> Constraint:
     return any_tool([tool for tool in offered if not allowed or tool.name in allowed], parallel=True)
 
 
-def _named(tools: GeminiTools, allowed: list[str]) -> None:
-    names = [tool.name for tool in tools.decode()]
+def _named(tools: GeminiTools, allowed: Collection[str]) -> None:
+    names = {tool.name for tool in tools.decode()}
     for name in allowed:
         if name not in names:
             raise refused(_ALLOWED, f"{name!r} is not among the declared functions")

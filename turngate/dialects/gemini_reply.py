@@ -9,6 +9,7 @@ import msgspec
 import orjson
 
 from turngate.dialects.gemini_contents import RAW_ARGUMENTS, sealed
+from turngate.dialects.wire import one_line
 from turngate.errors import ContextOverflow, TurngateError
 from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, Message, ReplyEvent, ToolCall, Usage
 
@@ -110,9 +111,7 @@ def _args(arguments: str) -> Json:
         found = None
     if not isinstance(found, dict) or _deep(found):
         return {RAW_ARGUMENTS: arguments}
-    return orjson.Fragment(
-        arguments.translate(_ONE_LINE)
-    )  # line breaks stand between words only, and would end the event
+    return orjson.Fragment(one_line(arguments))
 
 
 def _deep(value: Json) -> bool:

@@ -306,14 +306,14 @@ def _tool_choice(
             )
 
 
-def _allowed(wanted: list[Json]) -> list[str]:
-    names = []
+def _allowed(wanted: list[Json]) -> set[str]:
+    names: set[str] = set()
     for n, tool in enumerate(wanted):
         match tool:
             case {"type": "function" | "custom", "name": str(name)}:
-                names.append(flat(tool.get("namespace"), name))
+                names.add(flat(tool.get("namespace"), name))
             case {"type": "tool_search"}:
-                names.append("tool_search")
+                names.add("tool_search")
             case {"type": str(kind)} if left_out(kind):
                 pass
             case _:

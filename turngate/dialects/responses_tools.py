@@ -7,7 +7,7 @@ called to the kind of item that the agent expects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -73,9 +73,9 @@ class ResponsesTools:
     and take the place of earlier ones.
     """
 
-    def __init__(self, raw: bytes, allowed: Sequence[str] | None = None, *, renewed: bool = False) -> None:
+    def __init__(self, raw: bytes, allowed: Collection[str] | None = None, *, renewed: bool = False) -> None:
         self._tools = raw
-        self._allowed = allowed
+        self._allowed = None if allowed is None else frozenset(allowed)
         self.renewed = renewed
         self.raw = (
             raw if allowed is None else b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), raw)
@@ -87,10 +87,9 @@ class ResponsesTools:
             if tool.name in found and not self.renewed:
                 raise BadRequest(f"tools: two of them are called {tool.name!r}; rename one", param="tools")
             found[tool.name] = tool
-        shown = None if self._allowed is None else set(self._allowed)
-        return tuple(tool for name, tool in found.items() if shown is None or name in shown)
+        return tuple(tool for name, tool in found.items() if self._allowed is None or name in self._allowed)
 
-    def only(self, names: Sequence[str]) -> ResponsesTools:
+    def only(self, names: Collection[str]) -> ResponsesTools:
         return ResponsesTools(self._tools, names, renewed=self.renewed)
 
 

@@ -105,6 +105,7 @@ class RelayChunk(msgspec.Struct, frozen=True):
     stopped_by: str = ""  # the stop string that ended it, if one did
     fault: str = ""  # why the turn is not the model's own last word: a filter of the provider's ended it
     lost: tuple[str, ...] = ()  # what the agent asked for and this endpoint was not told
+    biases: tuple[str, ...] = ()  # what the endpoint was told that may change how it samples
     verbatim: bytes = b""  # the whole turn in the endpoint's own words, where those must be given back as they are
 
 

@@ -65,6 +65,16 @@ _LEVELS: tuple[Capture, ...] = ("text", "logprobs", "tokens")
 _STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens")
 _BEYOND_OPENAI = re.compile(r"return_token_ids|" + "|".join(_EXTENSIONS))
+# Fields of an agent's body that leave the drawing of tokens alone, or whose part in it is recorded: sampling and constraint. Servers
+# have many more (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and new ones with every version.
+_HARMLESS = frozenset((*_STANDARD, *_EXTENSIONS)) - {"min_tokens"} | {
+    *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "n"),
+    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "modalities", "logprobs", "top_logprobs"),
+    *("return_token_ids", "chat_template_kwargs", "reasoning_effort", "enable_thinking", "verbosity"),
+    *("include_reasoning", "user", "metadata", "store", "service_tier", "safety_identifier", "usage"),
+    *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "priority", "request_id", "session_id"),
+}
+_NOTHING = (b"null", b"{}", b"[]")
 _FINISH: dict[str, Finish] = {
     "length": "length",
     "tool_calls": "tool_calls",
@@ -212,8 +222,8 @@ class OpenAIRelay:
 
     async def _chunks(self, reply: Reply, request: RelayRequest) -> AsyncIterator[RelayChunk]:
         written = await self._open(reply, request)
-        if written.lost:
-            yield RelayChunk(lost=written.lost)
+        if written.lost or written.biases:
+            yield RelayChunk(lost=written.lost, biases=written.biases)
         batches = reply.events() if written.body.get("stream") is True else reply.whole()
         answer = _Answer(self._client, keeps=request.call.dialect != _DIALECT)
         async with aclosing(answered(self.name, answer, reply, batches)) as chunks:
@@ -248,7 +258,8 @@ class OpenAIRelay:
 
     def _write(self, request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
         if request.call.dialect == _DIALECT:
-            return Written(_laid_over(fields("the body", request.call.body), request, asks))
+            body = _laid_over(fields("the body", request.call.body), request, asks)
+            return Written(body, biases=_biases(body))
         return _translated(request, asks, without)
 
 
@@ -288,6 +299,12 @@ def _laid_over(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _Asks)
         options = fields("stream_options", bytes(body.get("stream_options", b"null")))
         laid["stream_options"] = {**options, "include_usage": True}
     return laid
+
+
+def _biases(body: dict[str, Any]) -> tuple[str, ...]:
+    """The agent's own fields by which the endpoint may sample otherwise than the policy would."""
+    told = [name for name, value in body.items() if isinstance(value, msgspec.Raw) and bytes(value) not in _NOTHING]
+    return tuple(f"field {name}" for name in told if name not in _HARMLESS)
 
 
 def _lay_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:

@@ -35,6 +35,7 @@ class Written(msgspec.Struct, frozen=True):
     body: dict[str, Any]
     loose: Mapping[str, tuple[str, ...]] = {}
     lost: tuple[str, ...] = ()  # what of the call it does not say
+    biases: tuple[str, ...] = ()  # what of it may change how tokens are drawn, unrecorded so far
 
     def refused(self, refusal: str) -> set[str]:
         """What of it the endpoint does not want."""

@@ -11,6 +11,7 @@ import codecs
 import functools
 import json
 import re
+import threading
 import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,6 +151,7 @@ class _FastEncoder:
         self._added = added
         self._memory: OrderedDict[str, list[int]] = OrderedDict()
         self._remembers = 0  # characters in it
+        self._lock = threading.Lock()  # large prompts are rendered in threads
 
     def encode(self, text: str, *, remember: bool = False) -> list[int] | None:
         """None: this text is for the slow encoder."""
@@ -165,15 +167,20 @@ class _FastEncoder:
         return ids
 
     def _remembered(self, piece: str) -> list[int] | None:
-        known = self._memory.pop(piece, None)
+        with self._lock:
+            known = self._memory.get(piece)
+            if known is not None:
+                self._memory.move_to_end(piece)  # the most recently used last
+                return known
+        known = self._plain(piece)
         if known is None:
-            known = self._plain(piece)
-            if known is None:
-                return None
-            self._remembers += len(piece)
-        self._memory[piece] = known  # the most recently used last
-        while self._remembers > _MEMORY:
-            self._remembers -= len(self._memory.popitem(last=False)[0])
+            return None
+        with self._lock:  # another thread may have come first
+            if piece not in self._memory:
+                self._memory[piece] = known
+                self._remembers += len(piece)
+            while self._remembers > _MEMORY:
+                self._remembers -= len(self._memory.popitem(last=False)[0])
         return known
 
     def _plain(self, piece: str) -> list[int] | None:

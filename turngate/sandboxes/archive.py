@@ -113,7 +113,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, go_on: Callable[[], None])
     size = count = 0
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # it would keep them all
+            tar.members = []  # type: ignore[attr-defined]  # it would keep them all
             go_on()
             size, count = size + member.size, count + 1
             if member.size < 0 or size > limit or count > MEMBERS:

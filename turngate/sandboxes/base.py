@@ -15,6 +15,9 @@ import msgspec
 
 Network = Literal["none", "open"]
 
+# In the environment of a job that starts no others and stays when the agent's is killed: the relay.
+ALONE = "TURNGATE_ALONE"
+
 
 class Mount(msgspec.Struct, frozen=True):
     """A folder of the host that the sandbox sees. Remote sandboxes get a copy of it."""

@@ -15,6 +15,7 @@ import hashlib
 import io
 import math
 import os
+import re
 import secrets
 import shutil
 import tarfile
@@ -23,10 +24,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import folders, owner
-from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.base import ALONE, Result, SandboxSpec
 from turngate.sandboxes.posix import KILLED, Posix, to_the_end
 
 KIND = "docker"
@@ -34,6 +36,7 @@ DEFAULT_IMAGE = "turngate-base:bookworm"  # what `tools/base_image.py` makes
 PUBLIC_IMAGE = "python:3.11-bookworm"  # what a registry has, with Python and git
 HOME, WORKDIR, SHARED = "/home/agent", "/workspace", "/run/turngate"
 SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner", "turngate.created"
+BUILD_LABEL = "turngate.build"  # of images that we made from a Dockerfile
 JOB = "TURNGATE_JOB"  # in the environment of everything that a command starts
 PIDS = 4096  # the most processes, where a spec does not say
 STEP_S = 120.0  # for Docker to do one thing
@@ -43,31 +46,58 @@ OF_THE_CLI = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables t
 DOUBTFUL = (1, 125, 126, 127)  # exit codes by which the docker command also says that it has failed itself
 
 COMMAND = 'cd -- "$1" || exit 126; shift; exec "$@"'
-# Everything that has a job's mark, and what descends from it. Stopped before it is killed, so that nothing is born meanwhile.
+# With "marked": everything that has a job's mark, and what descends from it. With "all": everything but process 1, its sleep (the
+# oldest of its children), this script and the first processes of the jobs that are named after it; an agent may have thrown its mark
+# and its parents away, or taken another's mark. Stopped before it is killed, so that nothing is born meanwhile.
 KILL = """
-find_all() {
-  found=" "
-  for file in $(grep -ls "$1" /proc/[0-9]*/environ); do file=${file#/proc/}; found="$found${file%/environ} "; done
+look() {
+  list=
+  for dir in /proc/[0-9]*; do
+    read -r stat 2>/dev/null <"$dir/stat" || continue
+    set -- "${dir#/proc/}" ${stat##*) }
+    [ "$2" = Z ] || list="$list $1:$3:${21}"
+  done
+}
+with_children() {
   more=1
   while [ $more = 1 ]; do
     more=0
-    for dir in /proc/[0-9]*; do
-      pid=${dir#/proc/}
-      case "$found" in *" $pid "*) continue;; esac
-      read -r stat 2>/dev/null <"$dir/stat" || continue
-      set -- ${stat##*) }
-      case "$found" in *" $2 "*) found="$found$pid "; more=1;; esac
+    for one in $list; do
+      pid=${one%%:*}; parent=${one#*:}; parent=${parent%%:*}
+      case "$these" in *" $pid "*) continue;; *" $parent "*) these="$these$pid "; more=1;; esac
     done
   done
 }
+marked() { grep -ls "TURNGATE_JOB=$1" /proc/[0-9]*/environ; }
+oldest() {
+  best= age=
+  for one in $list; do
+    pid=${one%%:*}; rest=${one#*:}; parent=${rest%%:*}; born=${rest#*:}
+    [ "$parent" = "$1" ] || continue
+    case "$2" in "") ;; *" $pid "*) ;; *) continue;; esac
+    if [ -z "$age" ] || [ "$born" -lt "$age" ]; then best=$pid age=$born; fi
+  done
+}
+pids_of() { pids=" "; for file in $(marked "$1"); do file=${file#/proc/}; pids="$pids${file%/environ} "; done; }
+find_all() {
+  if [ "$mode" = marked ]; then
+    pids_of "$job"; these=$pids; look; with_children; found=$these
+    return
+  fi
+  these=" $$ "
+  for name in $kept; do pids_of "$name"; look; oldest 0 "$pids"; these="$these$best "; done
+  look; with_children; oldest 1 ""; these="${these}1 $best "
+  found=" "
+  for one in $list; do pid=${one%%:*}; case "$these" in *" $pid "*) ;; *) found="$found$pid ";; esac; done
+}
 send() { for pid in $found; do kill -s "$1" "$pid" 2>/dev/null; done; }
-mark=$1 left=$2
-if [ "$left" -gt 0 ]; then find_all "$mark"; send TERM; fi
-while [ "$left" -gt 0 ]; do find_all "$mark"; [ "$found" = " " ] && exit 0; sleep 0.1; left=$((left - 1)); done
+job=$1 left=$2 mode=$3; shift 3; kept=$*
+if [ "$left" -gt 0 ]; then find_all; send TERM; fi
+while [ "$left" -gt 0 ]; do find_all; [ "$found" = " " ] && exit 0; sleep 0.1; left=$((left - 1)); done
 left=100
 while [ "$left" -gt 0 ]; do
-  find_all "$mark"; [ "$found" = " " ] && exit 0
-  send STOP; find_all "$mark"; send KILL; sleep 0.05; left=$((left - 1))
+  find_all; [ "$found" = " " ] && exit 0
+  send STOP; find_all; send KILL; sleep 0.05; left=$((left - 1))
 done
 exit 1
 """
@@ -80,8 +110,9 @@ class Docker(Posix):
         self.folder = folder
         self.env = env
         self.home, self.workdir = HOME, WORKDIR
-        self._commands: set[asyncio.subprocess.Process] = set()
+        self._jobs: set[DockerJob] = set()
         self._stopped = False
+        self.gone = False  # its container has ended, though nobody stopped it
 
     @property
     def id(self) -> str:
@@ -106,7 +137,7 @@ class Docker(Posix):
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> DockerJob:
-        if self._stopped:
+        if self._stopped or self.gone:
             raise SandboxError("the sandbox has ended")
         job = secrets.token_hex(8)
         lines, own = _variables({**env, JOB: job})
@@ -123,15 +154,30 @@ class Docker(Posix):
                 stderr=stderr,
                 pass_fds=(file.fileno(),),
             )
-        self._commands.add(process)
-        return DockerJob(self, process, job)
+        made = DockerJob(self, process, job, alone=ALONE in env)
+        self._jobs.add(made)
+        return made
+
+    async def _run(self, *command: Any, **how: Any) -> Result:
+        result = await super()._run(*command, **how)
+        if self.gone and not result.timed_out:  # it was never run, or not to its end
+            raise SandboxError("the sandbox has ended")
+        return result
 
     async def running(self) -> bool:
-        code, out, _ = await _docker("inspect", "--format", "{{.State.Running}}", self.id)
-        return code == 0 and out.strip() == "true"
+        """Whether the container is there. A daemon that does not answer is another matter, and raises."""
+        code, out, said = await _docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
+        if code and "no such" not in said.lower():
+            raise SandboxError(f"docker does not answer: {said.strip()[-300:]}")
+        self.gone = code != 0 or out.strip() != "true"
+        return not self.gone
 
-    def ended(self, process: asyncio.subprocess.Process) -> None:
-        self._commands.discard(process)
+    def others(self, job: DockerJob) -> list[DockerJob]:
+        """The jobs that run besides one."""
+        return [other for other in self._jobs if other is not job and other.runs]
+
+    def ended(self, job: DockerJob) -> None:
+        self._jobs.discard(job)
 
     async def stop(self) -> None:
         await to_the_end(self._stop())
@@ -139,48 +185,66 @@ class Docker(Posix):
     async def _stop(self) -> None:
         self._stopped = True
         await _remove(self.id)
-        for process in list(self._commands):
-            try:
-                await asyncio.wait_for(process.wait(), END_S)
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    process.kill()
-        self._commands.clear()
+        for job in list(self._jobs):
+            await job.forget()
+        self._jobs.clear()
         await asyncio.to_thread(folders.remove, self.folder)
 
 
 class DockerJob:
-    """A `docker exec`."""
+    """A `docker exec`. `alone`: it starts nothing, and stays when an agent ends."""
 
-    def __init__(self, sandbox: Docker, process: asyncio.subprocess.Process, name: str) -> None:
+    def __init__(self, sandbox: Docker, process: asyncio.subprocess.Process, name: str, *, alone: bool) -> None:
         self._sandbox = sandbox
         self._process = process
-        self._name = name
+        self.name = name
+        self.alone = alone
+
+    @property
+    def runs(self) -> bool:
+        return self._process.returncode is None
 
     async def wait(self) -> int:
         code = await self._process.wait()
-        self._sandbox.ended(self._process)
+        self._sandbox.ended(self)
         if code in DOUBTFUL and not await self._sandbox.running():
-            raise SandboxError("the sandbox has ended")
+            return KILLED  # with its container, which a command inside can end: that is no fault of the sandbox's
         return code if code >= 0 else KILLED
 
     async def kill(self, grace_s: float = 2.0) -> None:
         deadline = time.monotonic() + grace_s + END_S
+        others = self._sandbox.others(self)
+        last = all(job.alone for job in others) and not self.alone
+        how = ["all", *(job.name for job in others)] if last else ["marked"]
         while True:
-            code, said = await self._kill_inside(grace_s)
-            if code and await self._sandbox.running():
-                raise SandboxError(f"a process cannot be killed: {said.strip()[-200:]}")
+            code, said = await self._kill_inside(grace_s, how)
+            failed = f"a process cannot be killed: {said.strip()[-200:]}" if code else ""
+            if failed and not await self._sandbox.running():
+                failed = ""
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 1)
+                if not failed:
+                    break
+            if failed or time.monotonic() > deadline:
+                if not last:
+                    raise SandboxError(failed or "docker exec does not end though its command has")
+                await _docker("kill", self._sandbox.id)  # nothing else runs there, and this always works
+                await self.forget()
                 break
-            if time.monotonic() > deadline:
-                raise SandboxError("docker exec does not end though its command has")
             # Docker was only about to start it when we looked for it.
-        self._sandbox.ended(self._process)
+        self._sandbox.ended(self)
 
-    async def _kill_inside(self, grace_s: float) -> tuple[int, str]:
-        mark, tenths = f"{JOB}={self._name}", str(math.ceil(grace_s * 10))
-        command = ("exec", self._sandbox.id, "/bin/sh", "-c", KILL, "sh", mark, tenths)
+    async def forget(self) -> None:
+        """The container has ended: the docker command notices that, or is ended."""
+        try:
+            await asyncio.wait_for(self._process.wait(), END_S)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _kill_inside(self, grace_s: float, how: Sequence[str]) -> tuple[int, str]:
+        tenths = str(math.ceil(grace_s * 10))
+        command = ("exec", self._sandbox.id, "/bin/sh", "-c", KILL, "sh", self.name, tenths, *how)
         code, _, said = await _docker(*command, timeout_s=grace_s + STEP_S)
         return code, said
 
@@ -312,8 +376,20 @@ async def _built(folder: Path) -> str:
     tag = f"turngate-build:{await asyncio.to_thread(_digest, folder)}"
     code, _, _ = await _docker("image", "inspect", tag)
     if code:
-        await docker("build", "--quiet", "--tag", tag, str(folder), timeout_s=3600)
+        # Nothing is left of a build that fails. Not the owner's label: containers inherit it, and `sweep` goes by it.
+        command = ("build", "--quiet", "--force-rm", "--label", f"{BUILD_LABEL}=1", "--tag", tag, str(folder))
+        code, out, said = await _docker(*command, timeout_s=3600)
+        if code:
+            raise SandboxError(f"the image of {folder} cannot be built; the last lines:\n{_last_lines(said or out)}")
     return tag
+
+
+def _last_lines(said: str, count: int = 12) -> str:
+    """Of a log for people: without colours and what a progress bar overwrote."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]", "", said)
+    lines = [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
+    clean = ["".join(c for c in line if c.isprintable() or c == "\t")[:300] for line in lines if line]
+    return "\n".join(f"    {line}" for line in clean[-count:])
 
 
 def _digest(folder: Path) -> str:

@@ -36,26 +36,45 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
 PART = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # never ".."
 NAME = rf"{PART}(?:/{PART})*"  # what `*` stands for
 OURS = f"{relay.GATEWAY}: 1"  # tells the relay that this is an answer, not a dead tunnel's
+# What an agent can make the host hold, without a key even. A relay tries again when it is told to wait.
+CONNECTIONS = 64
+HELD = 256 * 1024 * 1024  # bytes of requests' bodies
+STALL_S = 60.0  # without a byte, in the middle of a request
+MANY = 16  # times as much where all remote sandboxes share one door
 NOT_PASSED = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # what a server might believe of a proxy
 
 
 class Door:
     """Made by `opened`. `calls`: how many went through; `refused`: how many did not; `target`: its address for a relay."""
 
-    def __init__(self, gateway: str, routes: Sequence[tuple[str, str]], on_call: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, gateway: str, routes: Sequence[tuple[str, str]], on_call: Callable[[str, str], None], *, sandboxes: int
+    ) -> None:
         self.target = ""
         self.socket: Path | None = None
         self.calls = 0
         self.refused = 0
         self._routes = [(method, _pattern(path)) for method, path in routes]
         self._on_call = on_call
-        self.relay = relay.Relay(lambda: gateway, admit=self._admit, give_up_s=0)
+        self.relay = relay.Relay(
+            lambda: gateway,
+            admit=self._admit,
+            look=self._look,
+            give_up_s=0,
+            connections=CONNECTIONS * sandboxes,
+            held=HELD * sandboxes,
+            stall_s=STALL_S,
+        )
 
-    def _admit(self, request: relay.Request) -> relay.Request:
-        path = _plain(request.path.partition("?")[0])
-        if not any(request.method == method and pattern.fullmatch(path) for method, pattern in self._routes):
+    def _look(self, method: str, path: str) -> None:
+        plain = _plain(path.partition("?")[0])
+        if not any(method == known and pattern.fullmatch(plain) for known, pattern in self._routes):
             self.refused += 1
             raise relay.Refused(404, "only model calls pass here", "not_found", OURS)
+
+    def _admit(self, request: relay.Request) -> relay.Request:
+        self._look(request.method, request.path)
+        path = _plain(request.path.partition("?")[0])
         self.calls += 1
         self._on_call(request.method, path)
         kept = [
@@ -88,7 +107,7 @@ async def opened(
     on_call: Callable[[str, str], None] = lambda method, path: None,
 ) -> AsyncIterator[Door]:
     """A door to the gateway at that URL: a socket in `folder`, or without one a port of 127.0.0.1."""
-    door = Door(gateway, routes, on_call)
+    door = Door(gateway, routes, on_call, sandboxes=MANY if folder is None else 1)
     try:
         if folder is None:
             door.target = f"http://127.0.0.1:{await door.relay.listen('127.0.0.1', 0)}"

@@ -1,13 +1,16 @@
 """Who owns a sandbox, so that what a killed process left behind can be told from what another one is using.
 
-A process is known by its number, the moment it started, and the kernel and process namespace that count so. Local and
+A process is known by its number, the moment it started, and the kernel and process namespace that count so; a machine by its
+name and its machine-id (a digest of it: the id itself is nobody's business), since many are called "localhost". Local and
 bubblewrap write it into the sandbox's folder, docker into a label.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +54,9 @@ def this_process() -> Owner:
 @cache
 def _machine() -> tuple[str, str, str]:
     host = socket.gethostname() or "localhost"
+    with suppress(OSError):
+        number = Path("/etc/machine-id").read_text().strip()
+        host += f"/{hashlib.sha256(f'turngate {number}'.encode()).hexdigest()[:12]}" if number else ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = str(Path("/proc/self/ns/pid").readlink())

@@ -41,6 +41,10 @@ PIECE = 64 * 1024
 GIVE_UP_S = 600.0
 CONNECT_S = 15.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
+SMALL = (
+    64 * 1024
+)  # a body that is read also for a request that will be refused, so that its connection can be used again
+LINGER_S = 10.0  # for the rest of a body that nobody wants
 LOOK_S = 1.0  # how often a call that waits for its reply looks whether the target is still the same
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"}
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
@@ -69,6 +73,7 @@ class Refused(Exception):
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", headers: str = "") -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.headers = status, message, kind, headers
+        self.unread = 0  # bytes of the body that were not read; the sender would take a plain end for a broken line
 
 
 class Unanswered(Exception):
@@ -89,8 +94,9 @@ class HungUp(Exception):
 class Inbound:
     """An agent's end of a connection, read ahead: so that we notice when it hangs up while its call is under way."""
 
-    def __init__(self, reader: asyncio.StreamReader) -> None:
+    def __init__(self, reader: asyncio.StreamReader, stall_s: Optional[float] = None) -> None:
         self._reader = reader
+        self._stall_s = stall_s
         self._buffer = bytearray()
         self._came = asyncio.Event()
         self._room = asyncio.Event()
@@ -121,7 +127,26 @@ class Inbound:
             if self.gone.is_set():
                 raise HungUp
             self._came.clear()
-            await self._came.wait()
+            try:
+                await asyncio.wait_for(self._came.wait(), self._stall_s)
+            except asyncio.TimeoutError:
+                if not self._buffer and wanted == HEAD_LIMIT:
+                    raise HungUp from None  # between two requests
+                raise Refused(408, "the request stalled") from None
+
+    async def discard(self, count: int) -> None:
+        """Read the rest of a body and forget it."""
+        deadline = time.monotonic() + LINGER_S
+        while True:
+            count -= len(self._take(min(len(self._buffer), count)))
+            left = deadline - time.monotonic()
+            if count <= 0 or left <= 0 or self.gone.is_set():
+                return
+            self._came.clear()
+            try:
+                await asyncio.wait_for(self._came.wait(), left)
+            except asyncio.TimeoutError:
+                return
 
     def _take(self, count: int) -> bytes:
         data = bytes(self._buffer[:count])
@@ -141,8 +166,15 @@ class Inbound:
             raise Refused(431, "the request's head is too large")
         return self._take(end + len(mark))
 
-    async def request(self, body_limit: int, go_on: Callable[[], None]) -> Request:
-        """The next request. `go_on` tells a client to send the body that it holds back."""
+    async def request(
+        self,
+        body_limit: int,
+        go_on: Callable[[], None],
+        look: Callable[[str, str], None] = lambda method, path: None,
+        hold: Callable[[int], None] = lambda count: None,
+    ) -> Request:
+        """The next request. `go_on` tells a client to send the body that it holds back. `look` sees method and path before a
+        body that is not small is read, `hold` how many bytes will be; both may raise `Refused`."""
         await self._have(lambda: bool(self._buffer.lstrip(b"\r\n")), HEAD_LIMIT)
         self._take(len(self._buffer) - len(self._buffer.lstrip(b"\r\n")))  # some clients send an empty line before
         first, headers = parse_head(await self.until(b"\r\n\r\n", HEAD_LIMIT))
@@ -154,29 +186,22 @@ class Inbound:
             raise Refused(400, "a request's target must be a path")
         if [name for name, _ in headers].count("host") > 1:
             raise Refused(400, "a request has one host")
+        length = _length(headers, body_limit)
+        try:
+            if length is None or length > SMALL:
+                look(method, path)
+            hold(length or 0)
+        except Refused as refused:
+            refused.unread = body_limit if length is None else length
+            raise
         if "100-continue" in values(headers, "expect"):
             go_on()
-        body = await self._body(headers, body_limit)
+        body = await self._chunks(body_limit, hold) if length is None else await self.exactly(length)
         old = version == "HTTP/1.0"
         close = "close" in values(headers, "connection") or (old and "keep-alive" not in values(headers, "connection"))
         return Request(method, path, headers, body, old, not close)
 
-    async def _body(self, headers: list[tuple[str, str]], limit: int) -> bytes:
-        codings, lengths = values(headers, "transfer-encoding"), set(values(headers, "content-length"))
-        if codings:
-            if codings != ["chunked"] or lengths:
-                raise Refused(400, "a body is chunked or has a length, not both")
-            return await self._chunks(limit)
-        if not lengths:
-            return b""
-        length = lengths.pop()
-        if lengths or not DIGITS.match(length):
-            raise Refused(400, "the body's length is no number")
-        if int(length) > limit:
-            raise Refused(413, f"the body is larger than {limit} bytes")
-        return await self.exactly(int(length))
-
-    async def _chunks(self, limit: int) -> bytes:
+    async def _chunks(self, limit: int, hold: Callable[[int], None]) -> bytes:
         body = bytearray()
         while True:
             size = chunk_size(await self.until(b"\r\n", 4096))
@@ -186,12 +211,32 @@ class Inbound:
                 raise Refused(413, f"the body is larger than {limit} bytes")
             if not size:
                 break
+            hold(size)
             body += await self.exactly(size)
             if await self.exactly(2) != b"\r\n":
                 raise Refused(400, "a chunk has no end")
         while await self.until(b"\r\n", HEAD_LIMIT) != b"\r\n":  # trailers
             pass
         return bytes(body)
+
+
+def _length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
+    """Of the body; None: it comes in chunks."""
+    codings, lengths = values(headers, "transfer-encoding"), set(values(headers, "content-length"))
+    if codings:
+        if codings != ["chunked"] or lengths:
+            raise Refused(400, "a body is chunked or has a length, not both")
+        return None
+    if not lengths:
+        return 0
+    length = lengths.pop()
+    if lengths or not DIGITS.match(length):
+        raise Refused(400, "the body's length is no number")
+    if int(length) > limit:
+        refused = Refused(413, f"the body is larger than {limit} bytes")
+        refused.unread = int(length)
+        raise refused
+    return int(length)
 
 
 def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
@@ -222,23 +267,33 @@ def chunk_size(line: bytes) -> Optional[int]:
 
 
 class Relay:
-    """Forwards requests. `target` is asked before each attempt; `admit` may raise `Refused`; `give_up_s=0`: one attempt, and
-    whatever is answered counts."""
+    """Forwards requests. `target` is asked before each attempt; `admit` may raise `Refused`, and so may `look`, before a large body
+    is read; `give_up_s=0`: one attempt, and whatever is answered counts. `connections`, `held` (bytes of bodies) and `stall_s`:
+    the most at a time, and the longest silence in a request."""
 
     def __init__(
         self,
         target: Callable[[], str],
         *,
         admit: Callable[[Request], Request] = lambda request: request,
+        look: Callable[[str, str], None] = lambda method, path: None,
         give_up_s: float = GIVE_UP_S,
         body_limit: int = BODY_LIMIT,
+        connections: int = sys.maxsize,
+        held: int = sys.maxsize,
+        stall_s: Optional[float] = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.target = target
         self.admit = admit
         self.give_up_s = give_up_s
         self.body_limit = body_limit
+        self.look = look
+        self.connections = connections
+        self.held = held
+        self.stall_s = stall_s
         self.log = log
+        self._held = 0
         self._server: Optional[asyncio.AbstractServer] = None
         self._connections: set[asyncio.Future[Any]] = set()
 
@@ -262,12 +317,16 @@ class Relay:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= self.connections:  # a relay tries again
+            refuse(writer, Refused(503, "too many connections", "overloaded"), close=True)
+            writer.close()
+            return
         task = asyncio.ensure_future(self._connection(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inbound = Inbound(reader)
+        inbound = Inbound(reader, self.stall_s)
         pump = asyncio.ensure_future(inbound.pump())
         try:
             while await self._one(inbound, writer):
@@ -275,6 +334,7 @@ class Relay:
             await writer.drain()
         except Refused as refused:
             refuse(writer, refused, close=True)
+            await inbound.discard(refused.unread)
         except (HungUp, Cut, OSError):
             pass
         finally:
@@ -283,7 +343,22 @@ class Relay:
 
     async def _one(self, inbound: Inbound, writer: asyncio.StreamWriter) -> bool:
         """Answer one request. Whether the connection may be used for another."""
-        request = await inbound.request(self.body_limit, lambda: writer.write(b"HTTP/1.1 100 Continue\r\n\r\n"))
+        mine = 0
+
+        def hold(count: int) -> None:
+            nonlocal mine
+            if self._held + count > self.held:
+                raise Refused(503, "too many large requests at once", "overloaded")
+            mine, self._held = mine + count, self._held + count
+
+        try:
+            go_on = b"HTTP/1.1 100 Continue\r\n\r\n"
+            request = await inbound.request(self.body_limit, lambda: writer.write(go_on), self.look, hold)
+            return await self._handle(request, inbound, writer)
+        finally:
+            self._held -= mine
+
+    async def _handle(self, request: Request, inbound: Inbound, writer: asyncio.StreamWriter) -> bool:
         try:
             request = self.admit(request)
         except Refused as refused:

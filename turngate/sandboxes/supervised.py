@@ -48,9 +48,7 @@ class Supervised(Posix):
     def shared(self) -> tuple[Path, str] | None:
         return self.folder / "shared", self._shared
 
-    async def launch(
-        self, command: Sequence[str], spec: SandboxSpec, *rest: str, pass_fds: Sequence[int] = ()
-    ) -> None:
+    async def launch(self, command: Sequence[str], spec: SandboxSpec, *rest: str, pass_fds: Sequence[int] = ()) -> None:
         """Start the supervisor by `command`, to which its own arguments are added."""
         fd = self._theirs.fileno()
         log = self.folder / "supervisor.log"

@@ -6,6 +6,8 @@ behind, so that a daemon that has left its session still counts as the command's
 had comes to this process, which ends it. When the other end of FD closes (the owner
 stopped the sandbox, or was killed), or after LIFE_S, every process is killed; FOLDER is removed.
 
+`python3 supervisor.py --lead COMMAND …` runs one command on the host that ends with whoever holds our stdin: a tunnel's.
+
 Standard library only, Python 3.8 and newer, one thread.
 """
 
@@ -85,21 +87,26 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 def _reap(guards: Guards) -> None:
     """Bury the dead. A guard that has failed was killed, and its command lives: that is ended before the job is said to be over."""
-    dead = {}
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            break
-        if not pid:
-            break
-        dead[pid] = status
+    dead = _buried()
     over = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
     pipes = [guards.pop(job)[1] for job, _ in over]
     if any(dead[guard] for _, guard in over):
         _end_orphans({guard for guard, _ in guards.values()})
     for pipe in pipes:
         os.close(pipe)
+
+
+def _buried() -> dict[int, int]:
+    """The children that have ended, and how."""
+    dead: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return dead
+        if not pid:
+            return dead
+        dead[pid] = status
 
 
 def _end_orphans(guards: Set[int]) -> None:
@@ -183,9 +190,10 @@ def _guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> 
             os.write(status, b"%d\n" % code)
 
 
-def _execute(order: Any, stdin: int, stdout: int, stderr: int) -> None:
+def _execute(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
     """Become the command. What comes with the fork, and must not stay: signals, descriptors, session."""
-    os.setsid()
+    if session:
+        os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     for target, fd in enumerate((stdin, stdout, stderr)):  # all above 2, because our own three are open
@@ -206,6 +214,39 @@ def _execute(order: Any, stdin: int, stdout: int, stderr: int) -> None:
 def _refuse(why: str, code: int) -> None:
     os.write(2, f"turngate: {why}\n".encode("utf-8", "replace"))
     os._exit(code)
+
+
+# ---- one command that ends with its owner ----
+
+
+def lead(command: list[str]) -> None:
+    """Run a command and take its exit code. Our stdin ends when the owner does, also where that was killed: so does the command."""
+    _prctl(SET_CHILD_SUBREAPER, 1)
+    for ours in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # sent to our group: for the command
+        signal.signal(ours, signal.SIG_IGN)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    started = os.fork()
+    if started == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            _execute({"command": command, "cwd": ".", "env": dict(os.environ)}, nothing, 1, 2, session=False)
+        finally:
+            os._exit(CANNOT_RUN)
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            for pid, status in _buried().items():
+                if pid == started:
+                    end_everything()
+                    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+        if 0 in ready and not os.read(0, 4096):
+            end_everything()
+            os._exit(1)
 
 
 # ---- ending processes; the host uses these as well ----
@@ -291,4 +332,6 @@ def remove(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--lead":
+        lead(sys.argv[2:])
     main()

@@ -3,6 +3,9 @@
 Watched from outside, because a dead tunnel often still runs: its URL is asked for `/health` (whatever answers there with the
 gateway's header is ours), and a tunnel that has ended or is lost is replaced. A new one has a new URL; who follows the tunnel is
 told. Providers limit how often one may be made, so there is a growing pause between tries.
+
+The command ends with us, also where we are killed. It sees our environment without what looks like a secret (`SECRET`), unless
+that is named after itself: ngrok gets NGROK_AUTHTOKEN, cloudflared TUNNEL_TOKEN, and neither an admin or an engine's key.
 """
 
 from __future__ import annotations
@@ -11,18 +14,25 @@ import asyncio
 import os
 import re
 import shlex
+import shutil
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import aiohttp
 
 from turngate.errors import SandboxError
+from turngate.sandboxes import supervisor
 from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.relay import GATEWAY
 
 URL = r"https?://[A-Za-z0-9.-]+(?::[0-9]+)?[^\s\"'<>|,;)\]}]*"
+SECRET = re.compile(
+    r"(KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE
+)  # the end of a variable's name
 END_S = 5.0
 LINE = 64 * 1024
 
@@ -71,10 +81,13 @@ class Tunnel:
         """Run the command until it prints its URL."""
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         said: list[str] = []
+        if not shutil.which(self.command[0]):
+            raise SandboxError(f"the tunnel's command {self.command[0]} cannot be started: there is no such program")
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=asyncio.subprocess.DEVNULL,
+                *_led(self.command),
+                env=environment(self.command[0], os.environ),
+                stdin=asyncio.subprocess.PIPE,  # held open as long as we live, and never written
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
@@ -121,11 +134,13 @@ class Tunnel:
     async def stop(self) -> None:
         process, self._process = self._process, None
         if process:
-            for number in (signal.SIGTERM, signal.SIGKILL):  # the second also for what the first left of its group
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the last for what is left of its group
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), END_S)
+                if process.stdin:
+                    process.stdin.close()  # whatever left the group ends by this
         for task in self._reading:
             task.cancel()
         await asyncio.gather(*self._reading, return_exceptions=True)
@@ -180,6 +195,19 @@ class Tunnel:
                 return "" if GATEWAY in reply.headers else f"{reply.status} that the gateway did not send"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
+
+
+def environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
+    """What the command may see of our environment."""
+    own = ("TUNNEL_", f"{Path(program).name.upper().replace('-', '_')}_")
+    return {name: value for name, value in ours.items() if not SECRET.search(name) or name.upper().startswith(own)}
+
+
+def _led(command: Sequence[str]) -> list[str]:
+    """The command under a process that ends it when we end."""
+    if not sys.platform.startswith("linux"):  # there it has to end by itself
+        return list(command)
+    return [sys.executable, "-I", "-S", supervisor.__file__, "--lead", *command]
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from turngate.errors import SandboxError
 from turngate.sandboxes import relay
-from turngate.sandboxes.base import Job, Sandbox
+from turngate.sandboxes.base import ALONE, Job, Sandbox
 from turngate.sandboxes.door import Door
 from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.tunnel import Tunnel
@@ -70,7 +70,7 @@ async def connected(
             await follow(way.url)  # it may have changed before we followed it
         run = await _staged(sandbox, folder, python, node)
         command = [*run, "--target", target, "--port-file", f"{folder}/port", "--give-up-s", str(give_up_s)]
-        job = await sandbox.start([*command, "--port", "0"], stderr=f"{folder}/log")
+        job = await sandbox.start([*command, "--port", "0"], env={ALONE: "1"}, stderr=f"{folder}/log")
         kept = [job]
         stack.push_async_callback(_end, kept)
         port = await _port(sandbox, folder)
@@ -128,7 +128,7 @@ async def _keep(sandbox: Sandbox, command: list[str], log: str, kept: list[Job])
     while True:
         await kept[-1].wait()
         await asyncio.sleep(PAUSE_S)
-        kept.append(await sandbox.start(command, stderr=log))
+        kept.append(await sandbox.start(command, env={ALONE: "1"}, stderr=log))
 
 
 async def _cancel(watch: asyncio.Task[None]) -> None:

@@ -17,7 +17,9 @@ def cause(
     told: Told = Told(),
 ) -> Cause | None:
     """None: this call extends the tip of a branch, or is the first one."""
-    if located.context is not None and located.context.children:
+    if located.context is not None and not located.context.children:
+        return None  # the same call, made at the same moment, is being answered
+    if located.context is not None:
         # Equal bodies alone prove nothing (a compacting agent repeats itself): only the client's word or a lost reply does.
         answers = located.context.children
         lost = any(not s.delivered or s.info.finish == "abort" for s in answers)

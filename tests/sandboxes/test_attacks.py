@@ -1,0 +1,282 @@
+"""Holes that a review found, each closed: the keyring, escapes from `kill`, crafted folders, ended containers, full doors, tunnels."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.sandboxes import kit
+from tests.sandboxes.test_archive import FILE, HARD, LINK, PIPE, made
+from tests.sandboxes.upstream import raw, upstream
+from turngate.agents import install
+from turngate.errors import AgentError, SandboxError
+from turngate.sandboxes import archive, door, owner, relay, seccomp, tunnel
+from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.bubblewrap import BubblewrapBackend
+from turngate.sandboxes.docker import DockerBackend
+
+# ── the kernel ──
+
+
+@pytest.fixture
+def key() -> Iterator[int]:
+    """In the keyring of the user who runs this."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = libc.syscall(248, b"user", b"turngate-test", b"secret", 6, -4)
+    if number < 0 or os.uname().machine != "x86_64":
+        pytest.skip("no keyring here")
+    yield number
+    libc.syscall(250, 9, number, -4)
+
+
+async def test_bubblewrap_closes_keyrings_and_vsock(root: Path, key: int) -> None:
+    kit.need("bubblewrap")
+    script = """
+import ctypes, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+for call in ((250, 1, None), (250, 11, int(sys.argv[1]), None, 0), (248, b"user", b"x", b"y", 1, -4), (425, 1, None), (321, 0, None, 0)):
+    print(libc.syscall(*call), ctypes.get_errno())
+for family in (40, 38):
+    try:
+        socket.socket(family, 1)
+    except PermissionError:
+        print("closed")
+for name in ("keys", "key-users"):
+    try:
+        print(len(open("/proc/" + name).read()))
+    except OSError:
+        print(0)
+socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)
+"""
+    sandbox = await BubblewrapBackend(root).create(SandboxSpec())
+    try:
+        done = await sandbox.exec(["python3", "-c", script, str(key)], timeout_s=30)
+    finally:
+        await sandbox.stop()
+    assert done.stdout.decode().split("\n") == ["-1 1"] * 5 + ["closed"] * 2 + ["0"] * 2 + [""], done
+
+
+def test_an_unknown_machine_is_said_to_have_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(len(seccomp.program(machine) or b"") % 8 == 0 for machine in seccomp.MACHINES)
+    assert not [wish for wish in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in wish]
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert seccomp.program() is None
+    assert [wish for wish in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in wish]
+
+
+# ── nothing outlives `kill` ──
+
+ESCAPES = {
+    "kills its guard": "kill -9 $PPID; exec sleep 77123",
+    "stops its guard": "kill -STOP $PPID; exec sleep 77123",
+    "leaves mark and parents": "env -i setsid sh -c 'sleep 77123 &' & sleep 0.5; exec sleep 77123",
+    "throws its own mark away": "exec env -i sleep 77123",
+}
+
+
+@pytest.mark.parametrize("how", ESCAPES)
+@pytest.mark.parametrize("name", kit.MAKE)
+async def test_nothing_outlives_kill(root: Path, name: str, how: str) -> None:
+    kit.need(name)
+    if name == "docker" and "guard" in how:
+        pytest.skip("has none")
+    sandbox = await kit.MAKE[name](root).create(SandboxSpec())
+    try:
+        mine, relays = (
+            str(77_000_000 + 2 * (10 * list(kit.MAKE).index(name) + list(ESCAPES).index(how)) + n) for n in (0, 1)
+        )
+        other = await sandbox.start(["sleep", relays], env={"TURNGATE_ALONE": "1"})  # as a relay
+        job = await sandbox.start(["/bin/sh", "-c", ESCAPES[how].replace("77123", mine)])
+        await asyncio.sleep(1.5)
+        await asyncio.wait_for(job.kill(grace_s=0.5), 30)
+        assert await asyncio.wait_for(job.wait(), 5)
+        assert not kit.processes(f"sleep\0{mine}")
+        assert kit.processes(f"sleep\0{relays}")
+        await other.kill()
+    finally:
+        await sandbox.stop()
+
+
+# ── what comes out ──
+
+
+def test_hard_links_take_no_room(tmp_path: Path) -> None:
+    many = [(f"l{n}", HARD, "a") for n in range(50)]
+    archive.unpack(made(("a", FILE, b"x" * 1000), *many), tmp_path / "out", limit=1000)
+    assert (tmp_path / "out" / "a").stat().st_nlink == 51
+
+
+def test_what_cannot_be_linked_is_left_out_and_named(tmp_path: Path) -> None:
+    members = [("p", PIPE, ""), ("p2", HARD, "p"), ("s", LINK, "good"), ("d/s2", HARD, "s"), ("up", LINK, "d/x")]
+    left = archive.unpack(
+        made(*members, ("n", HARD, "none"), ("e", HARD, "."), ("good", FILE, b"x")), tmp_path, limit=9
+    )
+    assert sorted(os.listdir(tmp_path)) == ["d", "good", "s", "up"]
+    assert [line.partition(":")[0] for line in left] == ["n", "e"]
+
+
+def _crafted(kind: bytes, size: int) -> io.BytesIO:
+    header = tarfile.TarInfo("p")
+    header.type, header.size = kind, size
+    return io.BytesIO(header.tobuf(tarfile.USTAR_FORMAT) + bytes(5000))
+
+
+def test_headers_that_would_fill_memory_are_refused(tmp_path: Path) -> None:
+    for kind in (b"x", b"L", b"K", b"X"):
+        with pytest.raises(SandboxError, match="not one that tar writes"):
+            archive.unpack(_crafted(kind, 2_000_000), tmp_path, limit=10**9)
+    for kind in (b"g", b"S"):
+        with pytest.raises(SandboxError, match="not one that tar writes"):
+            archive.unpack(_crafted(kind, 10), tmp_path, limit=10**9)
+
+
+@pytest.mark.parametrize("pax", [{"path": "a\0b"}, {"size": "-1"}, {"linkpath": ""}, {"mtime": "x"}, {"path": ""}])
+def test_a_crafted_stream_raises_only_sandbox_errors(pax: dict[str, str], tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        entry = tarfile.TarInfo("x")
+        entry.type, entry.pax_headers = tarfile.LNKTYPE if "linkpath" in pax else tarfile.REGTYPE, pax
+        tar.addfile(entry)
+    for data in (stream.getvalue(), tarfile.TarInfo("p").tobuf()[:156] + b"L" * 4000):
+        with suppress(SandboxError):
+            archive.unpack(io.BytesIO(data), tmp_path / "out", limit=1000)
+
+
+def test_a_copy_has_a_deadline(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="longer"):
+        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, within_s=-1)
+    with pytest.raises(SandboxError, match="longer"):
+        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, stopped=lambda: True)
+
+
+async def test_a_file_that_cannot_be_read_does_not_cost_the_folder(root: Path, tmp_path: Path) -> None:
+    kit.need("bubblewrap")
+    sandbox = await BubblewrapBackend(root).create(SandboxSpec())
+    try:
+        await sandbox.exec(["/bin/sh", "-c", "echo good >good; echo x >x; mkdir d; chmod 000 x d; mkfifo a; ln a b"])
+        left = await sandbox.download(sandbox.workdir, tmp_path / "out")
+    finally:
+        await sandbox.stop()
+    assert (tmp_path / "out" / "good").read_text() == "good\n"
+    assert any("./x" in line for line in left) and any("./d" in line for line in left)
+
+
+# ── docker ──
+
+
+async def test_a_container_that_its_agent_ends_is_no_fault_of_the_sandbox(root: Path) -> None:
+    kit.need("docker")
+    sandbox = await DockerBackend(root).create(SandboxSpec())
+    try:
+        job = await sandbox.start(["/bin/sh", "-c", "kill 1; sleep 0.2; exit 1"])
+        assert await asyncio.wait_for(job.wait(), 30) in (1, 137)
+        await asyncio.sleep(1)
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["true"])
+        await job.kill()
+    finally:
+        await sandbox.stop()
+
+
+async def test_a_build_that_fails_leaves_nothing_and_shows_its_last_lines(root: Path, tmp_path: Path) -> None:
+    kit.need("docker")
+    (tmp_path / "Dockerfile").write_text(
+        "FROM turngate-base:bookworm\nRUN printf '\\033[31mred-77\\033[0m\\n'; exit 3\n"
+    )
+    ids = ["docker", "ps", "--all", "--quiet", "--no-trunc"]
+    before = set(subprocess.run(ids, capture_output=True, check=True).stdout.split())
+    with pytest.raises(SandboxError, match="last lines") as caught:
+        await DockerBackend(root).create(SandboxSpec(dockerfile=str(tmp_path)))
+    assert "\x1b" not in caught.value.message
+    left = set(subprocess.run(ids, capture_output=True, check=True).stdout.split()) - before
+    assert not left
+
+
+# ── the door ──
+
+
+async def test_a_large_body_for_nowhere_is_refused_unread() -> None:
+    async with upstream() as gateway, door.opened(gateway.url) as way:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(way.target.rpartition(":")[2]))
+        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 60000000\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 404")
+        assert way.refused == 1
+        writer.close()
+
+
+async def test_connections_bodies_and_silence_have_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(door, "CONNECTIONS", 3)
+    monkeypatch.setattr(door, "HELD", 100_000)
+    monkeypatch.setattr(door, "STALL_S", 0.5)
+    head = "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
+    async with upstream() as gateway, door.opened(gateway.url, folder=tmp_path) as way:
+        slow = [await asyncio.open_unix_connection(str(way.socket)) for _ in range(2)]
+        slow[0][1].write(head.format(90_000).encode())
+        await asyncio.sleep(0.1)
+        said = await raw(0, head.format(20_000) + "x" * 20_000, path=way.socket)
+        assert said.startswith(b"HTTP/1.1 503") and b"x-turngate" not in said  # so that a relay tries again
+        slow.append(await asyncio.open_unix_connection(str(way.socket)))
+        await asyncio.sleep(0.1)
+        assert (await raw(0, "", path=way.socket)).startswith(b"HTTP/1.1 503")
+        assert (await asyncio.wait_for(slow[0][0].readline(), 5)).startswith(b"HTTP/1.1 408")
+        assert await asyncio.wait_for(slow[1][0].read(), 5) == b""  # idle
+        assert (await raw(0, head.format(2) + "ok", path=way.socket)).startswith(b"HTTP/1.1 200")
+        for _, writer in slow:
+            writer.close()
+    assert relay.Relay(lambda: "").connections > 1_000_000  # none inside a sandbox
+
+
+# ── tunnels, installations, owners ──
+
+
+async def test_a_tunnel_ends_with_its_owner() -> None:
+    script = """
+import asyncio
+from turngate.sandboxes import tunnel
+async def main():
+    async with tunnel.opened("sh -c 'echo http://abc.example; (setsid sleep 77125 &); exec sleep 77125'", "http://127.0.0.1:9"):
+        print("up", flush=True)
+        await asyncio.sleep(100)
+asyncio.run(main())
+"""
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert child.stdout
+    assert await asyncio.to_thread(child.stdout.readline) == b"up\n"
+    await kit.soon(lambda: len(kit.processes("sleep\x0077125")) == 2)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    await kit.soon(lambda: not kit.processes("sleep\x0077125"))
+
+
+def test_a_tunnels_command_sees_no_secret_but_its_own() -> None:
+    ours = {"PATH": "p", "TURNGATE_ADMIN_KEY": "a", "OPENAI_API_KEY": "b", "NGROK_AUTHTOKEN": "c", "TUNNEL_TOKEN": "d"}
+    assert set(tunnel.environment("/usr/bin/ngrok", ours)) == {"PATH", "NGROK_AUTHTOKEN", "TUNNEL_TOKEN"}
+    assert set(tunnel.environment("ssh", ours)) == {"PATH", "TUNNEL_TOKEN"}
+
+
+def test_an_installation_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "TURNGATE_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret-77")
+    monkeypatch.setenv("npm_config_registry", "registry-77")
+    with pytest.raises(AgentError) as caught:
+        install._run("look", ["sh", "-c", "env; exit 1"], lambda line: None)
+    assert "secret-77" not in caught.value.message and "registry-77" in caught.value.message
+
+
+def test_a_machine_is_known_by_more_than_its_name() -> None:
+    here = owner.this_process()
+    if Path("/etc/machine-id").exists() and Path("/etc/machine-id").read_text().strip():
+        assert "/" in here.host and Path("/etc/machine-id").read_text().strip() not in here.host
+    assert not owner.Owner(here.host.partition("/")[0] + "/other", "x", "y", 1, 1).gone
