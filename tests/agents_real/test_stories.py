@@ -159,11 +159,11 @@ async def test_after_a_summary_the_work_goes_on_in_a_new_branch(run: Check, agen
 
 # As the agents' own descriptions have it. OpenCode works on after its summary, but its exit code tells of the refusal.
 COMPACTS = {"claude-code": ("finished", 40000), "opencode": ("failed", 25000), "qwen-code": ("finished", 45000)}
-ENDS = {
-    "codex": ("failed", 25000),
-    "gemini-cli": ("failed", 30000),
-    "pi": ("finished", 10000),
-    "mini-swe-agent": ("failed", 10000),
+ENDS = {  # whatever their exit code says
+    "codex": ("limit", 25000),
+    "gemini-cli": ("limit", 30000),
+    "pi": ("limit", 10000),
+    "mini-swe-agent": ("limit", 10000),
 }
 
 
