@@ -180,14 +180,21 @@ class Rollout:
             async with AsyncExitStack() as stack:
                 await self._stages(stack)
         except asyncio.CancelledError:
-            if not self._complete:
-                self.outcome.status = "cancelled"
-            await self._summed_up(_END_S)
+            await self._cancelled()
             raise
         except TurngateError as error:
+            if _being_cancelled():  # and something else went wrong on the way out
+                self._note(error.message)
+                await self._cancelled()
+                raise asyncio.CancelledError from error
             self._failed(error)
         await self._summed_up(_SUM_S)
         return self.outcome
+
+    async def _cancelled(self) -> None:
+        if not self._complete:
+            self.outcome.status = "cancelled"
+        await self._summed_up(_END_S)
 
     async def _stages(self, stack: AsyncExitStack) -> None:
         order = self._order
@@ -434,9 +441,7 @@ class Rollout:
         if self._ended:
             return
         self._ending = True
-        task = asyncio.current_task()
-        cancelled = task is not None and task.cancelling() > 0
-        end = self._gateway.cancel if cancelled else partial(self._gateway.seal, stop="error")
+        end = self._gateway.cancel if _being_cancelled() else partial(self._gateway.seal, stop="error")
         await to_the_end(self._ended_anyway(end))
 
     async def _ended_anyway(self, end: Callable[[str], Awaitable[Json]]) -> None:
@@ -514,3 +519,8 @@ class Rollout:
         finally:
             spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began
             self.outcome.seconds = {**self.outcome.seconds, stage: round(spent, 3)}
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

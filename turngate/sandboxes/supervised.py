@@ -147,7 +147,7 @@ class SupervisedJob:
         pipe = os.fdopen(status, "rb", 0)
         await asyncio.get_running_loop().connect_read_pipe(lambda: _Status(job), pipe)
         try:
-            has_started = await job._started
+            has_started = await asyncio.shield(job._started)
         except asyncio.CancelledError:
             await to_the_end(job.kill(grace_s=0))
             raise
@@ -174,6 +174,8 @@ class SupervisedJob:
         return await asyncio.shield(self._code)
 
     async def kill(self, grace_s: float = 2.0) -> None:
+        # What has not been forked yet would not be found, and run on.
+        await asyncio.wait([self._started], timeout=END_S)
         for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, END_S)):
             if patience and not self._gone.done():
                 with suppress(SandboxError):  # it has ended with its sandbox
