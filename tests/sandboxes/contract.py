@@ -149,7 +149,9 @@ class Contract:
     async def test_a_job_runs_while_others_are_executed(self, sandbox: Sandbox) -> None:
         job = await sandbox.start(["/bin/sh", "-c", "while [ ! -e go ]; do sleep 0.1; done; exit 5"])
         waiting = asyncio.create_task(job.wait())
-        assert await alive(sandbox, "while [ ! -e go ]")
+        async with asyncio.timeout(20):
+            while not await alive(sandbox, "while [ ! -e go ]"):  # a container takes a moment to begin
+                await asyncio.sleep(0.05)
         assert not waiting.done()
         await sandbox.write("go", b"")
         assert await asyncio.wait_for(waiting, 20) == 5
