@@ -24,6 +24,7 @@ import turngate
 from turngate.cli import app
 
 ROOT = Path(turngate.__file__).parents[1]
+NAP = f"65{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.kit import process, ran, refused
+from tests.cli.kit import NAP, process, ran, refused
 from tests.sandboxes import kit as sandboxes
 from turngate.agents.spec import CATALOG
 
@@ -146,11 +146,11 @@ def test_an_agent_that_crashes(tiny: Path) -> None:
 
 
 def test_ctrl_c_in_the_middle_of_a_check(tiny: Path, tmp_path: Path) -> None:
-    tiny.write_text(OWN.replace("line WORK", '"sleep 6601"'))
+    tiny.write_text(OWN.replace("line WORK", f'"sleep {NAP}"'))
     with process("agents", "check", str(tiny), "--keep", tmp_path / "keep") as running:
-        running.until(lambda: sandboxes.processes("sleep\x006601"))
+        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.send(signal.SIGINT)
         assert running.ended() == 130
         assert "Stopping" in running.output and running.output.endswith("turngate: stopped\n")
         assert "Traceback" not in running.output
-    assert sandboxes.processes("6601") == []
+    assert sandboxes.processes(NAP) == []

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.cli import test_serve
-from tests.cli.kit import ROOT, process, ran, refused
+from tests.cli.kit import NAP, ROOT, process, ran, refused
 from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
 from turngate.server.run import Serving
@@ -201,7 +201,7 @@ def test_a_run_that_meets_a_limit(data: Path) -> None:
 
 
 def test_a_run_that_runs_out_of_time(data: Path) -> None:
-    done = ran(*shell(data, f"{ONCE}; sleep 6501", "--timeout", "2"))
+    done = ran(*shell(data, f"{ONCE}; sleep {NAP}", "--timeout", "2"))
     assert done.exit_code == 1
     assert "timed out after " in done.stdout
     assert "  trace   1 turn (1 main)" in done.stdout and ", kept\n" in done.stdout
@@ -307,7 +307,7 @@ def test_a_gateway_that_serves_the_folder_is_used(data: Path, tmp_path: Path) ->
 
 
 def test_two_runs_at_once_without_a_gateway_to_share(data: Path) -> None:
-    with process(*shell(data, "sleep 6502")) as first:
+    with process(*shell(data, f"sleep {NAP}")) as first:
         first.says("agent")
         line = refused(*shell(data, "true"))
         assert line == (
@@ -334,8 +334,8 @@ def test_an_address_that_a_killed_gateway_left_behind_is_not_believed(data: Path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_being_stopped_in_the_middle_cleans_up_and_keeps_what_was_recorded(number: signal.Signals, data: Path) -> None:
-    with process(*shell(data, f"{ONCE}; sleep 6503"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes("sleep\x006503"))
+    with process(*shell(data, f"{ONCE}; sleep {NAP}"), TMPDIR=os.environ["TMPDIR"]) as running:
+        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.send(number)
         began = time.monotonic()
         assert running.ended() == 130
@@ -345,7 +345,7 @@ def test_being_stopped_in_the_middle_cleans_up_and_keeps_what_was_recorded(numbe
         assert "  trace   1 turn (1 main), " in running.output and ", 1 row, kept\n" in running.output
         assert "  look    turngate show " in running.output
         assert "Traceback" not in running.output
-    assert sandboxes.processes("6503") == []
+    assert sandboxes.processes(NAP) == []
     assert sessions(data) == [("cancelled", "cancelled")]
     assert outcome_of(data)["status"] == "cancelled"
     assert "turns   1 (1 main)" in ran("show", "--data", data).stdout
@@ -353,9 +353,9 @@ def test_being_stopped_in_the_middle_cleans_up_and_keeps_what_was_recorded(numbe
 
 def test_a_second_time_says_that_it_is_being_done_and_a_third_gives_up(data: Path) -> None:
     """An agent that does not care for SIGTERM takes two seconds to end."""
-    stubborn = "trap '' TERM; sleep 6504 & while :; do wait; done"
+    stubborn = f"trap '' TERM; sleep {NAP} & while :; do wait; done"
     with process(*shell(data, stubborn), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes("sleep\x006504"))
+        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.send(signal.SIGINT)
         running.says("Stopping")
         running.send(signal.SIGINT)
@@ -363,39 +363,40 @@ def test_a_second_time_says_that_it_is_being_done_and_a_third_gives_up(data: Pat
         assert running.ended() == 130
         assert "cancelled after" in running.output
     with process(*shell(data, stubborn), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes("sleep\x006504"))
+        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         for expected in ("Stopping", "Still"):
             running.send(signal.SIGINT)
             running.says(expected)
         running.send(signal.SIGINT)
         assert running.ended(3) == 130
     end = time.monotonic() + 10
-    while sandboxes.processes("6504") or list(Path(os.environ["TMPDIR"]).glob("turngate-*/*")):
+    while sandboxes.processes(NAP) or list(Path(os.environ["TMPDIR"]).glob("turngate-*/*")):
         assert time.monotonic() < end  # whoever watches over the sandbox notices by himself
         time.sleep(0.05)
     assert [status for status, _ in sessions(data)][1:] == ["cancelled"]
 
 
 def test_being_stopped_before_the_rollout_has_begun(data: Path) -> None:
-    with process(*shell(data, "true", "--tunnel", "sleep 6505"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes("sleep\x006505"))
+    with process(*shell(data, "true", "--tunnel", f"sleep {NAP}"), TMPDIR=os.environ["TMPDIR"]) as running:
+        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.send(signal.SIGINT)
         assert running.ended() == 130
         assert running.output.endswith("cancelled before the rollout began; nothing is left of it\n")
-    assert sandboxes.processes("6505") == [] and sessions(data) == []
+    assert sandboxes.processes(NAP) == [] and sessions(data) == []
 
 
 @pytest.mark.real
 def test_being_stopped_leaves_no_container(data: Path) -> None:
     sandboxes.need("docker")
-    words = shell(data, f"{ONCE}; sleep 6506", "--sandbox", "docker")
+    words = shell(data, f"{ONCE}; sleep {NAP}", "--sandbox", "docker")
     with process(*words, TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes("sleep\x006506"), 90)
+        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"), 90)
         running.send(signal.SIGINT)
         assert running.ended() == 130
-    listed = ["docker", "ps", "--all", "--quiet", "--filter", "label=agent=shell", "--filter", "label=task=prompt"]
-    assert subprocess.run(listed, capture_output=True, text=True, check=True).stdout == ""
-    assert sandboxes.processes("6506") == []
+    listed = ["docker", "ps", "--all", "--format", '{{.Label "turngate.owner"}}']
+    owners = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    assert f" {running.process.pid} " not in owners
+    assert sandboxes.processes(NAP) == []
 
 
 # ── on a terminal ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -420,13 +421,13 @@ def test_progress_is_one_line_that_changes(data: Path) -> None:
 
 
 def test_ctrl_c_on_the_terminal(data: Path) -> None:
-    with process(*shell(data, f"{ONCE}; sleep 6507"), columns=100, TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes("sleep\x006507"))
+    with process(*shell(data, f"{ONCE}; sleep {NAP}"), columns=100, TMPDIR=os.environ["TMPDIR"]) as running:
+        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.type(b"\x03")
         assert running.ended() == 130
         assert "Stopping" in running.plain and "cancelled after" in running.plain
         assert running.output.rindex("\x1b[?25h") > running.output.rindex("\x1b[?25l")
-    assert sandboxes.processes("6507") == []
+    assert sandboxes.processes(NAP) == []
 
 
 # ── and the rest ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -28,6 +29,7 @@ from turngate.sandboxes.local import LocalBackend
 from turngate.tasks.task import Task
 
 ALL = ["sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "done"]
+NAP = f"63{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
 TWO_TURNS = 'first = ask("Hi")\nprint(first, ask("Hi", first, "More?"))\nopen("left.txt", "w").write("done")'
 
 
@@ -108,9 +110,9 @@ async def test_an_agent_that_ends_in_the_middle_of_its_call() -> None:
 
 
 async def test_what_an_agent_leaves_running_ends_with_it(stage: Stage) -> None:
-    outcome = await stage.run('os.system("setsid -f env -i sleep 6302")')
+    outcome = await stage.run('os.system("setsid -f env -i sleep NAP")'.replace("NAP", NAP))
     assert outcome.status == "finished"
-    assert processes("6302") == []
+    assert processes(NAP) == []
 
 
 # ── limits of the session ───────────────────────────────────────────────────────────────────────────────────────────

@@ -38,6 +38,7 @@ BACKENDS = ["local", *(pytest.param(name, marks=pytest.mark.real) for name in ki
 PROGRAM = Path(__file__).with_name("escape.py")
 REPOSITORY = Path(__file__).parents[2]
 OWN, OTHER = "the-agents-own-session", "somebody-elses-session"
+NAP = f"64{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
 WORDS = "A secret conversation of somebody else."
 
 
@@ -103,8 +104,8 @@ async def _attempted(backend: str) -> Attempt:
         )
         stack.push_async_callback(neighbour.stop)
         await neighbour.write(f"{neighbour.home}/private", b"the neighbour's file")
-        await neighbour.start(["sleep", "6401"], env={"THEIRS": "the neighbour's process"})
-        bystander = subprocess.Popen(["sleep", "6402"], env={"BYSTANDER": "the bystander's variable"})
+        await neighbour.start(["sleep", NAP], env={"THEIRS": "the neighbour's process"})
+        bystander = subprocess.Popen(["sleep", NAP], env={"BYSTANDER": "the bystander's variable"})
         stack.callback(bystander.wait)
         stack.callback(bystander.kill)
         outside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-outside-")))
@@ -542,4 +543,4 @@ def test_the_keys_of_turngate_run_are_not_to_be_had_from_inside(backend: str, tm
 @pytest.fixture(autouse=True)
 def _nothing_left_running() -> Iterator[None]:
     yield
-    assert kit.processes("6401") == [] and kit.processes("6402") == []
+    assert kit.processes(NAP) == []
