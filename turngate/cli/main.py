@@ -192,6 +192,33 @@ def run(
     raise typer.Exit(_or_exit(lambda: ordered(given)))
 
 
+@app.command()
+def verify(
+    session: Annotated[str, typer.Argument(help="A session's id, the beginning of it, or `last`.")] = "last",
+    every: Annotated[bool, typer.Option("--all", help="Every session of the folder.")] = False,
+    data: Annotated[str, typer.Option(help="The data folder that it was recorded in.")] = "turngate-data",
+    engine: Annotated[str, typer.Option(help="Score the sampled tokens again with: vllm, scripted.")] = "",
+    engine_url: Annotated[str, typer.Option(help="Where it listens.")] = "",
+    engine_key_env: Annotated[str, typer.Option(help="Name of the environment variable with its key.")] = "",
+    model: Annotated[str, typer.Option(help="The model's name there.")] = "",
+    policy_version: Annotated[Optional[int], typer.Option(help="Score only turns of this policy version.")] = None,
+    tolerance: Annotated[float, typer.Option(help="By how much a log-probability may differ.")] = 0.02,
+    tokenizer: Annotated[str, typer.Option(help="Render with this one, if the recorded one is not here.")] = "",
+    family: Annotated[
+        str, typer.Option(help="template, or a family of the `renderers` package; as it was served.")
+    ] = "",
+    rollouts: Annotated[str, typer.Option(help="Where agents left their logs. [DATA/rollouts]")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Prove that recorded sessions are exact, independently of what recorded them. Exit code 1 if anything is wrong."""
+    given = dict(locals())
+    from turngate.cli.verify import Asked, report
+
+    given["version"] = given.pop("policy_version")
+    if not _or_exit(lambda: report(Asked(**given))):
+        raise typer.Exit(1)
+
+
 @agents_app.callback(invoke_without_command=True)
 def agents(context: typer.Context) -> None:
     """List the agents that are known: presets, and your own files."""

@@ -1,0 +1,15 @@
+"""The gateways that can be put through the Gauntlet. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+from gauntlet.gateways.agentcore import AgentCore, AgentCoreLinear
+from gauntlet.gateways.base import Gateway
+from gauntlet.gateways.litellm import LiteLLM
+from gauntlet.gateways.openenv import OpenEnv
+from gauntlet.gateways.rllm import Rllm
+from gauntlet.gateways.turngate import Turngate
+from gauntlet.gateways.verifiers import Verifiers
+
+GATEWAYS: dict[str, type[Gateway]] = {
+    gateway.name: gateway for gateway in (Turngate, OpenEnv, AgentCore, AgentCoreLinear, Verifiers, Rllm, LiteLLM)
+}

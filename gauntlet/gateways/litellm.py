@@ -1,0 +1,98 @@
+"""LiteLLM's proxy: what people put in front of a model today. It keeps what its log callbacks are told.
+
+Asked for vLLM's ids, it passes them to the callback for whole replies of chat and messages; of all else it keeps text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from gauntlet.engine import MODEL
+from gauntlet.gateways.base import PACKAGE, Gateway, Record, Session, Turn, merged
+
+_CUE = re.compile(r"\[cue ([0-9a-z]+)\.")
+_CONFIG = """\
+model_list:
+  - model_name: {model}
+    litellm_params:
+      model: hosted_vllm/{model}
+      api_base: {url}/v1
+      api_key: none
+      logprobs: true
+      return_token_ids: true
+      use_chat_completions_api: true
+litellm_settings:
+  use_chat_completions_url_for_anthropic_messages: true
+  callbacks: litellm_log.log
+  num_retries: 0
+  drop_params: true
+router_settings:
+  disable_cooldowns: true
+general_settings:
+  master_key: sk-gauntlet
+"""
+
+
+class LiteLLM(Gateway):
+    name = "litellm"
+    about = "litellm 1.106.2 proxy, in front of vLLM's chat endpoint"
+    dialects = ("chat", "responses", "messages", "gemini")
+    requirements = ("litellm[proxy]==1.106.2",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: dict[str, list[dict[str, Any]]] = {}
+        self._seen = 0
+        self._reading = asyncio.Lock()
+        self._log = Path()
+
+    def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+        config = folder / "litellm.yaml"
+        config.write_text(_CONFIG.format(model=MODEL, url=engine_url), encoding="utf-8")
+        (folder / "litellm_log.py").write_text(
+            (PACKAGE / "inside" / "litellm_log.py").read_text(encoding="utf-8"), encoding="utf-8"
+        )
+        self._log = folder / "litellm.jsonl"
+        program = str(self.home / "bin" / "litellm")
+        command = [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(self.port)]
+        added = {"GAUNTLET_LOG": str(self._log), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+        return [*command, "--num_workers", "1", "--telemetry", "False"], added
+
+    @property
+    def health(self) -> str:
+        return "/health/liveliness"
+
+    async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
+        return Session(rollout, self.url, "sk-gauntlet")
+
+    async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
+        await asyncio.sleep(0.3)  # its callbacks run behind the agent's back
+        async with self._reading:
+            await asyncio.to_thread(self._read)
+        entries = self._entries.pop(session.id, [])
+        turns = [Turn(tuple(entry["ids"]), entry["text"]) for entry in entries]
+        calls = [
+            (entry["prompt"], entry["ids"], entry["logprobs"]) for entry in entries if entry["ids"] and entry["prompt"]
+        ]
+        return Record(turns, merged(calls))
+
+    def _read(self) -> None:
+        """What is new in the log. It knows no sessions: entries are told apart by the cues in them."""
+        if not self._log.exists():
+            return
+        with self._log.open("rb") as log:
+            log.seek(self._seen)
+            for line in log:
+                if not line.endswith(b"\n"):
+                    return
+                self._seen += len(line)
+                entry = json.loads(line)
+                cue = _CUE.search(entry["asked"])
+                if cue is not None:
+                    self._entries.setdefault(cue[1], []).append(entry)

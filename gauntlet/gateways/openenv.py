@@ -1,0 +1,36 @@
+"""OpenEnv's capture proxy (`openenv`): four dialects onto vLLM's chat endpoint; calls are linked where ids are a prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+
+from gauntlet.engine import MODEL
+from gauntlet.gateways.base import Gateway, Record, Row, Session, runs
+
+
+class OpenEnv(Gateway):
+    name = "openenv"
+    about = "openenv 0.10.0 capture, in front of vLLM's chat endpoint"
+    dialects = ("chat", "responses", "messages", "gemini")
+    requirements = ("openenv==0.10.0",)
+
+    def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+        command = [str(self.python), "-m", "openenv.core.harness.capture.server", "--llm-url", engine_url]
+        return [*command, "--model", MODEL, "--port", str(self.port), "--engine", "vllm"], {}
+
+    async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
+        async with http.post(f"{self.url}/sessions", json={"session_id": rollout}) as response:
+            response.raise_for_status()
+            opened = await response.json()
+        return Session(opened["session_id"], self.url, opened["session_id"])
+
+    async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
+        async with http.get(f"{self.url}/sessions/{session.id}/rollout?include_discarded=true") as response:
+            response.raise_for_status()
+            rollout = await response.json()
+        sequences = [(s["role"], Row(s["input_ids"], s["loss_mask"], s["logprobs"])) for s in rollout["sequences"]]
+        turns = {turn for _, row in sequences for turn in runs(row)}
+        # The trainer takes what is labelled as the agent's own work.
+        return Record(list(turns), [row for role, row in sequences if role == "agent"])

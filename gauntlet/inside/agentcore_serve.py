@@ -1,0 +1,45 @@
+# mypy: ignore-errors
+"""Runs in agentcore's environment: its gateway, with two routes to open and to finish sessions. PORT ENGINE TOKENIZER MODE."""
+
+import sys
+
+from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway
+from agentcore_rl_toolkit.rollout_gateway.sampling_backends.vllm_http import VllmHttpBackend
+from aiohttp import web
+from transformers import AutoTokenizer
+
+
+def main(port: int, engine_url: str, folder: str, mode: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    gateway = RolloutGateway(
+        backend=VllmHttpBackend(engine_url),
+        renderer=HfTemplateRenderer(tokenizer),
+        tokenizer=tokenizer,
+        history_mode=mode,
+    )
+
+    async def open_session(request: web.Request) -> web.Response:
+        gateway.create_session(request.match_info["id"], max_context_tokens=262_144)
+        return web.json_response({})
+
+    async def finish_session(request: web.Request) -> web.Response:
+        records = await gateway.finish_session(request.match_info["id"])
+        return web.json_response([row(record) for record in records])
+
+    gateway.app.router.add_post("/gauntlet/open/{id}", open_session)
+    gateway.app.router.add_post("/gauntlet/finish/{id}", finish_session)
+    web.run_app(gateway.app, host="127.0.0.1", port=port, print=None, access_log=None, handler_cancellation=True)
+
+
+def row(record) -> dict:
+    """Its mask and log-probabilities begin after the first prompt."""
+    before = len(record.token_ids) - len(record.loss_mask)
+    return {
+        "ids": record.token_ids,
+        "mask": [0] * before + record.loss_mask,
+        "logprobs": [0.0] * before + record.logprobs,
+    }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:5])

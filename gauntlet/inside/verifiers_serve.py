@@ -1,0 +1,67 @@
+# mypy: ignore-errors
+"""Runs in verifiers' environment: its interception server and training client, and a port to open and to finish sessions.
+
+PORT ENGINE TOKENIZER MODEL.
+"""
+
+import asyncio
+import sys
+
+import verifiers.v1 as vf
+from aiohttp import web
+from renderers import Qwen3RendererConfig
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.session import RolloutSession
+from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+from verifiers.v1.types import Sampling
+
+
+class Sessions:
+    def __init__(self, engine_url: str, folder: str, model: str) -> None:
+        client = TrainClientConfig(
+            base_url=f"{engine_url}/v1",
+            api_key_var="GAUNTLET_NO_KEY",
+            renderer=Qwen3RendererConfig(),
+            renderer_model_name=folder,
+        )
+        # The training client takes sampling from here alone, never from the agent; a trainer sets the length.
+        self.context = ModelContext(model=model, client=client, sampling=Sampling(max_tokens=4096, temperature=1.0))
+        self.server = InterceptionServer()
+        self.open_ones: dict[str, tuple[RolloutSession, str, str]] = {}
+
+    async def open(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        task = TraceTask(type="Gauntlet", data=vf.TaskData(idx=0, prompt="gauntlet"), key=name, hash=name)
+        trace = Trace(task=task, agent=AgentInfo(config=vf.AgentConfig()))
+        session = RolloutSession(ctx=self.context, trace=trace)
+        self.open_ones[name] = (session, *self.server.register(session))
+        return web.json_response({"base_url": self.server.base_url, "key": self.open_ones[name][1]})
+
+    async def finish(self, request: web.Request) -> web.Response:
+        session, model_secret, state_secret = self.open_ones.pop(request.match_info["id"])
+        self.server.unregister(model_secret, state_secret)
+        rows = [
+            {"ids": branch.token_ids, "mask": [int(m) for m in branch.sampled_mask], "logprobs": branch.logprobs}
+            for branch in session.trace.branches
+            if branch.trainable
+        ]
+        return web.json_response(rows)
+
+
+async def main(port: int, engine_url: str, folder: str, model: str) -> None:
+    sessions = Sessions(engine_url, folder, model)
+    async with sessions.server:
+        app = web.Application()
+        app.router.add_post("/open/{id}", sessions.open)
+        app.router.add_post("/finish/{id}", sessions.finish)
+        app.router.add_get("/health", lambda _: asyncio.sleep(0, web.Response()))
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:5]))

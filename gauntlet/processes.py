@@ -1,0 +1,46 @@
+"""What a process and its children cost, from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def family(pid: int) -> list[int]:
+    """A process and everything below it."""
+    out = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text(encoding="ascii").split()
+        except OSError:
+            continue
+        for child in children:
+            out += family(int(child))
+    return out
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time, that of children which have ended included."""
+    total = 0
+    for each in family(pid):
+        try:
+            stat = Path(f"/proc/{each}/stat").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        fields = stat.rpartition(")")[2].split()
+        total += sum(int(field) for field in fields[11:15])
+    return total / _TICK
+
+
+def memory_mb(pid: int) -> float:
+    """Resident memory."""
+    pages = 0
+    for each in family(pid):
+        try:
+            pages += int(Path(f"/proc/{each}/statm").read_text(encoding="ascii").split()[1])
+        except OSError:
+            continue
+    return pages * _PAGE / 2**20

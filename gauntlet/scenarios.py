@@ -1,0 +1,297 @@
+"""The scenarios. To add one, add it to the list: every dialect and every gateway gets it."""
+
+from __future__ import annotations
+
+from gauntlet.scenario import (
+    Answer,
+    Call,
+    Edit,
+    Fault,
+    Results,
+    Say,
+    Scenario,
+    Start,
+    Step,
+    System,
+    Together,
+    ask,
+    bash,
+)
+from gauntlet.speech import ToolCall
+
+SYSTEM = "You are a careful programmer. You have a shell. Work step by step, and say when you are done."
+TASK = "The test in tests/test_sum.py fails. Find out why, and mend it."
+
+
+def _look(n: int, **more: object) -> Answer:
+    return Answer(think=f"I should look at file {n} first.", calls=(bash(f"cat src/part_{n}.py", timeout=30, **more),))
+
+
+def _listing(n: int) -> str:
+    return f"def part_{n}(values):\n    total = 0\n    for value in values:\n        total += value\n    return total - {n}\n"
+
+
+def _slow(*calls: ToolCall) -> Answer:
+    return Answer(
+        text="I would rather talk about something else, at some length and at leisure.", calls=calls, pace_s=0.1
+    )
+
+
+_DONE = Answer(think="Nothing is left to do.", text="The sum was off by one; it is mended.")
+_START = Start(TASK, system=SYSTEM)
+
+
+def _loop(*answers: Answer) -> tuple[Step, ...]:
+    """An agent's usual life: a call, its results, the next call."""
+    steps: list[Step] = [_START]
+    for n, answer in enumerate(answers):
+        steps.append(ask(answer))
+        if answer.calls:
+            steps.append(Results(tuple(_listing(10 * n + m) for m in range(len(answer.calls)))))
+    return tuple(steps)
+
+
+_PLAIN = _loop(_look(1), _look(2), _look(3), _DONE)
+_WIDE = Answer(
+    think="Both at once.",
+    text="Let me look at two files.",
+    calls=(bash("cat a.py"), ToolCall("read_file", {"path": "b.py", "lines": [1, 20]})),
+)
+_HUGE = "".join(f"{n:06d} {n * 7919 % 100_003} the quick brown fox jumps over the lazy dog\n" for n in range(5_000))
+
+
+def _helper(name: str) -> tuple[Step, ...]:
+    return (
+        Start(f"Search the {name} folder.", line=name, system=f"You are a helper that searches {name}."),
+        ask(Answer(calls=(bash(f"grep -rn total {name}"),)), line=name, role="subagent"),
+        Results((f"{name}/sum.py:3: total = 0",), line=name),
+        ask(Answer(text=f"It is in {name}/sum.py, line 3."), line=name, role="subagent"),
+    )
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    Scenario("append-only", "Every request is the last one, its answer, and tool results.", _PLAIN),
+    Scenario(
+        "odd-tokens",
+        "The same, but the model samples tokens that its tokenizer would not choose for that text.",
+        _loop(*(Answer(think=a.think, text=a.text, calls=a.calls, odd=True) for a in (_look(4), _look(5), _DONE))),
+    ),
+    Scenario(
+        "follow-up",
+        "The user speaks again after an answer; stock templates drop earlier thinking there.",
+        (
+            _START,
+            ask(_look(1)),
+            Results((_listing(1),)),
+            ask(Answer(think="It is the minus sign.", text="The minus sign is wrong. Shall I mend it?")),
+            Say("Yes, and tell me how you found it."),
+            ask(Answer(think="I can explain that.", text="I read the loop and its return value.")),
+            Say("Thank you. Anything else?"),
+            ask(Answer(think="Let me think about tests.", text="A test for the empty list would be good.")),
+        ),
+    ),
+    Scenario("thinking-dropped", "The agent never sends the model's thinking back.", _PLAIN, habits=("drop_thinking",)),
+    Scenario(
+        "json-respelled",
+        "Arguments of tool calls come back as other bytes for the same JSON.",
+        _loop(_look(1, env={"b": 1, "a": [1.5, None]}), _look(2), _DONE),
+        habits=("respell",),
+    ),
+    Scenario("ids-renamed", "The agent gives tool calls ids of its own.", _PLAIN, habits=("rename_ids",)),
+    Scenario(
+        "whitespace-trimmed",
+        "Text comes back without the white space around it.",
+        _loop(
+            Answer(think="Look first.", text="\n\nLet me have a look.  \n", calls=(bash("ls "),)),
+            Answer(think="I see.", text="  The file is there.\n\n", calls=(bash("cat a.py"),)),
+            Answer(think="Done.", text="It is mended.\n"),
+        ),
+        habits=("trim",),
+    ),
+    Scenario("parallel-calls", "Two tool calls in one turn.", _loop(_WIDE, _look(7), _DONE)),
+    Scenario(
+        "compaction",
+        "The history is replaced by a summary, and the work goes on.",
+        (
+            *_loop(_look(1), _look(2)),
+            Start(f"{TASK}\n\nSo far: parts 1 and 2 were read; part 3 is next.", system=SYSTEM),
+            ask(_look(3)),
+            Results((_listing(3),)),
+            ask(_DONE),
+        ),
+        rows=2,
+    ),
+    Scenario(
+        "subagents",
+        "Two helpers with conversations of their own work at the same time.",
+        (
+            _START,
+            ask(Answer(calls=(ToolCall("delegate", {"to": "src"}), ToolCall("delegate", {"to": "lib"})))),
+            Together((_helper("src"), _helper("lib"))),
+            Results(("src says: line 3", "lib says: line 3")),
+            ask(_DONE),
+        ),
+        rows=3,
+    ),
+    Scenario(
+        "side-calls",
+        "A title and a topic check, without tools, beside the work.",
+        (
+            Start(f"Give this conversation a title: {TASK}", line="title", system="You write titles.", tools=False),
+            ask(Answer(text="Mending a sum"), line="title", role="side"),
+            *_loop(_look(1), _look(2)),
+            Start("Is this a new topic? Mend the test.", line="topic", system="Answer with yes or no.", tools=False),
+            ask(Answer(text="No."), line="topic", role="side"),
+            ask(_DONE),
+        ),
+    ),
+    Scenario(
+        "cut-stream",
+        "The engine's connection ends in the middle of an answer; the agent asks again.",
+        (
+            _START,
+            ask(_look(1)),
+            Results((_listing(1),)),
+            ask(Fault(cut_after=6, answer=Answer(text="This will never be whole, whatever is said.")), _look(2)),
+            Results((_listing(2),)),
+            ask(_DONE),
+        ),
+    ),
+    Scenario(
+        "lost-reply",
+        "The agent hangs up in the middle of an answer and asks the same again.",
+        (
+            _START,
+            ask(_look(1)),
+            Results((_listing(1),)),
+            # Longer than the agent waits. Either answer will do: a gateway may hand the first one to whoever asks again.
+            Call((_slow(bash("cat src/part_8.py")), _look(2)), hang_up_s=0.8),
+            Results((_listing(2),)),
+            ask(_DONE),
+        ),
+        streamed=True,
+    ),
+    Scenario(
+        "aborted",
+        "The user interrupts an answer and says something else.",
+        (
+            _START,
+            ask(Answer(text="What shall I do first?")),
+            Say("Look at part 9."),
+            Call((_slow(),), hang_up_s=0.8, gives_up=True),
+            Say("Stop. Look at part 1."),
+            ask(_look(1)),
+            Results((_listing(1),)),
+            ask(_DONE),
+        ),
+        streamed=True,
+    ),
+    Scenario(
+        "edited-history",
+        "An earlier answer of the model is rewritten by the agent.",
+        (
+            _START,
+            ask(Answer(text="I will look at everything.")),
+            Say("Go on."),
+            ask(Answer(text="It is the loop.")),
+            Edit(0, "I will look at the loop only."),
+            Say("And then?"),
+            ask(Answer(text="Then it is mended.", sees=("I will look at the loop only.",))),
+        ),
+        rows=2,
+    ),
+    Scenario(
+        "system-changed",
+        "The system prompt changes once, half-way.",
+        (
+            *_loop(_look(1), _look(2)),
+            System(f"{SYSTEM}\nYou are in plan mode now."),
+            ask(Answer(think="A plan, then.", text="First part 1, then part 2.", sees=("You are in plan mode now.",))),
+        ),
+        rows=2,
+    ),
+    Scenario(
+        "huge-result",
+        "A tool's result of 280 kilobytes.",
+        (_START, ask(_look(1)), Results((_HUGE,)), ask(_look(2)), Results((_listing(2),)), ask(_DONE)),
+    ),
+    Scenario(
+        "unicode",
+        "Emoji, combining and right-to-left letters, in what is said and in what is sampled.",
+        (
+            Start("Übersetze «naïve» 👩🏽‍💻 ins Türkische, नमस्ते.", system=SYSTEM),
+            ask(Answer(think="Zwölf Boxkämpfer 🥊 …", calls=(bash("echo 'ğüşİ' 🏳️‍🌈 → שלום"),), odd=True)),
+            Results(("ğüşİ 🏳️‍🌈 → שלום e\u0301 \u200b\u00a0 𝔘𝔫𝔦",)),
+            ask(Answer(text="Fertig: «naif» 🎉 مرحبا", odd=True)),
+            Say("Und «über»?"),
+            ask(Answer(text="«Üzerinde» ✅")),
+        ),
+    ),
+    Scenario(
+        "malformed-call",
+        "The model makes a tool call that is no JSON, and is told so.",
+        (
+            _START,
+            ask(Answer(raw='I will try.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls}\n</tool_call>')),
+            Say("That was not a tool call. Try again."),
+            ask(_look(2)),
+            Results((_listing(2),)),
+            ask(_DONE),
+        ),
+    ),
+    Scenario(
+        "cut-off",
+        "The model runs out of tokens in the middle of an answer, and is told to go on.",
+        (
+            _START,
+            ask(Answer(text="The first half of a long explanation, which then", finish="length")),
+            Say("Go on."),
+            ask(Answer(text="continues, and ends here.")),
+        ),
+    ),
+    Scenario(
+        "slow-engine",
+        "Two seconds until the first token, and then a trickle.",
+        (
+            _START,
+            ask(Answer(think="Slowly.", calls=(bash("sleep 1"),), delay_s=2.0, pace_s=0.02)),
+            Results(("ok",)),
+            ask(_DONE),
+        ),
+    ),
+    *(
+        Scenario(
+            name,
+            about,
+            (_START, ask(_look(1)), Results((_listing(1),)), ask(fault, _look(2)), Results((_listing(2),)), ask(_DONE)),
+        )
+        for name, about, fault in (
+            ("engine-429", "The engine is busy once; the agent asks again.", Fault(status=429)),
+            ("engine-500", "The engine fails once; the agent asks again.", Fault(status=500)),
+            ("engine-503", "The engine is away once; the agent asks again.", Fault(status=503)),
+            ("engine-drop", "The engine hangs up before the first token; the agent asks again.", Fault(drop=True)),
+        )
+    ),
+    Scenario(
+        "overflow",
+        "The prompt does not fit any more; the agent is told so, and makes its history shorter.",
+        (
+            *_loop(_look(1), _look(2)),
+            Call((Fault(status=400),), gives_up=True),
+            Start(f"{TASK}\n\nSo far: parts 1 and 2 are fine.", system=SYSTEM),
+            ask(_DONE),
+        ),
+        rows=2,
+    ),
+)
+
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+
+
+def load(turns: int) -> Scenario:
+    """What a coding agent costs: a long system prompt, and two kilobytes of code each turn."""
+    system = SYSTEM + "\n" + "\n".join(f"Rule {n}: {_listing(n)}" for n in range(50))
+    steps: list[Step] = [Start(TASK * 20, system=system)]
+    for n in range(turns):
+        steps += [ask(_look(1000 + n)), Results((_listing(n) * 18,))]
+    return Scenario("load", f"{turns} turns of a coding agent", tuple(steps[:-1]))

@@ -1,0 +1,198 @@
+"""The mock engine, with an agent that talks straight to it. What a gateway would be judged by must be right without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+
+from gauntlet import proof
+from gauntlet.agent import Agent, script
+from gauntlet.engine import Api, Engine
+from gauntlet.gateways.base import Record, Turn, merged
+from gauntlet.scenario import Scenario
+from gauntlet.scenarios import BY_NAME, SCENARIOS
+from gauntlet.score import judge
+from gauntlet.speech import ToolCall, hear, spell
+from gauntlet.tokens import Model
+from gauntlet.voices import VOICES
+from gauntlet.voices.base import Called, Conversation, Event, Said
+
+PLAIN = [s for s in SCENARIOS if not s.faults and s.name not in ("slow-engine", "lost-reply", "aborted", "huge-result")]
+
+
+class Letters:
+    """A model of one token per character: no download, and text is ids."""
+
+    stop = 0x10FFFF
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def encode_oddly(self, text: str, seed: str) -> list[int]:
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        return "".join(chr(token) for token in ids if special or token != self.stop)
+
+    def token(self, token: int) -> str:
+        return chr(token)
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: object, **variables: Any) -> str:
+        return "".join(json.dumps(message, ensure_ascii=False) for message in messages)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[str]:
+    server = TestServer(Api(Engine(cast(Model, Letters()))).app())
+    await server.start_server()
+    yield str(server.make_url("")).rstrip("/")
+    await server.close()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def learn(http: aiohttp.ClientSession, engine: str, steps: dict[str, Any]) -> None:
+    async with http.post(f"{engine}/gauntlet/steps", json=steps) as response:
+        assert response.status == 200
+
+
+async def log_of(http: aiohttp.ClientSession, engine: str, rollout: str) -> list[dict[str, Any]]:
+    async with http.get(f"{engine}/gauntlet/log", params={"rollout": rollout}) as response:
+        return cast(list[dict[str, Any]], await response.json())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("scenario", PLAIN, ids=lambda scenario: scenario.name)
+async def test_an_agent_without_a_gateway_lives_through_every_scenario(
+    http: aiohttp.ClientSession, engine: str, scenario: Scenario, stream: bool
+) -> None:
+    await learn(http, engine, script(scenario, "aa"))
+    agent = Agent(http, VOICES["chat"], scenario, "aa", engine, "none", stream=stream)
+    played = await agent.play()
+    assert not played.trouble
+    log = await log_of(http, engine, "aa")
+    record = Record([Turn(tuple(entry["ids"])) for entry in log])
+    score = judge(scenario, log, record, taken=played.taken, told=played.errors_right)
+    assert (score.captured, score.finished, score.unseen) == (scenario.turns, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["engine-429", "engine-500", "engine-503", "engine-drop", "cut-stream", "overflow"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_is_told_of_faults_and_asks_again(
+    http: aiohttp.ClientSession, engine: str, name: str, stream: bool
+) -> None:
+    scenario = BY_NAME[name]
+    await learn(http, engine, script(scenario, "ab"))
+    played = await Agent(http, VOICES["chat"], scenario, "ab", engine, "none", stream=stream).play()
+    assert (played.trouble, played.errors_right, len(played.taken)) == ("", 1, scenario.turns)
+
+
+async def test_an_agent_that_hangs_up_has_not_taken_the_answer(http: aiohttp.ClientSession, engine: str) -> None:
+    scenario = BY_NAME["lost-reply"]
+    await learn(http, engine, script(scenario, "ac"))
+    played = await Agent(http, VOICES["chat"], scenario, "ac", engine, "none", stream=True).play()
+    assert played.taken == {0: 0, 1: 1, 2: 0}
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [], "logprobs": 0, "return_token_ids": True, "max_tokens": 100},
+    "/inference/v1/generate": {"token_ids": [], "sampling_params": {"max_tokens": 100}},
+    "/generate": {"input_ids": [], "sampling_params": {"max_new_tokens": 100}, "return_logprob": True},
+}
+
+
+async def test_every_way_to_ask_with_ids_gives_ids_whose_log_probabilities_prove_the_prompt(
+    http: aiohttp.ClientSession, engine: str
+) -> None:
+    await learn(http, engine, {"ad.0": [{"text": "Yes."}]})
+    prompt = Letters().encode("What? [cue ad.0]")
+    sampled = [*Letters().encode("Yes."), Letters.stop]
+    for path, body in BODIES.items():
+        asked = {name: (prompt if value == [] else value) for name, value in body.items()}
+        async with http.post(engine + path, json=asked) as response:
+            reply = await response.json()
+        choice = (reply.get("choices") or [{}])[0]
+        if path == "/generate":
+            values = [value for value, _, _ in reply["meta_info"]["output_token_logprobs"]]
+            ids = reply["output_ids"]
+        elif path == "/v1/completions":
+            ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        else:
+            ids, values = choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
+        assert ids == sampled
+        assert values == proof.logprobs(prompt, sampled)
+        assert all(merged([(prompt, ids, values)])[0].mask[len(prompt) :])
+
+
+async def test_a_streamed_chat_reply_says_what_a_whole_one_says(http: aiohttp.ClientSession, engine: str) -> None:
+    text = spell("Hm…", "Look:", (ToolCall("bash", {"command": "ls 🎉"}), ToolCall("bash", {"command": "pwd"})))
+    await learn(http, engine, {"ae.0": [{"text": text}]})
+    voice = VOICES["chat"]
+    said = []
+    for stream in (False, True):
+        line = Conversation("Be brief.", True, [Said("user", "What? [cue ae.0]")])
+        request = voice.request(line, model="gauntlet", key="none", stream=stream)
+        async with http.post(engine + request.path, json=request.body) as response:
+            if not stream:
+                said.append(voice.whole(await response.json()))
+                continue
+            lines = [line for line in (await response.text()).split("\n") if line.startswith("data: {")]
+            said.append(voice.streamed([Event("", json.loads(line[6:])) for line in lines]))
+    whole, streamed = said
+    assert (whole.text, whole.reasoning) == (streamed.text, streamed.reasoning) == ("Look:", "Hm…")
+    assert [(c.name, c.arguments) for c in whole.calls] == [(c.name, c.arguments) for c in streamed.calls]
+
+
+async def test_what_the_agent_said_and_the_prompt_lacks_is_logged(http: aiohttp.ClientSession, engine: str) -> None:
+    await learn(http, engine, {"af.0": [{"text": "Yes.", "sees": ["plan mode", "What?"]}]})
+    body = {"prompt": Letters().encode("What? [cue af.0]"), "max_tokens": 9}
+    async with http.post(f"{engine}/v1/completions", json=body) as response:
+        assert response.status == 200
+    assert (await log_of(http, engine, "af"))[0]["unseen"] == ["plan mode"]
+
+
+def test_a_call_that_is_no_json_is_heard_as_text() -> None:
+    text = 'Look.\n<tool_call>\n{"name": "bash", "argu\n</tool_call>'
+    assert hear(text, tools=True).content == text
+    assert not hear(text, tools=True).calls
+
+
+def test_what_is_heard_of_an_answer_under_way_is_never_taken_back() -> None:
+    text = spell("Well, well.", "Look here:\n", (ToolCall("bash", {"command": "ls <tool"}),))
+    heard = [hear(text[:n], tools=True, over=False) for n in range(len(text))] + [hear(text, tools=True)]
+    for one, next_one in pairwise(heard):
+        assert next_one.reasoning.startswith(one.reasoning)
+        assert next_one.content.startswith(one.content)
+        assert next_one.calls[: len(one.calls)] == one.calls
+
+
+@pytest.mark.parametrize("dialect", VOICES)
+def test_every_voice_sends_back_all_that_was_said(dialect: str) -> None:
+    call = Called("call_1", "bash", '{"command": "ls"}')
+    opaque = {"reasoning": {"type": "reasoning", "summary": [{"text": "Hm."}]}} if dialect == "responses" else {}
+    answer = Said("assistant", "Look:", "Hm.", [call], opaque=opaque)
+    line = Conversation("Be brief.", True, [Said("user", "What?"), answer, Said("tool", "a.py", answers=call)])
+    request = VOICES[dialect].request(line, model="gauntlet", key="secret", stream=False)
+    body = json.dumps(request.body)
+    places = [body.index(said) for said in ("What?", "Look:", "ls", "a.py")]
+    assert places == sorted(places)
+    assert "Be brief." in body
+    assert "Hm." in body
+    assert "secret" in str(request.headers)
+
+
+def test_scenarios_say_nothing_twice_within_a_rollout() -> None:
+    """Else one answer could stand for another in a record."""
+    for scenario in SCENARIOS:
+        spelled = [each.spelled() for call in scenario.calls() for each in call.attempts if hasattr(each, "spelled")]
+        assert len(spelled) == len(set(spelled)), scenario.name

@@ -1,0 +1,51 @@
+"""Whatever is recorded, with any gateway, is verified when that gateway stops. A fixture for tests here; a plugin for all others:
+
+    pytest -p tests.verify.everywhere -m "not real"
+
+Traces that a test has damaged on purpose are its own affair: those are refused by the gateway itself, and passed over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from turngate.cli.verify import stored_rows
+from turngate.errors import StoreError
+from turngate.server.app import Gateway
+from turngate.verify import Folder, Means, Renderers, Scorer, Verdict, verify
+
+SEEN: list[Verdict] = []
+_stop = Gateway.stop
+
+
+def verdicts(gateway: Gateway, scorer: Scorer | None = None) -> list[Verdict]:
+    """On every session of its folder, all of which have to be fine."""
+    data, found = Path(gateway.config.data), []
+    if not (data / "turngate.db").is_file():
+        return []
+    with Folder(data) as folder, stored_rows(data) as rows:
+        for session in folder.sessions():
+            try:
+                rows(session, True)
+            except StoreError:
+                continue
+            means = Means(rows=rows, renderers=Renderers(given=gateway.renderer), scorer=scorer, tolerance=0.0)
+            verdict = verify(folder, session, means)
+            assert verdict.ok, "\n".join(f"{f.part}/{f.check}: {f.what} ({f.where})" for f in verdict.wrong)
+            found.append(verdict)
+    return found
+
+
+async def _verified(self: Gateway) -> None:
+    await _stop(self)
+    SEEN.extend(verdicts(self))
+
+
+def pytest_configure() -> None:
+    Gateway.stop = _verified  # type: ignore[method-assign]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    turns = sum(verdict.counts.turns for verdict in SEEN)
+    terminalreporter.write_line(f"verified everywhere: {len(SEEN)} sessions with {turns} turns")

@@ -1,0 +1,119 @@
+"""What the tests of verify are written with: recorded folders of every kind, a verdict on one, and hands that tamper with them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turngate.cli.verify import stored_rows
+from turngate.render import Renderer
+from turngate.verify import Derived, Folder, Means, Renderers, Rows, Verdict, verify
+from turngate.verify.stored import ContextFacts, Row, SampledFacts
+
+
+def verdict(
+    data: Path,
+    session: str = "last",
+    *,
+    renderer: Renderer | None = None,
+    rows: Rows | None = None,
+    replay: bool = True,
+    **means: Any,
+) -> Verdict:
+    """The verdict on a session of a folder, with everything that a test has at hand."""
+    with Folder(data) as folder, stored_rows(data) as real:
+        given = Means(
+            rows=rows or real,
+            renderers=Renderers(given=renderer),
+            scorer=Derived() if replay else None,
+            tolerance=0.0,
+            **means,
+        )
+        return verify(folder, folder.chosen(session), given)
+
+
+def all_fine(data: Path, *, renderer: Renderer | None = None, replay: bool = True) -> list[Verdict]:
+    """Every session of a folder is as it should be, and all of it was looked at."""
+    with Folder(data) as folder:
+        sessions = folder.sessions()
+    found = [verdict(data, session, renderer=renderer, replay=replay) for session in sessions]
+    for one in found:
+        assert one.ok, "\n".join(f"{f.part}/{f.check}: {f.what} ({f.where})" for f in one.wrong)
+    return found
+
+
+def wrong(found: Verdict) -> set[str]:
+    """The names of the checks that do not hold."""
+    return {finding.check for finding in found.wrong}
+
+
+class Tampering:
+    """A stored session in hostile hands. What is changed through `node` has its checksum mended; `sql` mends nothing."""
+
+    def __init__(self, db: sqlite3.Connection, session: str) -> None:
+        self._db = db
+        self.key = db.execute("SELECT key FROM sessions WHERE id=?", (session,)).fetchone()[0]
+
+    def sql(self, statement: str, *values: object) -> None:
+        assert self._db.execute(statement, values).rowcount != 0, statement
+
+    def rows(self) -> list[Row]:
+        found = self._db.execute(
+            "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id",
+            (self.key,),
+        )
+        return [Row(*row) for row in found]
+
+    def row(self, node: int) -> Row:
+        return next(row for row in self.rows() if row.id == node)
+
+    def of_kind(self, kind: str) -> list[int]:
+        return [row.id for row in self.rows() if row.kind == kind]
+
+    def node(self, node: int, *, mend: bool = True, **changes: Any) -> None:
+        """Change columns of a node."""
+        was = self.row(node)
+        now = msgspec.structs.replace(was, **changes)
+        if mend:
+            now = msgspec.structs.replace(now, checksum=now.sum(self.key))
+        self.sql("DELETE FROM nodes WHERE session=? AND id=?", self.key, node)
+        self._insert(now)
+
+    def facts(self, node: int, **changes: Any) -> None:
+        """Change what is known of a node, with its checksum."""
+        row = self.row(node)
+        kind = ContextFacts if row.kind == "context" else SampledFacts
+        # As a list, so that fields that verify does not read stay as they are.
+        values = msgspec.msgpack.decode(row.info)
+        names = [field.name for field in msgspec.structs.fields(kind)]
+        defaults = msgspec.to_builtins(msgspec.msgpack.decode(row.info, type=kind))
+        values += defaults[len(values) :]
+        for name, value in changes.items():
+            values[names.index(name)] = value
+        self.node(node, info=msgspec.msgpack.encode(values))
+
+    def fact(self, node: int) -> Any:
+        row = self.row(node)
+        return msgspec.msgpack.decode(row.info, type=ContextFacts if row.kind == "context" else SampledFacts)
+
+    def add(self, row: Row) -> None:
+        self._insert(msgspec.structs.replace(row, checksum=row.sum(self.key)))
+
+    def _insert(self, row: Row) -> None:
+        self.sql(
+            "INSERT INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, delivered, checksum)"
+            " VALUES (?,?,?,?,?,?,?,?,?,?)",
+            self.key,
+            *msgspec.structs.astuple(row),
+        )
+
+
+@contextmanager
+def tampering(data: Path, session: str) -> Iterator[Tampering]:
+    with closing(sqlite3.connect(data / "turngate.db", isolation_level=None)) as db:
+        yield Tampering(db, session)

@@ -1,0 +1,509 @@
+"""One thing is altered in a stored session, and verify says so under the right name. Whoever alters it mends the checksum as well,
+except where the checksum itself is what is tried."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests import kit
+from tests.verify.kit import Tampering, tampering, verdict, wrong
+from tests.verify.stories import rich
+from turngate.cli.verify import stored_rows
+from turngate.trace.sample import Sample
+from turngate.verify import Rows, Verdict
+
+Recorded = tuple[Path, str, str]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """A folder, and its two sessions."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return folder, *asyncio.run(rich(folder, kit.renderer()))
+
+
+@pytest.fixture
+def copy(recorded: Recorded, tmp_path: Path) -> Recorded:
+    folder, *sessions = recorded
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(folder / "turngate.db", data)
+    return data, *sessions
+
+
+def look(data: Path, session: str, *, replay: bool = False, rows: Rows | None = None) -> Verdict:
+    return verdict(data, session, renderer=kit.renderer(), replay=replay, rows=rows)
+
+
+def test_what_nobody_touched_is_fine(recorded: Recorded) -> None:
+    data, *sessions = recorded
+    for session in sessions:
+        found = look(data, session, replay=True)
+        assert found.ok and not found.notes and not found.unchecked, found
+
+
+# ── the bytes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flipped(blob: bytes, at: int = 0) -> bytes:
+    return blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :]
+
+
+@pytest.mark.parametrize("column", ["ids", "logprobs", "info", "messages", "parent", "kind", "id", "checksum"])
+def test_a_changed_column_breaks_the_checksum(column: str, copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        turn = t.row(t.of_kind("sampled")[3])
+        was = getattr(turn, column)
+        now: Any = flipped(was) if isinstance(was, bytes) else "context" if column == "kind" else was + 100
+        t.sql(f"UPDATE nodes SET {column}=? WHERE session=? AND id=?", now, t.key, turn.id)
+    assert "checksum" in wrong(look(data, session))
+
+
+def test_a_turn_that_is_moved_to_another_session_breaks_the_checksum(copy: Recorded) -> None:
+    data, session, other = copy
+    with tampering(data, session) as t, tampering(data, other) as o:
+        t.sql("UPDATE nodes SET session=? WHERE session=? AND id=?", o.key, t.key, t.of_kind("sampled")[-1])
+    assert "checksum" in wrong(look(data, other))
+    assert "tree" in wrong(look(data, session)), "the context that it answered has no answer now"
+
+
+# ── with the checksum mended ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def turns(t: Tampering, **facts: Any) -> list[int]:
+    """Turns of which these facts hold."""
+    return [n for n in t.of_kind("sampled") if all(getattr(t.fact(n), name) == value for name, value in facts.items())]
+
+
+def roots(t: Tampering, cause: str | None) -> list[int]:
+    return [n for n in t.of_kind("context") if t.row(n).parent is None and t.fact(n).cause == cause]
+
+
+def told(thread: str = "", parent: str = "", role: str = "", why: str = "") -> list[str]:
+    return [thread, parent, role, why]
+
+
+def another_id(t: Tampering, node: int, at: int) -> None:
+    ids = np.frombuffer(t.row(node).ids, np.int32).copy()
+    ids[at] = ids[at] + 1 if ids[at] < 500 else ids[at] - 1
+    t.node(node, ids=ids.tobytes())
+
+
+def shorter(t: Tampering) -> None:
+    turn = t.row(turns(t, finish="stop")[0])
+    t.node(turn.id, logprobs=(turn.logprobs or b"")[:-4])
+
+
+def above_zero(t: Tampering) -> None:
+    turn = t.row(turns(t, finish="stop")[0])
+    t.node(turn.id, logprobs=np.full(len(turn.ids) // 4, 0.5, np.float32).tobytes())
+
+
+def swapped_contents(t: Tampering) -> None:
+    """Two turns change places with everything that they are."""
+    one, other = (t.row(n) for n in turns(t, finish="stop", cause=None)[:2])
+    for place, content in ((one, other), (other, one)):
+        t.node(place.id, ids=content.ids, logprobs=content.logprobs, info=content.info, messages=content.messages)
+
+
+def swapped_ids(t: Tampering) -> None:
+    """Only what was sampled changes places."""
+    one, other = (t.row(n) for n in turns(t, finish="stop", cause=None)[:2])
+    t.node(one.id, ids=other.ids, logprobs=other.logprobs)
+    t.node(other.id, ids=one.ids, logprobs=one.logprobs)
+
+
+def numbered_back(t: Tampering) -> None:
+    """A turn gets a number before that of what it follows."""
+    last = t.of_kind("sampled")[-1]
+    row = t.row(last)
+    t.sql("DELETE FROM nodes WHERE session=? AND id=?", t.key, last)
+    t.add(msgspec.structs.replace(row, id=0))
+
+
+def another_parent(t: Tampering, node: int, parent: int | None) -> None:
+    t.node(node, parent=parent)
+
+
+def on_another_kind(t: Tampering) -> None:
+    context = t.of_kind("context")[1]
+    another_parent(t, context, t.of_kind("context")[0])
+
+
+def results_elsewhere(t: Tampering) -> None:
+    """Results hang on a turn that did not make the calls."""
+    results, helper = t.row(t.of_kind("context")[1]), turns(t, finish="stop")[-3]
+    t.add(msgspec.structs.replace(results, id=200, parent=helper))
+    t.add(msgspec.structs.replace(t.row(t.of_kind("sampled")[-1]), id=201, parent=200))
+
+
+def another_kind(t: Tampering) -> None:
+    t.node(t.of_kind("sampled")[-1], kind="context")
+
+
+def unknown_kind(t: Tampering) -> None:
+    t.node(t.of_kind("sampled")[-1], kind="remark")
+
+
+def other_words(t: Tampering, node: int, was: bytes, now: bytes) -> None:
+    row = t.row(node)
+    assert was in row.messages, row.messages
+    t.node(node, messages=row.messages.replace(was, now))
+
+
+def first_question(t: Tampering) -> None:
+    other_words(t, t.of_kind("context")[0], b"Fix the bug.", b"Fix the bog.")
+
+
+def result(t: Tampering) -> None:
+    other_words(t, t.of_kind("context")[1], b"text", b"test")
+
+
+def answer(t: Tampering) -> None:
+    other_words(t, turns(t, finish="stop")[0], b"lost", b"last")
+
+
+def arguments(t: Tampering) -> None:
+    other_words(t, turns(t, finish="tool_calls")[0], b"a.py", b"c.py")
+
+
+def no_json(t: Tampering) -> None:
+    t.node(t.of_kind("context")[1], messages=b"[{")
+
+
+def another_dialect(t: Tampering) -> None:
+    t.facts(t.of_kind("context")[1], dialect="gemini")
+
+
+def no_dialect(t: Tampering) -> None:
+    t.facts(t.of_kind("context")[1], dialect="telegraph")
+
+
+def dropped_turn(t: Tampering) -> None:
+    t.sql("DELETE FROM nodes WHERE session=? AND id=?", t.key, t.of_kind("sampled")[-1])
+
+
+def dropped_context(t: Tampering) -> None:
+    t.sql("DELETE FROM nodes WHERE session=? AND id=?", t.key, t.of_kind("context")[-1])
+
+
+def twin(t: Tampering) -> None:
+    t.add(msgspec.structs.replace(t.row(t.of_kind("sampled")[-1]), id=300))
+
+
+def twin_context(t: Tampering) -> None:
+    context, turn = t.of_kind("context")[-1], t.of_kind("sampled")[-1]
+    t.add(msgspec.structs.replace(t.row(context), id=300))
+    t.add(msgspec.structs.replace(t.row(turn), id=301, parent=300))
+
+
+def no_preamble(t: Tampering) -> None:
+    t.sql("DELETE FROM preambles WHERE session=?", t.key)
+
+
+def another_preamble(t: Tampering) -> None:
+    t.sql("UPDATE preambles SET tools=replace(tools, 'Tool read', 'Tool Read') WHERE session=?", t.key)
+
+
+def other_arguments(t: Tampering) -> None:
+    t.sql("""UPDATE preambles SET kwargs=CAST('{"x": 1}' AS BLOB) WHERE session=?""", t.key)
+
+
+def tools_in_another_order(t: Tampering) -> None:
+    """The same to a machine, and not to a model: the keys of one tool change places."""
+    (raw,) = t._db.execute("SELECT tools FROM preambles WHERE session=? LIMIT 1", (t.key,)).fetchone()
+    swapped = [dict(reversed(tool.items())) for tool in msgspec.json.decode(raw)]
+    t.sql("UPDATE preambles SET tools=? WHERE session=? AND tools=?", msgspec.json.encode(swapped), t.key, raw)
+
+
+def another_vocabulary(t: Tampering) -> None:
+    t.sql("UPDATE sessions SET vocabulary='0123456789abcdef' WHERE key=?", t.key)
+
+
+def no_vocabulary(t: Tampering) -> None:
+    t.sql("UPDATE sessions SET vocabulary='' WHERE key=?", t.key)
+
+
+def other_settings(t: Tampering) -> None:
+    t.sql("UPDATE sessions SET config=CAST('{' AS BLOB) WHERE key=?", t.key)
+
+
+def pinned(t: Tampering) -> None:
+    t.sql("""UPDATE sessions SET config=CAST('{"sampling": {"temperature": 0.5}}' AS BLOB) WHERE key=?""", t.key)
+
+
+def neighbour(t: Tampering) -> None:
+    """All of a session is given to another one that was opened later."""
+    (other,) = t._db.execute("SELECT max(key) FROM sessions").fetchone()
+    mine, its = t.key, other
+    rows = t.rows()
+    t._db.execute("DELETE FROM nodes WHERE session IN (?,?)", (mine, its))
+    t._db.execute("DELETE FROM preambles WHERE session=?", (its,))
+    t._db.execute("UPDATE preambles SET session=? WHERE session=?", (its, mine))
+    t.key = its
+    for row in rows:
+        t.add(row)
+    t._db.execute("UPDATE sessions SET config=(SELECT config FROM sessions WHERE key=?) WHERE key=?", (mine, its))
+
+
+Case = tuple[str, Callable[[Tampering], None]]
+CASES: dict[str, Case] = {
+    "an id of a question": ("context", lambda t: another_id(t, t.of_kind("context")[0], 20)),
+    "an id of a result": ("context", lambda t: another_id(t, t.of_kind("context")[1], 5)),
+    "the last id of a context": ("context", lambda t: another_id(t, t.of_kind("context")[2], -1)),
+    "an id of an answer": ("parse", lambda t: another_id(t, turns(t, finish="stop")[0], 1)),
+    "an id of a call": ("parse", lambda t: another_id(t, turns(t, finish="tool_calls")[0], -8)),
+    "an id of a turn that was cut short": ("parse", lambda t: another_id(t, turns(t, finish="length")[0], 2)),
+    "a log-probability too few": ("lengths", shorter),
+    "log-probabilities above zero": ("lengths", above_zero),
+    "ids of two turns swapped": ("parse", swapped_ids),
+    "a number before its parent's": ("tree", numbered_back),
+    "a parent that is not there": ("tree", lambda t: another_parent(t, t.of_kind("context")[1], 999)),
+    "a parent of the same kind": ("tree", on_another_kind),
+    "a turn without a parent": ("tree", lambda t: another_parent(t, t.of_kind("sampled")[-1], None)),
+    "a node that is its own parent": (
+        "tree",
+        lambda t: another_parent(t, t.of_kind("context")[1], t.of_kind("context")[1]),
+    ),
+    "a context that begins a conversation": ("context", lambda t: another_parent(t, t.of_kind("context")[2], None)),
+    "results below another turn": ("messages", results_elsewhere),
+    "a turn that is a context": ("tree", another_kind),
+    "a kind that is none": ("tree", unknown_kind),
+    "a word of the question": ("context", first_question),
+    "a word of a result": ("context", result),
+    "a word of an answer": ("parse", answer),
+    "arguments of a call": ("parse", arguments),
+    "messages that are no JSON": ("messages", no_json),
+    "messages in another dialect": ("messages", another_dialect),
+    "messages in no dialect": ("messages", no_dialect),
+    "a dropped turn": ("tree", dropped_turn),
+    "a dropped context": ("tree", dropped_context),
+    "a turn twice": ("twice", twin),
+    "a context twice": ("twice", twin_context),
+    "no preamble": ("preamble", no_preamble),
+    "other tools": ("preamble", another_preamble),
+    "other template arguments": ("preamble", other_arguments),
+    "tools spelled otherwise": ("context", tools_in_another_order),
+    "another vocabulary": ("vocabulary", another_vocabulary),
+    "no vocabulary": ("vocabulary", no_vocabulary),
+    "settings that cannot be read": ("tree", other_settings),
+    "sampling that was pinned otherwise": ("sampling", pinned),
+    "stopped, marked as cut": ("parse", lambda t: t.facts(turns(t, finish="stop")[0], finish="length")),
+    "stopped, marked as calls": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], finish="tool_calls")),
+    "calls, marked as stopped": ("turn", lambda t: t.facts(turns(t, finish="tool_calls")[0], finish="stop")),
+    "stopped, marked as aborted": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], finish="abort")),
+    "aborted, marked as stopped": ("turn", lambda t: t.facts(turns(t, finish="abort")[0], finish="stop")),
+    "an ending that is none": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], finish="bored")),
+    "a fault of a whole turn": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], fault="the engine died")),
+    "another capture": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], capture="logprobs")),
+    "versions backwards": ("turn", lambda t: t.facts(turns(t, finish="stop")[0], version_start=9)),
+    "inside thinking": ("parse", lambda t: t.facts(turns(t, finish="stop")[0], reasoning_open=True)),
+    "hidden bias": ("sampling", lambda t: t.facts(turns(t, finish="stop")[0], sampling=b'{"top_p": 0.5}')),
+    "invented bias": ("sampling", lambda t: t.facts(turns(t, finish="stop")[0], biases=["top_k"])),
+    "sampled before it was opened": ("times", lambda t: t.facts(turns(t, finish="stop")[0], started=1.0)),
+    "sampled after it was closed": ("times", lambda t: t.facts(turns(t, finish="stop")[-1], ended=9e9)),
+    "all of it in another session": ("times", neighbour),
+    "told to be a side call": ("told", lambda t: t.facts(t.of_kind("context")[1], told=told(role="side", why="title"))),
+    "told to be a summary": ("told", lambda t: t.facts(t.of_kind("context")[1], told=told(role="side", why="summary"))),
+    "a summary, told to be nothing": ("told", lambda t: t.facts(t.of_kind("context")[5], told=told())),
+    "a helper, told to be nothing": ("told", lambda t: t.facts(roots(t, "subagent")[0], told=told())),
+    "told of a parent": ("told", lambda t: t.facts(t.of_kind("context")[1], told=told(thread="a", parent="b"))),
+    "compaction, said to be a sub-agent's": ("cause", lambda t: t.facts(roots(t, "compaction")[0], cause="tools")),
+    "compaction, said to be nothing": ("cause", lambda t: t.facts(roots(t, "compaction")[0], cause=None)),
+    "other tools, said to be a system prompt": ("cause", lambda t: t.facts(roots(t, "tools")[0], cause="system")),
+    "another system prompt, said to be a side call": ("cause", lambda t: t.facts(roots(t, "system")[0], cause="side")),
+    "an edit, said to be a branch": ("cause", lambda t: t.facts(roots(t, "edited")[0], cause="branch")),
+    "a retry, said to be the first": ("cause", lambda t: t.facts(turns(t, cause=None)[0], cause="retry")),
+    "a lost answer, said to be asked anew": ("cause", lambda t: t.facts(turns(t, cause="retry")[1], cause="resample")),
+    "a cause that is none": ("cause", lambda t: t.facts(roots(t, "edited")[0], cause="whim")),
+    "tools that are not there": ("preamble", lambda t: t.facts(t.of_kind("context")[1], has_tools=False)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_is_altered_is_noticed_by_its_name(name: str, copy: Recorded) -> None:
+    data, session, other = copy
+    check, alter = CASES[name]
+    with tampering(data, session) as t:
+        alter(t)
+    found = look(data, other if "another session" in name else session)
+    assert check in wrong(found), found.wrong
+    assert "checksum" not in wrong(found), "it was mended"
+
+
+def test_a_delivered_turn_that_is_marked_as_lost_is_told(copy: Recorded) -> None:
+    """The store keeps this mark outside of its checksum; that the agent went on from the turn tells."""
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        t.sql("UPDATE nodes SET delivered=0 WHERE session=? AND id=?", t.key, t.of_kind("sampled")[0])
+    assert [note.check for note in look(data, session).notes] == ["delivered"]
+
+
+def test_a_branch_that_is_taken_out_leaves_a_gap(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        side = t.of_kind("context")[5]
+        t.sql("DELETE FROM nodes WHERE session=? AND id IN (?,?)", t.key, side, side + 1)
+    [note] = look(data, session).notes
+    assert note.check == "tree" and f"{side} to {side + 1}" in note.what
+
+
+# ── what only an engine can tell ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_log_probability_that_is_altered_is_noticed_by_replay(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        for turn in map(t.row, t.of_kind("sampled")):
+            scores = np.frombuffer(turn.logprobs or b"", np.float32).copy()
+            at = len(scores) // 2
+            scores[at] -= 0.125
+            t.node(turn.id, logprobs=scores.tobytes())
+            assert look(data, session).ok, "no other check can tell"
+            [finding] = look(data, session, replay=True).wrong
+            assert (finding.check, finding.node) == ("logprobs", turn.id)
+            assert f"recorded as {scores[at]:.4f}" in finding.what
+            t.node(turn.id, logprobs=turn.logprobs)
+    assert look(data, session, replay=True).ok
+
+
+def test_a_turn_below_another_one_is_noticed_by_replay(copy: Recorded) -> None:
+    """Messages fit anywhere; what the model thought of its tokens does not."""
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        question = t.row(t.of_kind("context")[3])  # the user says: go on
+        t.node(question.id, parent=turns(t, cause="retry")[0])
+    found = look(data, session, replay=True)
+    assert "logprobs" in wrong(found)
+
+
+def test_turns_that_changed_places_whole_are_noticed_by_replay(copy: Recorded) -> None:
+    """Where clocks cannot tell them apart: words, ids and facts all fit together still."""
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        swapped_contents(t)
+    found = look(data, session, replay=True)
+    # On a slow machine the turns lie so far apart that their clocks tell on them, too.
+    assert {"logprobs"} <= wrong(found) <= {"logprobs", "times"}
+    assert "times" in {note.check for note in found.notes} | wrong(found), "the order in which they ended is odd"
+
+
+def test_any_id_anywhere_is_noticed(copy: Recorded) -> None:
+    """Of every node the first, the middle and the last, one at a time."""
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        for row in t.rows():
+            for at in {0, len(row.ids) // 8, len(row.ids) // 4 - 1}:
+                another_id(t, row.id, at)
+                assert not look(data, session, replay=True).ok, f"id {at} of node {row.id}"
+                t.node(row.id, ids=row.ids)
+
+
+# ── the rows themselves ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bent(data: Path, bend: Callable[[list[Sample]], Sequence[Sample]]) -> Callable[[str], Verdict]:
+    """A verdict on rows that a faulty exporter made of a faultless trace."""
+
+    def judge(session: str) -> Verdict:
+        with stored_rows(data) as real:
+            return look(data, session, rows=lambda s, everything: bend(list(real(s, everything))))  # type: ignore[arg-type]
+
+    return judge
+
+
+def changed(row: Sample, **fields: Any) -> Sample:
+    return msgspec.structs.replace(row, **fields)
+
+
+def masked(row: Sample, at: int) -> Sample:
+    mask = row.mask.copy()
+    mask[at] = not mask[at]
+    return changed(row, mask=mask)
+
+
+def zero_filled(row: Sample) -> Sample:
+    return changed(row, logprobs=np.nan_to_num(row.logprobs))
+
+
+def span(row: Sample, at: int, **fields: Any) -> Sample:
+    spans = list(row.spans)
+    spans[at] = msgspec.structs.replace(spans[at], **fields)
+    return changed(row, spans=tuple(spans))
+
+
+def trained_twice(rows: list[Sample]) -> list[Sample]:
+    """A shared turn is trained in every row that it is in."""
+    out = []
+    for row in rows:
+        mask, spans = row.mask.copy(), []
+        for s in row.spans:
+            again = s.reason == "trained in another row"
+            mask[s.start : s.end] |= again
+            spans.append(msgspec.structs.replace(s, trained=True, reason="") if again else s)
+        out.append(changed(row, mask=mask, spans=tuple(spans)))
+    return out
+
+
+def first(change: Callable[[Sample], Sample]) -> Callable[[list[Sample]], list[Sample]]:
+    return lambda rows: [change(rows[0]), *rows[1:]]
+
+
+BENDS: dict[str, tuple[str, Callable[[list[Sample]], list[Sample]]]] = {
+    "a context token is trained": ("masks", first(lambda r: masked(r, 0))),
+    "a sampled token is not trained": ("masks", first(lambda r: masked(r, r.spans[0].start))),
+    "zeros for missing log-probabilities": ("masks", first(zero_filled)),
+    "another log-probability": ("masks", first(lambda r: changed(r, logprobs=r.logprobs - np.float32(0.5)))),
+    "another id": ("rows", first(lambda r: changed(r, ids=np.concatenate([r.ids[:5], r.ids[5:6] + 1, r.ids[6:]])))),
+    "an id too few": ("rows", first(lambda r: changed(r, ids=r.ids[:-1], mask=r.mask[:-1], logprobs=r.logprobs[:-1]))),
+    "a mask too short": ("rows", first(lambda r: changed(r, mask=r.mask[:-1]))),
+    "a turn at another place": ("rows", first(lambda r: span(r, 0, start=r.spans[0].start + 1))),
+    "another policy version": ("rows", first(lambda r: span(r, 0, version_end=7))),
+    "a row is missing": ("rows", lambda rows: rows[1:]),
+    "a row is there twice": ("rows", lambda rows: [*rows, rows[0]]),
+    "a row of another branch": ("rows", first(lambda r: changed(r, branch=2))),
+    "shared turns are trained in each row": ("once", trained_twice),
+    "another role": ("roles", first(lambda r: span(r, 0, role="subagent"))),
+    "no reason": ("reasons", lambda rows: [*rows[:-1], span(rows[-1], -1, reason="", trained=False)]),
+    "a reason that is not so": (
+        "reasons",
+        lambda rows: [*rows[:-1], span(rows[-1], -1, reason="role side", trained=False)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BENDS)
+def test_rows_that_are_not_what_was_recorded_are_noticed(name: str, recorded: Recorded) -> None:
+    data, session, _ = recorded
+    check, bend = BENDS[name]
+    assert check in wrong(bent(data, bend)(session))
+
+
+def test_a_gateway_that_refuses_a_good_trace_is_noticed(recorded: Recorded) -> None:
+    from turngate.errors import StoreError
+
+    def refuses(session: str, everything: bool) -> list[Sample]:
+        raise StoreError("it is damaged")
+
+    data, session, _ = recorded
+    assert wrong(look(data, session, rows=refuses)) == {"rows", "masks", "once", "reasons", "roles"}
+
+
+def test_what_the_gateway_itself_refuses_is_not_held_against_its_rows(copy: Recorded) -> None:
+    data, session, _ = copy
+    with closing(sqlite3.connect(data / "turngate.db", isolation_level=None)) as db:
+        db.execute("UPDATE nodes SET checksum=1 WHERE id=2")
+    found = look(data, session)
+    assert wrong(found) == {"checksum"}
+    assert {missing.part for missing in found.unchecked} == {"rows"}

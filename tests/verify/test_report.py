@@ -1,0 +1,281 @@
+"""`turngate verify`: what it prints, what it gives to machines, whom it asks, and who runs it unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import kit
+from tests.exact.agent import World
+from tests.exact.test_rows import SYSTEM, talk, user
+from tests.verify.kit import tampering, wrong
+from tests.verify.stories import rich
+from turngate.cli.verify import Asked, report, stored_rows
+from turngate.engines.scripted import derived_logprobs
+from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
+from turngate.verify import VLLM, Folder, Means, Renderers, Sampler, Verdict, summed_up, verify
+
+Recorded = tuple[Path, str, str]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    data = tmp_path / "data"
+    return data, *asyncio.run(rich(data, kit.renderer()))
+
+
+def ask(data: Path, **options: Any) -> bool:
+    return report(Asked(data=str(data), **options))
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_person_reads_the_verdict_the_checks_and_the_forks(recorded: Recorded, capsys: Any) -> None:
+    data, session, _ = recorded
+    assert ask(data, session=session[:12], engine="scripted", tolerance=0.0)
+    text = capsys.readouterr().out
+    assert f"✓ exact  {session}" in text
+    for words in (
+        "structure   checksum tree",
+        "render      context parse",
+        "rows        rows masks",
+        "scored again by scripted",
+    ):
+        assert words in text
+    for cause in ("retry", "side call (summary)", "sub-agent (helper)", "tools changed", "compaction"):
+        assert cause in text.replace("\n", " ") or cause.split()[0] in text
+    assert "sampled for nothing" in text
+
+
+def test_what_is_wrong_is_named_with_its_place(recorded: Recorded, capsys: Any) -> None:
+    data, session, _ = recorded
+    with tampering(data, session) as t:
+        t.sql("UPDATE nodes SET ids=zeroblob(8) WHERE session=? AND id=2", t.key)
+    assert not ask(data, session=session)
+    text = capsys.readouterr().out
+    assert "✗ wrong" in text and "✗ checksum" in text and "(node 2)" in text
+    assert not ask(data, every=True), "one of them is"
+    assert "2 sessions, 1 with something wrong" in capsys.readouterr().out
+
+
+def test_a_machine_reads_the_same(recorded: Recorded, capsys: Any) -> None:
+    data, session, other = recorded
+    assert ask(data, every=True, engine="scripted", tolerance=0.0, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and [one["session"] for one in found["sessions"]] == [other, session]
+    first = found["sessions"][1]
+    assert {"part", "check", "ok", "what", "where", "node"} == set(first["findings"][0])
+    assert all(finding["ok"] for finding in first["findings"])
+    assert first["replay"]["largest"] == 0 and first["counts"]["turns"] == 16
+    assert [fork["cause"] for fork in first["forks"]].count("retry") == 2
+
+
+def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys: Any) -> None:
+    async def served() -> bool:
+        async with kit.gateway([kit.say("Hello."), kit.say("Again.")], data=tmp_path) as g:
+            session = await g.open()
+            await g.ask(session.key, "Hi")
+            first = await asyncio.to_thread(ask, tmp_path)
+            await g.ask(session.key, "Hi there")
+            return first and await asyncio.to_thread(ask, tmp_path)
+
+    assert asyncio.run(served())
+    assert "open, 2 turns" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"session": "nobody"}, "is not recorded here"),
+        ({"engine": "sglang"}, "cannot score a prompt"),
+        ({"engine": "vllm"}, "needs --engine-url and --model"),
+        ({"engine_url": "http://127.0.0.1:1"}, "say which one"),
+    ],
+)
+def test_what_cannot_be_done_is_said(recorded: Recorded, options: Any, words: str) -> None:
+    with pytest.raises((ConfigError, NotFound), match=words):
+        ask(recorded[0], **options)
+
+
+def test_a_folder_without_a_store_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no"):
+        ask(tmp_path)
+    (tmp_path / "turngate.db").write_bytes(b"no database at all, but long enough to be taken for one" * 100)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ask(tmp_path)
+
+
+# ── an engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Scoring(BaseHTTPRequestHandler):
+    """vLLM's `/v1/completions`, as far as prompt log-probabilities go, with a model whose scores follow from its ids."""
+
+    off = 0.0
+    seen: list[Any] = []
+    fails = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.seen.append((self.path, self.headers.get("authorization"), body))
+        ids = body["prompt"]
+        scored: list[Any] = [None]
+        for n in range(1, len(ids)):
+            [score] = derived_logprobs(np.array(ids[:n], np.int32), [ids[n]])
+            scored.append({str(ids[n]): {"logprob": score + self.off, "rank": 1}})
+        said = json.dumps({"choices": [{"prompt_logprobs": scored}]}).encode()
+        self.send_response(500 if self.fails else 200)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(b"x" * len(said) if self.fails else said)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def engine() -> Iterator[type[_Scoring]]:
+    class Scoring(_Scoring):
+        seen: list[Any] = []
+
+    server = HTTPServer(("127.0.0.1", 0), Scoring)
+    Scoring.url = f"http://127.0.0.1:{server.server_port}/v1"  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield Scoring
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_vllm_scores_each_branch_once(recorded: Recorded, engine: Any, capsys: Any) -> None:
+    data, session, _ = recorded
+    assert ask(data, session=session, engine="vllm", engine_url=engine.url, model="m", as_json=True)
+    [found] = json.loads(capsys.readouterr().out)["sessions"]
+    # The constrained turn was not sampled from the model's own distribution; a plain score says nothing about it.
+    assert found["replay"]["turns"] == 15 and found["replay"]["outliers"] == 0
+    path, _, body = engine.seen[0]
+    assert path == "/v1/completions" and body["prompt_logprobs"] == 0 and body["model"] == "m"
+    assert len(engine.seen) < 15, "turns of one branch are scored together"
+
+
+def test_an_engine_that_thinks_otherwise_is_told_token_by_token(recorded: Recorded, engine: Any) -> None:
+    data, _, short = recorded
+    engine.off = -0.05
+    with Folder(data) as folder, stored_rows(data) as rows:
+        means = Means(rows=rows, scorer=VLLM(engine.url, "m"), tolerance=0.02)
+        found = verify(folder, short, means)
+        assert wrong(found) == {"logprobs"}
+        assert found.replay is not None and abs(found.replay.mean - 0.05) < 1e-4
+        assert found.replay.outliers == found.replay.tokens == 6
+        assert "weights" in found.notes[0].what
+        assert verify(folder, short, Means(rows=rows, scorer=VLLM(engine.url, "m"), tolerance=0.1)).ok
+        other = verify(folder, short, Means(rows=rows, scorer=VLLM(engine.url, "m"), version=3))
+        assert other.ok and [missing.part for missing in other.unchecked] == ["replay"]
+
+
+def test_an_engine_that_cannot_be_asked_is_no_verdict(recorded: Recorded, engine: Any) -> None:
+    engine.fails = 1
+    with pytest.raises(EngineError, match="answered 500"):
+        ask(recorded[0], engine="vllm", engine_url=engine.url, model="m")
+    with pytest.raises(EngineUnavailable):
+        ask(recorded[0], engine="vllm", engine_url="http://127.0.0.1:9", model="m")
+
+
+# ── the agent's own log ─────────────────────────────────────────────────────────────────────────────────────────────
+
+SCRIBE = """
+name = "scribe"
+title = "A program that prints what it was told"
+dialect = "chat"
+command = ["scribe"]
+
+[transcript]
+stdout = true
+turn = "{text: text}"
+"""
+
+
+@pytest.mark.parametrize("wrote", [["one", "two"], ["one", "2"], ["one"], ["one", "two", "three"]])
+async def test_the_transcript_is_a_witness(
+    wrote: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any, renderers: Any
+) -> None:
+    (tmp_path / "scribe.toml").write_text(SCRIBE)
+    monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path / "scribe.toml"))
+    data = tmp_path / "data"
+    async with World.of(data, renderers("builtin")) as world:
+        agent = world.agent(metadata={"agent": "scribe"})
+        agent.messages = [SYSTEM, user("work")]
+        await talk(agent, "one", "two")
+    left = data / "rollouts" / agent.session_id
+    left.mkdir(parents=True)
+    (left / "stdout").write_text("".join(json.dumps({"text": text}) + "\n" for text in wrote))
+    assert ask(data, as_json=True) == (wrote == ["one", "two"])
+    [found] = json.loads(capsys.readouterr().out)["sessions"]
+    assert {f["check"] for f in found["findings"] if not f["ok"]} == (
+        set() if wrote == ["one", "two"] else {"transcript"}
+    )
+
+
+def test_without_a_transcript_it_says_so(recorded: Recorded, capsys: Any) -> None:
+    assert ask(recorded[0])
+    assert "transcript was not looked at: no agent is recorded" in capsys.readouterr().out
+
+
+# ── unasked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded: Recorded, caplog: Any) -> None:
+    data, session, other = recorded
+    with tampering(data, session) as t:
+        t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
+    found: list[Verdict] = []
+    done = threading.Event()
+
+    def look(session_id: str) -> Verdict:
+        with Folder(data) as folder, stored_rows(data) as rows:
+            return verify(folder, session_id, Means(rows=rows, renderers=Renderers()))
+
+    def told(verdict: Verdict) -> None:
+        found.append(verdict)
+        if len(found) == 2:
+            done.set()
+
+    sampler = Sampler(2, look, told)
+    sampler.start()
+    for ended in ("nobody", other, "nobody", "nobody", "nobody", session):
+        sampler.ended(ended)
+    assert done.wait(120)  # it yields to everybody else
+    sampler.stop()
+    assert [(verdict.session, verdict.ok) for verdict in found] == [(other, True), (session, False)]
+    assert sampler.looked == 2 and sampler.missed == 0
+    assert summed_up(found[1])["wrong"] == [
+        {"check": "checksum", "what": "its bytes are not those that its checksum was made of", "node": 2}
+    ]
+    said = [record.getMessage() for record in caplog.records]
+    assert any("nobody" in line and "could not be verified" in line for line in said)
+    assert any(session in line and "checksum" in line for line in said)
+
+
+def test_a_check_that_falls_over_ends_neither_the_checks_nor_the_gateway(caplog: Any) -> None:
+    tried = threading.Semaphore(0)
+
+    def falls(session_id: str) -> Verdict:
+        tried.release()
+        raise RuntimeError("a fault of ours")
+
+    sampler = Sampler(1, falls, lambda verdict: None)
+    sampler.start()
+    sampler.ended("one")
+    sampler.ended("two")
+    assert tried.acquire(timeout=10) and tried.acquire(timeout=10)
+    sampler.stop()
+    assert sampler.looked == 0

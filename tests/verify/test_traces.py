@@ -1,0 +1,186 @@
+"""What the gateway records is found to be exact, whatever model, dialect or agent it is recorded from."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import kit, sdk_agents
+from tests.exact.agent import World
+from tests.exact.test_property import follow, play, turn_of
+from tests.exact.test_rows import SYSTEM, say, talk, user
+from tests.golden import recording
+from tests.golden.replay import play as replayed
+from tests.kit import calls
+from tests.verify.kit import all_fine, verdict
+from turngate.engines.scripted import Turn
+from turngate.types import Limits
+from turngate.verify import Verdict
+
+KINDS = ["go on", "go on, respelled", "go on, streamed", "retry", "edit", "compact", "tools", "two at once", "back"]
+SAID = [
+    "text",
+    "think",
+    "call",
+    "calls",
+    "think+call",
+    "malformed",
+    "truncated",
+    "random",
+    "random, cut",
+    "empty",
+    "unclosed",
+]
+TEXTS = ["ok", "Größe 👍🏽\n", "  x\n\n", "<think>x</think>", "é\u0301 汉字", "\n", ' <b> {"a": 1}', "<tool_call>"]
+MODELS = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]) -> None:
+    draw = random.Random(name)
+    for seed in range(12):
+        steps = [
+            (draw.choice(KINDS), draw.choice(SAID), f"{draw.choice(TEXTS)} {n}") for n in range(draw.randrange(1, 9))
+        ]
+        asyncio.run(play(renderers(name), steps, seed))
+    assert len(verified) == 12
+    assert all({f.part for f in found.findings} >= {"structure", "rows", "render", "replay"} for found in verified)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "builtin"])
+async def test_a_long_rollout_is_one_row_without_a_fork(name: str, renderers: Any, tmp_path: Path) -> None:
+    renderer, draw = renderers(name), random.Random(4)
+    async with World.of(tmp_path, renderer) as world:
+        agent = world.agent()
+        agent.messages = [SYSTEM, user("Fix the bug.")]
+        for n in range(24):
+            kind = ("think+call", "calls", "think", "random")[n % 4]
+            follow(agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw)), f"output {n}")
+    [found] = all_fine(tmp_path, renderer=renderer)
+    assert (found.counts.turns, found.counts.rows, found.forks) == (24, 1, ())
+    assert found.counts.trained_tokens == found.counts.sampled_tokens
+
+
+@pytest.mark.parametrize("dialect", sdk_agents.DIALECTS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_dialect(dialect: str, stream: bool, verified: list[Verdict]) -> None:
+    both = calls(("list_files", {"path": "."}), ("read_file", {"path": "a.py"}))
+    script = [
+        kit.say(f"<think>\nI look.\n</think>\n\nLet me see.\n{both}"),
+        kit.say("<think>\nWell.\n</think>\n\nIt is short."),
+        kit.say("Größe 👍🏽", close=False),
+        kit.say("Done."),
+    ]
+    async with kit.gateway(script) as g:
+        session = await g.open()
+        async with sdk_agents.agent(dialect, g.root, session.key, stream=stream) as agent:
+            await agent.ask("What is there?")
+            await agent.answer({"list_files": "a.py\n", "read_file": "print(1)"})
+            await agent.ask("How large?")
+            await agent.ask("Thanks.")
+        await g.seal(session.id)
+    [found] = verified
+    assert (found.counts.turns, found.counts.rows) == (4, 1)
+    assert not found.notes and [missing.part for missing in found.unchecked] == []
+
+
+@pytest.mark.parametrize("name", recording.NAMES)
+async def test_real_agents_as_they_were_recorded(name: str, verified: list[Verdict]) -> None:
+    await replayed(recording.read(name))
+    [found] = verified
+    assert found.counts.rows == (2 if name in ("claude-code-subagent", "opencode-subagent") else 1)
+    assert {fork.cause for fork in found.forks} <= {"sub-agent", "side call"}
+
+
+async def test_stop_strings_single_calls_and_forced_ones(verified: list[Verdict]) -> None:
+    two = calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"}))
+    script = [kit.say("one STOP two"), kit.say(f"First.\n{two}"), kit.say('{"path": "c"}'), kit.say('{"a": 1}')]
+    async with kit.gateway(script) as g:
+        session = await g.open()
+        await g.ask(session.key, "count", stop=["STOP"], tools=[kit.tool()])
+        await g.ask(session.key, "read", parallel_tool_calls=False, tools=[kit.tool()])
+        forced: Any = {"type": "function", "function": {"name": "read_file"}}
+        await g.ask(session.key, "read it", tool_choice=forced, tools=[kit.tool()])
+        await g.ask(session.key, "as JSON", response_format={"type": "json_object"}, tools=[kit.tool()])
+    [found] = verified
+    assert found.counts.turns == 4 and not found.notes
+
+
+async def test_limits_aborts_and_restarts(tmp_path: Path, renderers: Any) -> None:
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        agent = world.agent(limits=Limits(sampled_tokens=12))
+        agent.messages = [SYSTEM, user("work")]
+        await talk(agent, "one two three")
+        assert (await agent.call(Turn(say(world, "gone").ids, cut_after=1))).status != 200
+        session = agent.session_id
+        key = agent.key
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        again = type(agent)(world, session, key)
+        again.messages = agent.messages
+        await talk(again, "four five six seven eight nine ten eleven twelve")
+    [found] = all_fine(tmp_path)
+    assert found.counts.turns == 3
+
+
+async def test_observed_sessions_are_looked_at_as_far_as_they_go(tmp_path: Path) -> None:
+    from tests.exact.agent import asgi
+    from tests.exact.test_attacks import _Endpoint
+    from turngate.config import ServeConfig
+    from turngate.engines.base import RelayChunk
+    from turngate.server.app import Gateway
+    from turngate.trace.session import SessionConfig
+    from turngate.types import Delta
+
+    chunks = [RelayChunk((Delta("content", "a"),), [10], [-0.1], [1, 2, 3], finish="stop")]
+    config = ServeConfig(data=str(tmp_path), engine="openai", engine_url=["http://127.0.0.1:1"])
+    gateway = Gateway(config, relay=_Endpoint(chunks))
+    await gateway.start()
+    _, key = gateway.control.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
+    body = b'{"messages": [{"role": "user", "content": "x"}]}'
+    await asgi(gateway, "POST", "/v1/chat/completions", body, [(b"authorization", f"Bearer {key}".encode())])
+    await gateway.stop()
+    found = verdict(tmp_path, replay=False)
+    assert found.ok and found.counts.trained_tokens == 1
+    assert {missing.part for missing in found.unchecked} == {"render"}
+
+
+async def test_a_session_may_go_on_while_it_is_looked_at(tmp_path: Path, renderers: Any) -> None:
+    async with World.of(tmp_path, renderers("builtin")) as world:
+        agent = world.agent()
+        agent.messages = [SYSTEM, user("work")]
+        for n in range(5):
+            looking = asyncio.create_task(asyncio.to_thread(verdict, tmp_path, agent.session_id)) if n else None
+            await talk(agent, f"step {n}")
+            if looking is not None:
+                found = await looking
+                assert found.ok and found.status == "open", found.wrong
+
+
+def test_a_tokenizer_that_is_gone_is_told_and_the_rest_is_looked_at(tmp_path: Path, renderers: Any) -> None:
+    import shutil
+    import sqlite3
+
+    from turngate.render import TemplateRenderer, Tokenizer
+
+    own = tmp_path / "tokenizer"
+    shutil.copytree(kit.tokenizer().folder, own)
+
+    async def record() -> None:
+        async with World.of(tmp_path / "data", TemplateRenderer(Tokenizer(own))) as world:
+            agent = world.agent()
+            agent.messages = [SYSTEM, user("work")]
+            await talk(agent, "a")
+
+    asyncio.run(record())
+    assert not verdict(tmp_path / "data").unchecked
+    shutil.rmtree(own)
+    found = verdict(tmp_path / "data")
+    assert found.ok and {missing.check for missing in found.unchecked} == {"context", "parse"}
+    assert "no longer at" in found.unchecked[0].why
+    with sqlite3.connect(tmp_path / "data" / "turngate.db") as db:
+        db.execute("UPDATE settings SET value=? WHERE name LIKE 'tokenizer:%'", (str(kit.tokenizer().folder),))
+    assert not verdict(tmp_path / "data").unchecked

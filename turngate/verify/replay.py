@@ -1,0 +1,139 @@
+"""Would the engine give the recorded tokens the recorded log-probabilities? Every sampled token is scored again, in its own context.
+
+Of all checks the only one that a consistent forgery cannot pass: whoever changes an id, a log-probability or a parent and mends every
+checksum still cannot mend what the model thinks of it.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import orjson
+
+from turngate.engines.scripted import derived_logprobs
+from turngate.errors import EngineError, EngineUnavailable
+from turngate.types import Ids, Logprobs
+from turngate.verify.findings import Book, Replay
+from turngate.verify.stored import Sampled, Session, path, path_ids
+
+_MOST = 5  # tokens of one turn that are told one by one
+TOLERANCE = 0.02  # for engines that compute in bfloat16: reading a prompt and sampling it are different kernels
+
+
+class Scorer(Protocol):
+    """Gives the log-probability of tokens under what comes before them."""
+
+    name: str
+    tempered: bool  # its scores are those of the distribution at any temperature, not only at 1
+
+    def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
+        """Of each span of `ids`, one per token."""
+
+
+class Derived:
+    """The scripted engine's log-probabilities, which follow from the ids."""
+
+    name = "scripted"
+    tempered = True
+
+    def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
+        return [np.array(derived_logprobs(ids[:start], ids[start:end].tolist()), np.float32) for start, end in spans]
+
+
+class VLLM:
+    """A vLLM server, by its prompt log-probabilities. They are those at temperature 1."""
+
+    name = "vllm"
+    tempered = False
+
+    def __init__(self, url: str, model: str, *, key: str = "", timeout_s: float = 600.0) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        self._model, self._key, self._timeout_s = model, key, timeout_s
+
+    def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        scored = self._asked(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+        if len(scored) != len(ids):
+            raise EngineError(f"{self.name} scored {len(scored)} tokens of {len(ids)}")
+        try:
+            return [
+                np.array([scored[n][str(ids[n])]["logprob"] for n in range(start, end)], np.float32)
+                for start, end in spans
+            ]
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self.name} left out the score of a token ({error!r})") from None
+
+    def _asked(self, body: bytes) -> list[dict[str, dict[str, float]]]:
+        headers = {"content-type": "application/json"}
+        if self._key:
+            headers["authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self._url, body, headers)  # noqa: S310  # the engine that the user named
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:  # noqa: S310
+                found = json.load(reply)["choices"][0]["prompt_logprobs"]
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode("utf-8", "replace")
+            raise EngineError(f"{self.name} answered {error.code}: {said}") from None
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise EngineUnavailable(f"{self.name} could not be asked: {error}") from None
+        if not isinstance(found, list):
+            raise EngineError(f"{self.name} gave no prompt log-probabilities")
+        return found
+
+
+def replay(session: Session, scorer: Scorer, book: Book, *, tolerance: float, version: int | None = None) -> None:
+    """`version`: only turns of this policy, the one that the engine has."""
+    with book.check(
+        "replay", "logprobs", "the engine gives the recorded tokens the recorded log-probabilities"
+    ) as check:
+        due = {turn.id for turn in session.turns if _fit(turn, scorer, version)}
+        if not due:
+            check.skip("no turn has log-probabilities that this engine could give again")
+            return
+        apart: list[Logprobs] = []
+        for leaf in sorted(session.leaves, key=lambda leaf: -leaf.length):
+            mine = [turn for turn in path(leaf) if isinstance(turn, Sampled) and turn.id in due]
+            if not mine:
+                continue
+            due -= {turn.id for turn in mine}
+            spans = [(turn.parent.length, turn.length) for turn in mine]
+            for turn, scores in zip(mine, scorer.score(path_ids(leaf), spans), strict=True):
+                assert turn.logprobs is not None
+                difference = np.abs(scores - turn.logprobs)
+                apart.append(difference)
+                far = np.flatnonzero(~(difference <= tolerance))
+                told = "; ".join(
+                    f"token {turn.parent.length + n} recorded as {turn.logprobs[n]:.4f}, scored as {scores[n]:.4f}"
+                    for n in far[:_MOST].tolist()
+                )
+                more = f" and {len(far) - _MOST} more" if len(far) > _MOST else ""
+                check.hold(not len(far), told + more, node=turn.id)
+        every = np.concatenate(apart) if apart else np.zeros(0, np.float32)
+        book.replay = Replay(
+            engine=scorer.name,
+            tolerance=tolerance,
+            turns=len(apart),
+            tokens=len(every),
+            largest=float(np.max(every)) if len(every) else 0.0,
+            mean=float(np.mean(every)) if len(every) else 0.0,
+            outliers=int(np.sum(~(every <= tolerance))),
+        )
+        if len(every) and float(np.median(every)) > tolerance:
+            book.note(
+                "logprobs", "the differences are everywhere: does the engine have the weights that it was sampled with?"
+            )
+
+
+def _fit(turn: Sampled, scorer: Scorer, version: int | None) -> bool:
+    info, scores = turn.info, turn.logprobs
+    if scores is None or info.capture != "tokens" or len(scores) != len(turn.ids) or not len(scores):
+        return False
+    if np.isnan(scores).any() or (version is not None and not info.version_start == info.version_end == version):
+        return False
+    plain = not info.biases and orjson.loads(info.sampling or b"{}").get("temperature", 1.0) == 1.0
+    return scorer.tempered or plain

@@ -1,0 +1,283 @@
+"""Are the rows that a trainer is given true? What is handed out is held against what the stored nodes themselves come to.
+
+The rows come from the real code (`Control.samples`), given by the caller. Roles, reasons and chains are derived here a second time,
+from the nodes and from what the agent's program told, by code that shares nothing with the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from turngate.errors import TurngateError
+from turngate.types import Ids
+from turngate.verify.findings import Book, Check
+from turngate.verify.stored import Context, Sampled, Session, path, path_ids
+from turngate.verify.words import Words
+
+_GOES_ON = ("compaction", "system", "tools", "template", "edited")  # causes under which the main line begins anew
+
+
+class Span(Protocol):
+    @property
+    def node(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def trained(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def version_start(self) -> int: ...
+    @property
+    def version_end(self) -> int: ...
+
+
+class Sample(Protocol):
+    """One row, as a trainer gets it."""
+
+    @property
+    def branch(self) -> int: ...
+    @property
+    def ids(self) -> Ids: ...
+    @property
+    def mask(self) -> np.ndarray: ...
+    @property
+    def logprobs(self) -> np.ndarray: ...
+    @property
+    def spans(self) -> Sequence[Span]: ...
+
+
+Rows = Callable[[str, bool], Sequence[Sample]]  # a session's rows; True: also those with nothing to train
+
+
+def roles(session: Session, words: Words) -> dict[int, str]:
+    """The part that each turn played, by node."""
+    main = _main(session, words)
+    return {turn.id: _role(turn, main, words) for turn in session.turns}
+
+
+def _role(turn: Sampled, main: Context | None, words: Words) -> str:
+    if turn.info.finish == "abort":
+        return "aborted"
+    if _set_aside(turn):
+        return "superseded"
+    told, begun = turn.parent.info.told, turn.root.info.told
+    if told.role:
+        return told.role
+    if told.parent not in ("", told.thread):
+        return "subagent"
+    if "" not in (told.thread, begun.thread) and told.thread != begun.thread and _offers(turn.parent, words):
+        return "subagent"
+    cause = turn.root.info.cause
+    if turn.root is main or cause in _GOES_ON:
+        return "main"
+    return "subagent" if cause == "subagent" else "side"
+
+
+def _set_aside(turn: Sampled) -> bool:
+    """Nothing follows it, though something follows another answer to the same question, or that question was asked again."""
+    if turn.children:
+        return False
+    others = [answer for answer in turn.parent.children if answer is not turn]
+    used = any(answer.children for answer in others)
+    asked_again = any(answer.id > turn.id and answer.info.cause == "retry" for answer in others)
+    return used or asked_again or not turn.delivered
+
+
+def _main(session: Session, words: Words) -> Context | None:
+    """Where the agent's own work begins: the first conversation with tools that is not told to be another's; else the longest."""
+    for root in session.roots:
+        told = root.info.told
+        others = told.role in ("side", "subagent") or told.parent not in ("", told.thread)
+        if not others and _offers(root, words):
+            return root
+    turns = [turn.root.id for turn in session.turns]
+    return max(session.roots, key=lambda root: (turns.count(root.id), -root.id), default=None)
+
+
+def _offers(context: Context, words: Words) -> bool:
+    tools = words.tools(context)
+    return context.info.has_tools if tools is None else bool(tools)
+
+
+def rows(session: Session, words: Words, given: Rows, book: Book, *, sound: bool) -> dict[int, int]:
+    """`sound`: nothing is wrong with the trace itself. Gives the trained tokens of each row, by its branch."""
+    names = ("rows", "masks", "once", "reasons", "roles")
+    try:
+        every = given(session.id, True)
+        trained = given(session.id, False)
+    except (TurngateError, msgspec.DecodeError) as error:
+        said = error.message if isinstance(error, TurngateError) else f"it falls over it ({error})"
+        for name in names:
+            with book.check("rows", name, "") as check:
+                if sound:
+                    check.hold(False, f"the gateway refuses this session: {said}")
+                else:
+                    check.skip(f"the gateway refuses this session, as it should: {said}")
+        return {}
+    _chains(session, every, trained, book)
+    _masks(session, every, book)
+    role_of = roles(session, words)
+    _once(session, role_of, every, book)
+    _reasons(session, role_of, every, book)
+    _roles(role_of, every, book)
+    return {row.branch: int(np.asarray(row.mask).astype(bool).sum()) for row in trained}
+
+
+def _chains(session: Session, every: Sequence[Sample], trained: Sequence[Sample], book: Book) -> None:
+    turns = {turn.id: turn for turn in session.turns}
+    with book.check(
+        "rows", "rows", "there is one row per branch, and each is the ids that were sent and sampled, from root to leaf"
+    ) as check:
+        branches = [row.branch for row in every]
+        for leaf in session.leaves:
+            check.hold(
+                branches.count(leaf.id) == 1,
+                f"the branch that ends with it has {branches.count(leaf.id)} rows",
+                node=leaf.id,
+            )
+        for row in every:
+            end = turns.get(row.branch)
+            if end is None or end not in session.leaves:
+                check.hold(False, "a row ends with it, and no branch does", node=row.branch)
+            else:
+                _chain(row, end, check)
+        kept = [row.branch for row in every if np.asarray(row.mask).any()]
+        check.hold(
+            [row.branch for row in trained] == kept,
+            "the rows that are handed out are not those with something to train",
+        )
+        whole = {row.branch: row for row in every}
+        for row in trained:
+            other = whole.get(row.branch)
+            equal = other is not None and np.array_equal(row.ids, other.ids) and np.array_equal(row.mask, other.mask)
+            check.hold(equal, "the row that is handed out is another than the one that is shown", node=row.branch)
+
+
+def _chain(row: Sample, leaf: Sampled, check: Check) -> None:
+    ids = path_ids(leaf)
+    check.hold(np.array_equal(row.ids, ids), _first_difference(row.ids, ids), node=leaf.id)
+    sizes = len(row.ids) == len(row.mask) == len(row.logprobs)
+    check.hold(sizes, f"{len(row.ids)} ids, {len(row.mask)} masks, {len(row.logprobs)} log-probabilities", node=leaf.id)
+    at, due = 0, []
+    for node in path(leaf):
+        if isinstance(node, Sampled):
+            due.append((node.id, at, at + len(node.ids), node.info.version_start, node.info.version_end))
+        at += len(node.ids)
+    found = [(s.node, s.start, s.end, s.version_start, s.version_end) for s in row.spans]
+    check.hold(found == due, f"its turns are said to be at {found}, and are at {due}", node=leaf.id)
+
+
+def _first_difference(given: Ids, stored: Ids) -> str:
+    size = min(len(given), len(stored))
+    apart = np.flatnonzero(np.asarray(given[:size]) != stored[:size])
+    if len(apart):
+        at = int(apart[0])
+        return f"token {at} of its row is {int(given[at])}, and was {int(stored[at])}"
+    return f"its row has {len(given)} tokens, and its branch {len(stored)}"
+
+
+def _masks(session: Session, every: Sequence[Sample], book: Book) -> None:
+    turns = {turn.id: turn for turn in session.turns}
+    with book.check(
+        "rows", "masks", "only sampled tokens with their own log-probability are trained, and nothing is filled in"
+    ) as check:
+        for row in every:
+            mask, scores = np.asarray(row.mask).astype(bool), np.asarray(row.logprobs, np.float32)
+            if len(mask) != len(row.ids) or len(scores) != len(row.ids):
+                continue  # told above
+            due_mask, due_scores = np.zeros(len(mask), bool), np.full(len(mask), np.nan, np.float32)
+            for span in row.spans:
+                turn = turns.get(span.node)
+                if turn is None or span.end - span.start != len(turn.ids) or span.end > len(mask):
+                    continue
+                due_mask[span.start : span.end] = span.trained
+                if turn.logprobs is not None and len(turn.logprobs) == len(turn.ids):
+                    due_scores[span.start : span.end] = turn.logprobs
+            wrong = np.flatnonzero(mask != due_mask)
+            check.hold(
+                not len(wrong),
+                f"token {wrong[0] if len(wrong) else 0} of its row is masked otherwise than its turn is marked",
+                node=row.branch,
+            )
+            unfounded = np.flatnonzero(mask & ~np.isfinite(due_scores))
+            check.hold(
+                not len(unfounded),
+                f"token {unfounded[0] if len(unfounded) else 0} of its row is trained and has no log-probability",
+                node=row.branch,
+            )
+            other = np.flatnonzero(~((scores == due_scores) | (np.isnan(scores) & np.isnan(due_scores))))
+            check.hold(
+                not len(other),
+                f"token {other[0] if len(other) else 0} of its row has another log-probability than was recorded",
+                node=row.branch,
+            )
+
+
+def _once(session: Session, role_of: dict[int, str], every: Sequence[Sample], book: Book) -> None:
+    with book.check("rows", "once", "what the policy trains is trained in one row, and nothing in two") as check:
+        for turn in session.turns:
+            count = sum(span.trained for row in every for span in row.spans if span.node == turn.id)
+            due = 0 if _why_not(turn, role_of[turn.id], session) else 1
+            check.hold(count <= 1, f"it is trained in {count} rows", node=turn.id)
+            check.hold(count >= due, "it is to be trained, and no row does", node=turn.id)
+            check.hold(count <= due or count > 1, "it is not to be trained, and a row does", node=turn.id)
+
+
+def _reasons(session: Session, role_of: dict[int, str], every: Sequence[Sample], book: Book) -> None:
+    turns = {turn.id: turn for turn in session.turns}
+    elsewhere = {span.node: row.branch for row in every for span in row.spans if span.trained}
+    with book.check("rows", "reasons", "every turn that is not trained says why, and it is so") as check:
+        for row in every:
+            for span in row.spans:
+                turn = turns.get(span.node)
+                if turn is None:
+                    continue
+                if span.trained:
+                    check.hold(not span.reason, f"it is trained, though {span.reason}", node=turn.id)
+                    continue
+                true = _why_not(turn, role_of[turn.id], session)
+                if elsewhere.get(turn.id, row.branch) != row.branch:
+                    true = [*true, "trained in another row"]
+                check.hold(
+                    span.reason in true,
+                    f"not trained because {span.reason or 'of nothing'}; what is true: {'; '.join(true) or 'nothing'}",
+                    node=turn.id,
+                )
+
+
+def _why_not(turn: Sampled, role: str, session: Session) -> list[str]:
+    """Everything that speaks against training a turn."""
+    info, policy = turn.info, session.config.policy
+    why = [info.fault] if info.fault else []
+    if info.capture != "tokens":
+        why.append(f"captured as {info.capture} only")
+    if turn.logprobs is None:
+        why.append("no log-probabilities")
+    elif len(turn.logprobs) != len(turn.ids):
+        why.append(f"{len(turn.logprobs)} log-probabilities for {len(turn.ids)} tokens")
+    elif np.isnan(turn.logprobs).any():
+        why.append("missing log-probabilities")
+    if role not in policy.roles:
+        why.append(f"role {role}")
+    if info.biases and not policy.biased:
+        why.append("biased sampling: " + ", ".join(info.biases))
+    return why
+
+
+def _roles(role_of: dict[int, str], every: Sequence[Sample], book: Book) -> None:
+    with book.check(
+        "rows", "roles", "the role of every turn is what the tree and the agent's own words come to"
+    ) as check:
+        for row in every:
+            for span in row.spans:
+                due = role_of.get(span.node, "")
+                check.hold(span.role == due, f"it is said to be {span.role}, and is {due}", node=span.node)

@@ -1,0 +1,362 @@
+"""The store, read by nobody's code but this file's: a bug in the gateway's own reader cannot hide itself here.
+
+Knows the schema of `store/sqlite.py` and the encoding of a node's facts, and nothing else of the gateway. Opens the file read-only,
+one snapshot per session, whether a gateway serves the folder or not.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+
+from turngate.errors import ConfigError, NotFound
+from turngate.types import Ids, Json, Logprobs
+
+SCHEMA = 1
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    thread: str = ""
+    parent: str = ""
+    role: str = ""
+    why: str = ""
+
+
+class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What is kept of a context besides its ids."""
+
+    preamble: bytes
+    meanings: bytes
+    roles: str
+    has_tools: bool
+    cause: str | None = None
+    dialect: str = "chat"
+    told: Told = Told()
+
+
+class SampledFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What is kept of a turn besides its ids and log-probabilities."""
+
+    meaning: bytes
+    reasoning: bytes
+    exact: bytes
+    finish: str
+    version_start: int
+    version_end: int
+    started: float
+    ended: float
+    biases: tuple[str, ...] = ()
+    sampling: bytes = b""
+    reasoning_open: bool = False
+    cause: str | None = None
+    idempotency_key: str = ""
+    capture: str = "tokens"
+    fault: str = ""
+    engine: str = ""
+
+
+class Policy(msgspec.Struct, frozen=True):
+    roles: tuple[str, ...] = ("main", "subagent")
+    biased: bool = False
+
+
+class Rule(msgspec.Struct, frozen=True):
+    role: str
+    source: str
+    match: str = "*"
+    why: str = ""
+
+
+class Signals(msgspec.Struct, frozen=True):
+    thread: tuple[str, ...] = ()
+    parent: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    models: dict[str, str] = {}
+
+
+class Limits(msgspec.Struct, frozen=True):
+    sampled_tokens: int | None = None
+
+
+class Config(msgspec.Struct, frozen=True):
+    """What of a session's settings its trace has to agree with."""
+
+    model: str = ""
+    mode: str = "exact"
+    sampling: dict[str, Json] = {}
+    bias: str = "neutral"
+    thinking: str = "keep"
+    limits: Limits = Limits()
+    policy: Policy = Policy()
+    template_kwargs: dict[str, Json] = {}
+    metadata: dict[str, Json] = {}
+    signals: Signals = Signals()
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One row of the `nodes` table, as it is."""
+
+    id: int
+    parent: int | None
+    kind: str
+    ids: bytes
+    logprobs: bytes | None
+    info: bytes
+    messages: bytes
+    delivered: int
+    checksum: int
+
+    def sum(self, session: int) -> int:
+        """What its checksum has to be."""
+        value = 0
+        place = f"{session}/{self.id}/{self.parent}/{self.kind}".encode()
+        for blob in (place, self.ids, self.logprobs, self.info, self.messages):
+            value = zlib.crc32(blob or b"\0", value)
+        return value
+
+
+class Preamble(msgspec.Struct, frozen=True):
+    tools: bytes
+    kwargs: bytes
+
+
+class Context:
+    """A context whose way to the root is whole."""
+
+    def __init__(self, row: Row, parent: Sampled | None, info: ContextFacts) -> None:
+        self.row, self.parent, self.info = row, parent, info
+        self.id = row.id
+        self.ids: Ids = np.frombuffer(row.ids, np.int32)
+        self.children: list[Sampled] = []
+        self.root: Context = self if parent is None else parent.root
+        self.length: int = (0 if parent is None else parent.length) + len(self.ids)
+
+
+class Sampled:
+    """A turn, likewise."""
+
+    def __init__(self, row: Row, parent: Context, info: SampledFacts) -> None:
+        self.row, self.parent, self.info = row, parent, info
+        self.id = row.id
+        self.ids: Ids = np.frombuffer(row.ids, np.int32)
+        whole = row.logprobs is not None and len(row.logprobs) % 4 == 0
+        self.logprobs: Logprobs | None = np.frombuffer(row.logprobs or b"", np.float32) if whole else None
+        self.delivered = bool(row.delivered)
+        self.children: list[Context] = []
+        self.root: Context = parent.root
+        self.length: int = parent.length + len(self.ids)
+
+
+Node = Context | Sampled
+
+
+class Session:
+    """A session as it lies in the store, and as much of a tree as its rows make."""
+
+    def __init__(self, known: dict[str, Any], rows: list[Row], preambles: dict[bytes, Preamble]) -> None:
+        self.key: int = known["key"]
+        self.id: str = known["id"]
+        self.opened: float = known["opened"]
+        self.closed: float | None = known["closed"]
+        self.status: str = known["status"]
+        self.stop: str = known["stop"]
+        self.vocabulary: str = known["vocabulary"]
+        self.folder: str = known["folder"] or ""  # of the tokenizer
+        self.renderer: str = known["renderer"] or ""  # what rendered with it, where that is recorded
+        self.config_fault = ""
+        try:
+            self.config = msgspec.json.decode(known["config"], type=Config)
+        except msgspec.DecodeError as error:
+            self.config, self.config_fault = Config(), str(error)
+        self.rows = rows
+        self.preambles = preambles
+        self.contexts: list[Context] = []
+        self.turns: list[Sampled] = []
+        self.loose: dict[int, str] = {}  # rows that are on no way from a root, and why
+        self._grow()
+
+    def _grow(self) -> None:
+        """Rows in the order of their ids: a parent comes before its children, or it is none."""
+        nodes: dict[int, Node] = {}
+        for row in self.rows:
+            node = self._node(row, nodes)
+            if isinstance(node, str):
+                self.loose[row.id] = node
+                continue
+            nodes[row.id] = node
+            if isinstance(node, Context):
+                self.contexts.append(node)
+                if node.parent is not None:
+                    node.parent.children.append(node)
+            else:
+                self.turns.append(node)
+                node.parent.children.append(node)
+
+    def _node(self, row: Row, nodes: dict[int, Node]) -> Node | str:
+        if row.kind not in ("context", "sampled"):
+            return f"its kind is {row.kind!r}"
+        if len(row.ids) % 4:
+            return f"its ids are {len(row.ids)} bytes, which is no number of ids"
+        try:
+            if row.kind == "context":
+                context = msgspec.msgpack.decode(row.info, type=ContextFacts)
+            else:
+                turn = msgspec.msgpack.decode(row.info, type=SampledFacts)
+        except msgspec.DecodeError as error:
+            return f"its facts cannot be read: {error}"
+        if row.parent is None:
+            return Context(row, None, context) if row.kind == "context" else "a turn hangs on nothing"
+        if row.parent >= row.id:
+            return f"its parent {row.parent} does not come before it"
+        parent = nodes.get(row.parent)
+        if parent is None:
+            missing = "is on no way from a root itself" if row.parent in self.loose else "does not exist"
+            return f"its parent {row.parent} {missing}"
+        if row.kind == "context":
+            return (
+                Context(row, parent, context)
+                if isinstance(parent, Sampled)
+                else f"its parent {row.parent} is a context too"
+            )
+        return Sampled(row, parent, turn) if isinstance(parent, Context) else f"its parent {row.parent} is a turn too"
+
+    @property
+    def nodes(self) -> list[Node]:
+        return sorted([*self.contexts, *self.turns], key=lambda node: node.id)
+
+    @property
+    def roots(self) -> list[Context]:
+        return [context for context in self.contexts if context.parent is None]
+
+    @property
+    def leaves(self) -> list[Sampled]:
+        """Turns that no other turn follows."""
+        return [turn for turn in self.turns if not any(context.children for context in turn.children)]
+
+
+def path(node: Node | None) -> list[Node]:
+    """From the root to `node`."""
+    nodes: list[Node] = []
+    while node is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]
+
+
+def path_ids(node: Node | None) -> Ids:
+    parts = [n.ids for n in path(node)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+_SESSIONS = (
+    "SELECT key, id, opened, closed, status, stop, vocabulary, config,"
+    " (SELECT value FROM settings WHERE name = 'tokenizer:' || vocabulary) AS folder,"
+    " (SELECT value FROM settings WHERE name = 'renderer:' || vocabulary) AS renderer FROM sessions"
+)
+_NODES = (
+    "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id"
+)
+_STATE = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
+
+
+class Folder:
+    """A data folder, to be looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        file = folder / "turngate.db"
+        if not file.is_file():
+            raise ConfigError(f"data: there is no {file}; give the --data folder of a gateway", param="data")
+        self._db = _opened(file)
+        self._db.row_factory = sqlite3.Row
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version != SCHEMA:
+            self._db.close()
+            raise ConfigError(f"data: {file} has schema {version}, this version knows {SCHEMA}", param="data")
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def sessions(self, *, sealed: bool = False) -> list[str]:
+        """Ids, the newest first."""
+        where = " WHERE status != 'open'" if sealed else ""
+        return [row[0] for row in self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")]
+
+    def chosen(self, wanted: str) -> str:
+        """A session by its id, by the beginning of it, or `last`."""
+        known = self.sessions()
+        if not known:
+            raise NotFound("session: none has been recorded here")
+        if wanted == "last":
+            return known[0]
+        fitting = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
+        if len(fitting) != 1:
+            wrong = f"is the beginning of {len(fitting)} ids; give more of it" if fitting else "is not recorded here"
+            raise NotFound(f"session: {wanted!r} {wrong}; the newest is {known[0]}")
+        return fitting[0]
+
+    def read(self, session_id: str) -> Session:
+        with self._snapshot():
+            known = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
+            if known is None:
+                raise NotFound(f"session: there is no {session_id!r} here")
+            rows = [Row(*row) for row in self._db.execute(_NODES, (known["key"],))]
+            preambles = {
+                digest: Preamble(tools, kwargs)
+                for digest, tools, kwargs in self._db.execute(
+                    "SELECT digest, tools, kwargs FROM preambles WHERE session=?", (known["key"],)
+                )
+            }
+        return Session(dict(known), rows, preambles)
+
+    def changed(self, session: Session) -> bool:
+        """Whether something was recorded since it was read."""
+        state = self._db.execute(_STATE, (session.key,)).fetchone()
+        rows = session.rows
+        return tuple(state) != (
+            len(rows),
+            rows[-1].id if rows else None,
+            sum(r.delivered for r in rows) if rows else None,
+        )
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN")
+            yield
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"data: {self.path} cannot be read ({error})", param="data") from None
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+
+def _opened(file: Path) -> sqlite3.Connection:
+    """Read-only; as it lies there where not even a lock can be written beside it."""
+    for how in ("mode=ro", "mode=ro&immutable=1"):
+        db = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True, isolation_level=None, timeout=10)
+        try:
+            db.execute("SELECT 1 FROM sessions LIMIT 1")
+        except sqlite3.OperationalError as error:
+            db.close()
+            last: sqlite3.Error = error
+            continue
+        except sqlite3.DatabaseError as error:
+            db.close()
+            raise ConfigError(f"data: {file} cannot be read ({error})", param="data") from None
+        return db
+    raise ConfigError(f"data: {file} cannot be read ({last})", param="data")

@@ -1,0 +1,354 @@
+"""Is the trace one that a gateway can have recorded? From the rows of the store alone: bytes, tree, turns, times, tools, messages."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from turngate.types import Json
+from turngate.verify.findings import Book, Check
+from turngate.verify.stored import Context, Sampled, Session, path
+from turngate.verify.words import Words
+
+_FINISHES = ("stop", "length", "tool_calls", "abort")
+_CAPTURES = ("tokens", "logprobs", "text")
+_NEUTRAL: dict[str, Json] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": None,
+    "min_tokens": 0,
+}
+_FREE = ("temperature", "seed")  # what an agent may choose in a session that pins the rest neutral
+_OBSERVED = "the endpoint's own sampling"
+_CLOCK = 0.05  # seconds by which a clock may have been set back
+_CERTAIN = 1e-4  # log-probabilities of 0 come out a little above it
+
+
+def structure(session: Session, words: Words, book: Book) -> None:
+    _checksums(session, book)
+    _tree(session, book)
+    _twice(session, book)
+    _lengths(session, book)
+    _turns(session, words, book)
+    _sampling(session, book)
+    _times(session, book)
+    _preambles(session, words, book)
+    _messages(session, words, book)
+    _told(session, words, book)
+
+
+def _checksums(session: Session, book: Book) -> None:
+    with book.check("structure", "checksum", "every node's bytes are those that were written") as check:
+        for row in session.rows:
+            fits = row.checksum == row.sum(session.key)
+            check.hold(fits, "its bytes are not those that its checksum was made of", node=row.id)
+
+
+def _tree(session: Session, book: Book) -> None:
+    with book.check(
+        "structure",
+        "tree",
+        "every node hangs on one of the other kind that came before it, and every context is answered",
+    ) as check:
+        check.hold(not session.config_fault, f"the session's settings cannot be read: {session.config_fault}")
+        for row in session.rows:
+            check.hold(row.id not in session.loose, session.loose.get(row.id, ""), node=row.id)
+            check.hold(row.id > 0, "its id is not positive", node=row.id)
+        for context in session.contexts:
+            # A context is stored with its first answer, in one transaction.
+            check.hold(bool(context.children), "nothing was sampled after it", node=context.id)
+            here = context.info.preamble == context.root.info.preamble
+            check.hold(
+                here, "its tools or template arguments are not those of its conversation's beginning", node=context.id
+            )
+    ids = [row.id for row in session.rows]
+    gaps = [
+        f"{a + 1}" if b == a + 2 else f"{a + 1} to {b - 1}" for a, b in zip([0, *ids], ids, strict=False) if b > a + 1
+    ]
+    if gaps:
+        book.note("tree", f"no node has the number {', '.join(gaps)}: removed, or a write that failed and was told so")
+
+
+def _twice(session: Session, book: Book) -> None:
+    with book.check("structure", "twice", "nothing is recorded twice") as check:
+        seen: dict[tuple[float, float, bytes], int] = {}
+        for turn in session.turns:
+            key = turn.info.started, turn.info.ended, turn.row.ids
+            first = seen.setdefault(key, turn.id)
+            check.hold(first == turn.id, f"it is turn {first} again, to the microsecond", node=turn.id)
+        names: dict[str, int] = {}
+        for turn in session.turns if session.config.mode == "exact" else ():
+            for call in _call_ids(turn):
+                first = names.setdefault(call, turn.id)
+                check.hold(first == turn.id, f"it makes the very call {call} that turn {first} made", node=turn.id)
+        same: dict[tuple[int | None, bytes, bytes, bytes], int] = {}
+        for context in session.contexts if session.config.mode == "exact" else ():
+            place = context.row.parent, context.row.ids, context.info.preamble, context.info.meanings
+            first = same.setdefault(place, context.id)
+            check.hold(first == context.id, f"it is context {first} again, at the same place", node=context.id)
+
+
+def _call_ids(turn: Sampled) -> list[str]:
+    try:
+        message = msgspec.json.decode(turn.row.messages)
+        return [call["id"] for call in message.get("tool_calls", ())]
+    except (msgspec.DecodeError, AttributeError, KeyError, TypeError):
+        return []  # told where messages are read
+
+
+def _lengths(session: Session, book: Book) -> None:
+    with book.check(
+        "structure", "lengths", "every sampled id has its own log-probability, or the turn has none at all"
+    ) as check:
+        for row in session.rows:
+            whole = row.logprobs is None or len(row.logprobs) % 4 == 0
+            check.hold(whole, f"{len(row.logprobs or b'')} bytes are no number of log-probabilities", node=row.id)
+            check.hold(row.kind != "context" or row.logprobs is None, "a context has log-probabilities", node=row.id)
+        for turn in session.turns:
+            scores = turn.logprobs
+            if scores is None:
+                continue
+            paired = len(scores) == len(turn.ids) or session.config.mode == "observe" or turn.row.logprobs == b""
+            check.hold(paired, f"{len(scores)} log-probabilities for {len(turn.ids)} tokens", node=turn.id)
+            known = scores[~np.isnan(scores)]
+            fine = not len(known) or (bool(np.isfinite(known).all()) and float(known.max()) <= _CERTAIN)
+            check.hold(fine, "a log-probability is above 0 or infinite", node=turn.id)
+        for node in session.nodes:
+            check.hold(not len(node.ids) or int(node.ids.min()) >= 0, "an id is negative", node=node.id)
+        for context in session.contexts if session.config.mode == "exact" else ():
+            check.hold(len(context.ids) > 0, "a context has no ids", node=context.id)
+
+
+def _turns(session: Session, words: Words, book: Book) -> None:
+    exact = session.config.mode == "exact"
+    with book.check(
+        "structure", "turn", "how each turn ended, what went wrong and how it was captured fit together"
+    ) as check:
+        for turn in session.turns:
+            info, message = turn.info, words.turn(turn)
+
+            def hold(holds: bool, what: str, at: int = turn.id) -> None:
+                check.hold(holds, what, node=at)
+
+            hold(info.finish in _FINISHES, f"it ended with {info.finish!r}")
+            hold(info.capture in _CAPTURES, f"it was captured as {info.capture!r}")
+            hold(info.version_start <= info.version_end, "its policy version went back while it was sampled")
+            hold(info.finish != "abort" or bool(info.fault), "it was aborted, and nothing says by what")
+            hold(info.capture != "text" or not len(turn.ids), "captured as text only, it has ids")
+            if not exact:
+                continue
+            hold(
+                not info.fault or info.finish == "abort",
+                f"it ended with {info.finish}, though it has a fault: {info.fault}",
+            )
+            hold(
+                info.capture == "tokens" and not info.engine,
+                f"an exact turn was captured as {info.capture} of {info.engine!r}",
+            )
+            hold(info.finish != "stop" or not message.tool_calls, "it makes calls, and ended without any")
+            hold(info.finish != "tool_calls" or bool(message.tool_calls), "it ended with calls, and makes none")
+            hold(info.finish in ("abort", "stop") or len(turn.ids) > 0, "nothing was sampled")
+            if not turn.delivered and any(context.children for context in turn.children):
+                book.note("delivered", "it is marked as not delivered, but the agent went on from it", turn.id)
+
+
+def _sampling(session: Session, book: Book) -> None:
+    with book.check(
+        "structure", "sampling", "what is marked as biased is what was sampled so, and pinned sampling was kept to"
+    ) as check:
+        pinned = session.config.sampling
+        for turn in session.turns:
+            try:
+                used = {**_NEUTRAL, **(msgspec.json.decode(turn.info.sampling) if turn.info.sampling else {})}
+            except (msgspec.DecodeError, TypeError):
+                check.hold(False, "how it was sampled cannot be read", node=turn.id)
+                continue
+            due = {name for name, value in used.items() if name not in _FREE and value != _NEUTRAL.get(name)}
+            due |= {"greedy"} if used["temperature"] == 0 else set()
+            marked = {b for b in turn.info.biases if not b.startswith(("constrained: ", "field ")) and b != _OBSERVED}
+            check.hold(marked == due, f"marked as biased by {_list(marked)}, sampled with {_list(due)}", node=turn.id)
+            if session.config.mode == "exact":
+                kept = all(used.get(name) == value for name, value in pinned.items())
+                check.hold(kept, "it was sampled otherwise than the session pins", node=turn.id)
+                free = session.config.bias != "neutral" or due <= {*pinned, "greedy"}
+                check.hold(free, f"the agent chose {_list(due)} in a session that is pinned neutral", node=turn.id)
+
+
+def _times(session: Session, book: Book) -> None:
+    with book.check(
+        "structure", "times", "every turn was sampled while the session was open, after what it was conditioned on"
+    ) as check:
+        for turn in session.turns:
+            started, ended = turn.info.started, turn.info.ended
+            check.hold(started <= ended + _CLOCK, "it ended before it started", node=turn.id)
+            check.hold(started >= session.opened - _CLOCK, "it was sampled before the session was opened", node=turn.id)
+            closed = session.closed is None or ended <= session.closed + _CLOCK
+            check.hold(closed, "it was sampled after the session was closed", node=turn.id)
+            before = turn.parent.parent
+            late = before is None or before.info.ended <= started + _CLOCK
+            check.hold(
+                late, f"it started before turn {before.id if before else 0} that it follows had ended", node=turn.id
+            )
+    ends = [(turn.info.ended, turn.id) for turn in session.turns]
+    for (was, _), (now, node) in pairwise(ends):
+        if now < was:
+            book.note(
+                "times",
+                "it ended before the turn that was recorded before it: a clock was set, or the order is another",
+                node,
+            )
+
+
+def _preambles(session: Session, words: Words, book: Book) -> None:
+    with book.check(
+        "structure",
+        "preamble",
+        "the tools and template arguments of every context are stored, and are those it was named by",
+    ) as check:
+        for context in session.contexts:
+            found = words.tools_or_fault(context)
+            fits = not isinstance(found, str)
+            check.hold(fits, found if isinstance(found, str) else "", node=context.id)
+            if not isinstance(found, str):
+                agrees = context.info.has_tools == bool(found)
+                check.hold(
+                    agrees,
+                    f"marked as {'with' if context.info.has_tools else 'without'} tools, and {len(found)} are stored",
+                    node=context.id,
+                )
+        used = {context.info.preamble for context in session.contexts}
+        for digest in session.preambles:
+            check.hold(digest in used, "tools are stored that no context has", where=f"preamble {digest.hex()}")
+        for context in session.roots:
+            stored = words.preamble(context)
+            if stored is not None and session.config.template_kwargs:
+                kept = _kwargs(stored.kwargs)
+                pinned = session.config.template_kwargs.items()
+                check.hold(
+                    all(kept.get(k) == v for k, v in pinned),
+                    "the session's template arguments are not in it",
+                    node=context.id,
+                )
+
+
+def _kwargs(raw: bytes) -> dict[str, Json]:
+    try:
+        found = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _messages(session: Session, words: Words, book: Book) -> None:
+    with book.check(
+        "structure",
+        "messages",
+        "what every node's tokens stand for can be read, and results answer calls on their own way",
+    ) as check:
+        makers = {call: turn for turn in session.turns for call in _call_ids(turn)}
+        for node in session.nodes:
+            check.hold(
+                node.id not in words.faults,
+                f"what it says cannot be read: {words.faults.get(node.id, '')}",
+                node=node.id,
+            )
+            if isinstance(node, Sampled) and node.id not in words.faults:
+                check.hold(words.turn(node).role == "assistant", "a turn is not the assistant's", node=node.id)
+        for context in session.contexts:
+            count = words.counts.get(context.id)
+            if count is not None:
+                fits = len(context.info.meanings) == 16 * count == 16 * len(context.info.roles)
+                check.hold(
+                    fits, f"{len(context.info.roles)} messages are known of, {count} are stored", node=context.id
+                )
+            if session.config.mode == "exact":
+                _answers(context, words, makers, check)
+
+
+def _answers(context: Context, words: Words, makers: dict[str, Sampled], check: Check) -> None:
+    """Ids of calls are made up by the gateway, one for each: a result with one of them tells where it belongs."""
+    said = words.of(context)
+    own = {call.id for message in said for call in message.tool_calls}
+    way = {node.id for node in path(context)}
+    for message in said:
+        maker = makers.get(message.tool_call_id) if message.role == "tool" and message.tool_call_id not in own else None
+        if maker is not None:
+            # Of two answers that mean the same, an agent that renames some of its ids may have meant either.
+            near = maker.id in way or maker.parent.id in way
+            check.hold(near, f"it answers a call of turn {maker.id}, which is not on its way", node=context.id)
+
+
+def _told(session: Session, words: Words, book: Book) -> None:
+    """What an agent's program said of a call is only ever read at the places that the session names."""
+    signals = session.config.signals
+    with book.check(
+        "structure", "told", "what the agent's program is said to have told is something that its signals can tell"
+    ) as check:
+        for context in session.contexts:
+            told = context.info.told
+            check.hold(
+                not told.thread or bool(signals.thread),
+                f"it names a thread, {told.thread!r}, and no signal does",
+                node=context.id,
+            )
+            check.hold(
+                not told.parent or bool(signals.parent),
+                f"it names a parent, {told.parent!r}, and no signal does",
+                node=context.id,
+            )
+            by_model = told.role in signals.models.values() and told.why.startswith("model ")
+            fitting = [n for n, rule in enumerate(signals.rules) if (rule.role, rule.why) == (told.role, told.why)]
+            known = not told.role or by_model or bool(fitting)
+            if not check.hold(
+                known, f"it was told to be {told.role} ({told.why}), which no rule says", node=context.id
+            ):
+                continue
+            seen = [_fits(rule.source, rule.match, context, words) for rule in signals.rules]
+            if fitting and not by_model:
+                shown = any(seen[n] is not False for n in fitting)
+                check.hold(
+                    shown,
+                    f"it was told to be {told.role} ({told.why}), and its messages and tools do not say so",
+                    node=context.id,
+                )
+            first = next((n for n, fits in enumerate(seen) if fits), None)
+            if first is not None:
+                earlier = bool(fitting) and fitting[0] <= first
+                check.hold(
+                    earlier,
+                    f"its messages and tools say that it is {signals.rules[first].role}, which was not told",
+                    node=context.id,
+                )
+
+
+def _fits(source: str, match: str, context: Context, words: Words) -> bool | None:
+    """Whether a rule fits, where the trace can tell: None for headers, bodies and models' names, which are not stored."""
+    kind, _, name = source.partition(":")
+    if not words.readable(context):
+        return None
+    match kind:
+        case "tool":
+            tools = words.tools(context)
+            return None if tools is None else any(tool.name == name for tool in tools) and fnmatchcase(name, match)
+        case "system":
+            beginning = words.of(context.root)[:1]
+            text = "\n".join(m.content for m in beginning if m.role == "system")
+            return bool(text) and fnmatchcase(text, match)
+        case "last":
+            last = words.last_piece.get(context.id, ())
+            text = "\n".join(m.content for m in last)
+            return None if not last else bool(text) and fnmatchcase(text, match)
+        case _:
+            return None
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
