@@ -48,6 +48,7 @@ class Control:
         idle_s: float = 24 * 3600,
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
+        ended: Callable[[str], None] = lambda session_id: None,
     ) -> None:
         self._modes = modes  # what this gateway can serve; the first is the default
         self._models = models  # empty: any name
@@ -58,6 +59,7 @@ class Control:
         self._idle_s = idle_s
         self._log_turns = log_turns
         self._release = release
+        self._ended = ended
         self._started = time.time()
         self._live: dict[str, Session] = {}
         self._by_secret: dict[bytes, str] = {secret: session_id for session_id, secret, _ in store.open_sessions()}
@@ -211,6 +213,8 @@ class Control:
             self._forget(session)
             self._release(session.id)
         self.events.add(session_id, status, {"stop": session.stop, "turns": session.turns})
+        if stop != "deleted":
+            self._ended(session_id)
         return session
 
     def _forget(self, session: Session) -> None:

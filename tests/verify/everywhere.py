@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from turngate.cli.verify import stored_rows
 from turngate.errors import StoreError
 from turngate.server.app import Gateway
+from turngate.verdicts import stored_rows
 from turngate.verify import Folder, Means, Renderers, Scorer, Verdict, verify
 
 SEEN: list[Verdict] = []
