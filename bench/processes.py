@@ -21,13 +21,15 @@ _TICK = os.sysconf("SC_CLK_TCK")
 class Process:
     """One server on 127.0.0.1. `ready_s`: from its start to the first 200 of /health."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], port: int, log: Path, env: dict[str, str] | None = None, tree: Path = HERE.parent
+    ) -> None:
         self.port = port
         self._log = log
         began = time.perf_counter()
         with open(log, "wb") as file:
             self._popen = subprocess.Popen(
-                command, stdout=file, stderr=file, cwd=HERE.parent, env={**os.environ, **(env or {})}
+                command, stdout=file, stderr=file, cwd=tree, env={**os.environ, **(env or {})}
             )
         self.pid = self._popen.pid
         try:
@@ -84,9 +86,17 @@ def start_engine(folder: Path, answers: Path, *, omit_prompt_ids: bool) -> Proce
 
 
 class Gateway(Process):
-    """`turngate serve`, with a data folder of its own."""
+    """`turngate serve` of the checkout `tree`, with a data folder of its own."""
 
-    def __init__(self, folder: Path, engine: Process, tokenizer: Path, name: str, profile: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: Process,
+        tokenizer: Path,
+        name: str,
+        profile: Path | None = None,
+        tree: Path = HERE.parent,
+    ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
         env = {"TURNGATE_ADMIN_KEY": self.admin_key}
@@ -96,7 +106,7 @@ class Gateway(Process):
             env["BENCH_PROFILE"] = str(profile)
         command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
         command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}", "--model", "bench"]
-        super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env)
+        super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env, tree)
 
 
 def free_port() -> int:
