@@ -122,8 +122,8 @@ class Response:
     def __init__(self, connection: _Connection, silence_s: float | None) -> None:
         self.status = 0
         self._connection = connection
-        self._parts: list[bytes] = []
-        self._size = 0
+        self.parts: list[bytes] = []  # of the body, that were not fetched yet
+        self._size = 0  # of what was read meanwhile
         self._ended = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -138,12 +138,12 @@ class Response:
 
     async def readany(self) -> bytes:
         """What has come since; b"" at the end."""
-        while not self._parts and not self._ended:
+        while not self.parts and not self._ended:
             await self._more()
-        if not self._parts:
+        if not self.parts:
             return b""
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
+        data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        self.parts.clear()
         if self._size > _PAUSE_AT:
             self._connection.go_on()
         self._size = 0
@@ -175,12 +175,11 @@ class Response:
 
     def head(self, status: int) -> None:
         self.status = status
-        self._wake()
 
-    def body(self, data: bytes) -> None:
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size > _PAUSE_AT:
+    def came(self, size: int) -> None:
+        """A read is over; what it held is among the parts."""
+        self._size += size
+        if self._size > _PAUSE_AT and self.parts and not self._ended:
             self._connection.wait()
         self._wake()
 
@@ -239,6 +238,7 @@ class _Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes, silence_s: float | None) -> Response:
         self.response = Response(self, silence_s)
+        self.on_body = self.response.parts.append  # called by the parser for each chunk, of which a stream has many
         self._parser = httptools.HttpResponseParser(self)
         self._read = 0
         self._until_end = True
@@ -271,6 +271,7 @@ class _Connection(asyncio.Protocol):
         self._read += len(data)
         try:
             self._parser.feed_data(data)
+            response.came(len(data))
         except httptools.HttpParserError as error:
             response.fail(Malformed(str(error)))
             self.abort()
@@ -299,14 +300,14 @@ class _Connection(asyncio.Protocol):
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._until_end = False
 
+    def on_message_begin(self) -> None:
+        if self.response is None:
+            raise Malformed("it answered twice")
+
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if self.response is not None and status >= 200:
             self.response.head(status)
-
-    def on_body(self, data: bytes) -> None:
-        if self.response is not None:
-            self.response.body(data)
 
     def on_message_complete(self) -> None:
         response = self.response

@@ -210,6 +210,9 @@ class Events:
 
     def feed(self, read: bytes) -> list[bytes]:
         """The data of the events that this read completed."""
+        whole = self._plain(read)
+        if whole is not None:
+            return whole
         lines = (self._rest + read).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > EVENT_BYTES:
@@ -223,6 +226,15 @@ class Events:
                 found.append(b"\n".join(self._data))
                 self._data.clear()
         return found
+
+    def _plain(self, read: bytes) -> list[bytes] | None:
+        """A read that is nothing but whole events of one line each, which is how they mostly come. None: it is not."""
+        if self._rest or self._data or not read.endswith(b"\n\n"):
+            return None
+        many = read.count(b"\n\ndata: ")
+        if not read.startswith(b"data: ") or read.count(b"\n") != 2 * many + 2 or b"\r" in read:
+            return None
+        return read[6:-2].split(b"\n\ndata: ")
 
 
 class Reply:
