@@ -96,14 +96,16 @@ class Gateway(Process):
         name: str,
         profile: Path | None = None,
         tree: Path = HERE.parent,
+        program: Path | None = None,
+        env: dict[str, str] | None = None,
     ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
-        env = {"TURNGATE_ADMIN_KEY": self.admin_key}
-        command = [sys.executable, "-m", "turngate"]
+        env = {"TURNGATE_ADMIN_KEY": self.admin_key, **(env or {})}
         if profile is not None:
-            command = [sys.executable, str(HERE / "profiled.py")]
+            program = HERE / "profiled.py"
             env["BENCH_PROFILE"] = str(profile)
+        command = [sys.executable, *(["-m", "turngate"] if program is None else [str(program)])]
         command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
         command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}", "--model", "bench"]
         super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env, tree)
