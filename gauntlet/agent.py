@@ -25,8 +25,9 @@ from gauntlet.scenario import (
     Step,
     System,
     Together,
+    Tools,
 )
-from gauntlet.voices.base import Broken, Called, Conversation, Event, Json, Said, Voice
+from gauntlet.voices.base import TOOLS, Broken, Called, Conversation, Event, Json, Said, Voice
 
 _ATTEMPTS = 5  # after which an agent takes a gateway for broken
 
@@ -111,15 +112,17 @@ class Agent:
             else:
                 self._tell(step)
 
-    def _tell(self, step: Start | Say | Results | System | Edit) -> None:
+    def _tell(self, step: Start | Say | Results | System | Tools | Edit) -> None:
         if isinstance(step, Start):
-            self._lines[step.line] = Conversation(step.system, step.tools, [Said("user", step.task)])
+            self._lines[step.line] = Conversation(step.system, TOOLS if step.tools else (), [Said("user", step.task)])
             return
         line = self._lines[step.line]
         if isinstance(step, Say):
             line.said.append(Said("user", step.text))
         elif isinstance(step, System):
             line.system = step.text
+        elif isinstance(step, Tools):
+            line.tools = tuple(tool for tool in TOOLS if tool["name"] in step.names)
         elif isinstance(step, Edit):
             answers = [said for said in line.said if said.role == "assistant"]
             answers[step.turn].text = step.text

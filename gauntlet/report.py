@@ -22,6 +22,7 @@ HEAD = (
     "side calls trained",
     "lost answers trained",
     "errors told",
+    "fork causes right",
     "CPU ms/turn",
     "p50 added ms",
     "MB/session",
@@ -104,6 +105,7 @@ def _marks(result: Result, score: Score) -> list[str]:
         str(score.side) if trains else DASH,
         str(score.lost) if trains else DASH,
         f"{score.faults_told}/{score.faults}",
+        f"{score.forks_right}/{score.forks}" if result.names_causes and score.forks else DASH,
     ]
 
 
@@ -130,6 +132,8 @@ def _cell(result: Result, scores: Sequence[Score]) -> str:
         said += f", {score.captured}/{score.turns} turns"
     if score.exact < score.trained:
         said += f", {_share(score.exact, score.trained)} exact"
+    if score.forks_right < score.forks:
+        said += f", {score.forks_right}/{score.forks} causes"
     if score.faults_told < score.faults:
         said += f", {score.faults_told}/{score.faults} errors"
     for count, what in ((score.twice, "twice"), (score.side, "side"), (score.lost, "lost"), (score.unseen, "unseen")):

@@ -59,6 +59,7 @@ class Result:
     about: str
     dialects: tuple[str, ...]
     trains: bool
+    names_causes: bool = False
     rollouts: list[Rollout] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     ready_s: float = 0.0
@@ -139,7 +140,9 @@ class Trial:
             return Rollout(scenario.name, dialect, streamed, score, f"{type(error).__name__}: {error}")
         log = await self.mock.log(name)
         await self.mock.forget(name)
-        score = judge(scenario, log, record, taken=played.taken, told=played.errors_right)
+        score = judge(
+            scenario, log, record, taken=played.taken, told=played.errors_right, names_causes=self.gateway.names_causes
+        )
         return Rollout(scenario.name, dialect, streamed, score, played.trouble)
 
     async def memory(self, dialect: str, turns: int) -> float:
@@ -195,7 +198,7 @@ async def put_through(
     load_shapes: Sequence[tuple[int, int]],
 ) -> Result:
     """One gateway, everything. What it does not claim to do is not tried."""
-    result = Result(gateway.name, gateway.about, gateway.dialects, gateway.trains)
+    result = Result(gateway.name, gateway.about, gateway.dialects, gateway.trains, gateway.names_causes)
     spoken = [dialect for dialect in dialects if dialect in gateway.dialects]
     with tempfile.TemporaryDirectory(prefix=f"gauntlet-{gateway.name}-", ignore_cleanup_errors=True) as folder:
         try:
@@ -236,6 +239,7 @@ async def _rollouts(trial: Trial, scenarios: Sequence[Scenario], dialects: Seque
         (scenario, dialect, streamed)
         for scenario in scenarios
         for dialect in dialects
+        if not scenario.dialects or dialect in scenario.dialects
         for streamed in ((False, True) if scenario.streamed is None else (scenario.streamed,))
     ]
     return list(await asyncio.gather(*(one(*way) for way in ways)))

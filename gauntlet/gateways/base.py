@@ -56,6 +56,8 @@ class Turn:
 class Record:
     turns: list[Turn] = field(default_factory=list)
     rows: list[Row] | None = None  # None: this gateway makes no rows
+    # By the sampled ids of a turn at which the record forks: why, in the words of `scenario.Cause`, or "" for none.
+    forks: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 
 class Gateway(ABC):
@@ -63,6 +65,8 @@ class Gateway(ABC):
     about: str  # which version, how it is run
     dialects: tuple[str, ...]
     trains: bool = True  # gives tokens that can be trained
+    names_causes: bool = False  # says why its record forks
+    by_default: bool = True  # put through when none is named
     requirements: tuple[str, ...] = ()  # from PyPI, into an environment of its own
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from gauntlet.score import judge
 from gauntlet.speech import ToolCall, hear, spell
 from gauntlet.tokens import Model
 from gauntlet.voices import VOICES
-from gauntlet.voices.base import Called, Conversation, Event, Said
+from gauntlet.voices.base import TOOLS, Called, Conversation, Event, Said
 
 PLAIN = [s for s in SCENARIOS if not s.faults and s.name not in ("slow-engine", "lost-reply", "aborted", "huge-result")]
 
@@ -140,7 +140,7 @@ async def test_a_streamed_chat_reply_says_what_a_whole_one_says(http: aiohttp.Cl
     voice = VOICES["chat"]
     said = []
     for stream in (False, True):
-        line = Conversation("Be brief.", True, [Said("user", "What? [cue ae.0]")])
+        line = Conversation("Be brief.", TOOLS, [Said("user", "What? [cue ae.0]")])
         request = voice.request(line, model="gauntlet", key="none", stream=stream)
         async with http.post(engine + request.path, json=request.body) as response:
             if not stream:
@@ -181,7 +181,7 @@ def test_every_voice_sends_back_all_that_was_said(dialect: str) -> None:
     call = Called("call_1", "bash", '{"command": "ls"}')
     opaque = {"reasoning": {"type": "reasoning", "summary": [{"text": "Hm."}]}} if dialect == "responses" else {}
     answer = Said("assistant", "Look:", "Hm.", [call], opaque=opaque)
-    line = Conversation("Be brief.", True, [Said("user", "What?"), answer, Said("tool", "a.py", answers=call)])
+    line = Conversation("Be brief.", TOOLS, [Said("user", "What?"), answer, Said("tool", "a.py", answers=call)])
     request = VOICES[dialect].request(line, model="gauntlet", key="secret", stream=False)
     body = json.dumps(request.body)
     places = [body.index(said) for said in ("What?", "Look:", "ls", "a.py")]
