@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
-from gauntlet.engine import MODEL, Behaviour
+from gauntlet.sampler import MODEL, Behaviour
 from gauntlet.scenario import (
     Answer,
     Call,

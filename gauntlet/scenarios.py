@@ -292,6 +292,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             Results((_listing(2),)),
             ask(_DONE),
         ),
+        drift=("template",),
     ),
     Scenario(
         "cut-off",

@@ -8,9 +8,19 @@ from gauntlet.gateways.litellm import LiteLLM
 from gauntlet.gateways.openenv import OpenEnv
 from gauntlet.gateways.rllm import Rllm
 from gauntlet.gateways.turngate import Turngate, TurngateDrop
-from gauntlet.gateways.verifiers import Verifiers
+from gauntlet.gateways.verifiers import Verifiers, VerifiersRelay
 
 GATEWAYS: dict[str, type[Gateway]] = {
     gateway.name: gateway
-    for gateway in (Turngate, TurngateDrop, OpenEnv, AgentCore, AgentCoreLinear, Verifiers, Rllm, LiteLLM)
+    for gateway in (
+        Turngate,
+        TurngateDrop,
+        OpenEnv,
+        AgentCore,
+        AgentCoreLinear,
+        Verifiers,
+        VerifiersRelay,
+        Rllm,
+        LiteLLM,
+    )
 }

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.engine import MODEL
 from gauntlet.gateways.base import Gateway, Record, Row, Session, runs
+from gauntlet.sampler import MODEL
 
 
 class OpenEnv(Gateway):

@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from gauntlet.engine import MODEL
 from gauntlet.gateways.base import CannotStart, Gateway, Record, Row, Session, Turn
+from gauntlet.sampler import MODEL
 from gauntlet.tokens import default_model
 
 _KEY = "gauntlet-admin-key"

@@ -13,8 +13,9 @@ from aiohttp.test_utils import TestServer
 
 from gauntlet import proof
 from gauntlet.agent import Agent, script
-from gauntlet.engine import Api, Engine
+from gauntlet.engine import Api
 from gauntlet.gateways.base import Record, Turn, merged
+from gauntlet.sampler import Engine
 from gauntlet.scenario import Scenario
 from gauntlet.scenarios import BY_NAME, SCENARIOS
 from gauntlet.score import judge
@@ -72,12 +73,13 @@ async def log_of(http: aiohttp.ClientSession, engine: str, rollout: str) -> list
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("scenario", PLAIN, ids=lambda scenario: scenario.name)
 async def test_an_agent_without_a_gateway_lives_through_every_scenario(
-    http: aiohttp.ClientSession, engine: str, scenario: Scenario, stream: bool
+    http: aiohttp.ClientSession, engine: str, scenario: Scenario, dialect: str, stream: bool
 ) -> None:
     await learn(http, engine, script(scenario, "aa"))
-    agent = Agent(http, VOICES["chat"], scenario, "aa", engine, "none", stream=stream)
+    agent = Agent(http, VOICES[dialect], scenario, "aa", engine, "none", stream=stream)
     played = await agent.play()
     assert not played.trouble
     log = await log_of(http, engine, "aa")
