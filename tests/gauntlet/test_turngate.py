@@ -6,8 +6,9 @@ import aiohttp
 import pytest
 
 from gauntlet.gateways.turngate import Turngate
-from gauntlet.run import engine, put_through
+from gauntlet.run import put_through
 from gauntlet.scenarios import SCENARIOS
+from gauntlet.trial import engine
 from gauntlet.voices import VOICES
 from tests.kit import real_tokenizer
 
@@ -16,7 +17,7 @@ from tests.kit import real_tokenizer
 async def test_turngate_has_full_marks_in_every_scenario_and_dialect() -> None:
     real_tokenizer("qwen3")  # or this is skipped
     async with aiohttp.ClientSession() as http, engine(http) as mock:
-        result = await put_through(Turngate(), http, mock, SCENARIOS, list(VOICES), load_shapes=())
+        result = await put_through(Turngate(), http, mock, SCENARIOS, list(VOICES))
     assert not result.trouble
     assert [rollout for rollout in result.rollouts if rollout.trouble] == []
     score = result.score
