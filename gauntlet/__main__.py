@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--load", default="16x20,4x100", help="sessions x turns of the cost part, with commas; '' leaves it out"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="how often each cost is measured; the best counts")
+    parser.add_argument("--repeats", type=int, default=2, help="how often each cost is measured; the best counts")
     parser.add_argument(
         "--compare", default="turngate", help="the gateway that is set beside the cheapest of the others"
     )

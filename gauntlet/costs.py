@@ -18,7 +18,7 @@ from gauntlet.trial import Trial
 
 CELL_LIMIT_S = 600.0
 WARM_UP = (2, 3)  # sessions and turns that are not counted, for each dialect, streamed and not
-LIVE = {20: 24, 100: 8}  # sessions that stay open while memory is measured, by their turns
+LIVE = {20: 48, 100: 16}  # sessions that stay open while memory is measured, by their turns
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ async def put_through(
             result.ready_s = trial.ready_s
             await _rollouts(result, trial, scenarios, [dialect for dialect in dialects if dialect in gateway.dialects])
     except (CannotStart, aiohttp.ClientError) as error:
-        result.trouble = str(error) or type(error).__name__
+        result.trouble = " ".join(str(error).split()) or type(error).__name__
     return result
 
 
@@ -76,6 +76,8 @@ async def _rollouts(result: Result, trial: Trial, scenarios: Sequence[Scenario],
     async def one_after_another() -> None:
         nonlocal silent
         for place, way in waiting:
+            if trial.gateway.process is not None and trial.gateway.process.poll() is not None:
+                raise CannotStart(f"it ended with {trial.gateway.process.returncode}")
             done[place] = await trial.rollout(*way)
             silent = silent + 1 if done[place].silent else 0
             if silent >= SILENT:
@@ -88,6 +90,7 @@ async def _rollouts(result: Result, trial: Trial, scenarios: Sequence[Scenario],
     except* CannotStart as errors:
         raise errors.exceptions[0] from None
     result.rollouts = [done[place] for place in sorted(done)]
+    result.names_causes = trial.gateway.names_causes
 
 
 async def count_costs(
