@@ -50,7 +50,7 @@ def test_who_did_not_run_has_a_line_that_says_so() -> None:
 
 def test_the_readme_keeps_all_but_what_is_between_the_marks(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"# Ours\n\n{paper.BEGIN}\nold\n{paper.END}\n\nThe end.\n")
+    readme.write_text(f"# Ours\n\n{paper.BEGIN}\nstale\n{paper.END}\n\nThe end.\n")
     assert paper.marked(readme)
     for _ in range(2):
         paper.write_readme(readme, ALL, ABOUT, "turngate")
@@ -58,7 +58,7 @@ def test_the_readme_keeps_all_but_what_is_between_the_marks(tmp_path: Path) -> N
     assert text.startswith(f"# Ours\n\n{paper.BEGIN}\n\n| gateway |")
     assert text.endswith(f"{paper.END}\n\nThe end.\n")
     assert text.count("| rllm |") == 1
-    assert "old" not in text
+    assert "stale" not in text
 
 
 def test_the_page_has_a_json_beside_it(tmp_path: Path) -> None:
