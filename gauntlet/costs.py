@@ -136,7 +136,8 @@ async def _memory(trial: Trial, costs: Costs, turns: int) -> None:
             before = memory_mb(trial.pid)
             for _ in range(sessions // batch):
                 await _side_by_side(trial, trial.gateway.dialects[0], False, batch, turns)
-            costs.session_mb[turns] = (memory_mb(trial.pid) - before) / (sessions // batch * batch)
+            grown = memory_mb(trial.pid) - before
+            costs.session_mb[turns] = max(0.0, grown) / (sessions // batch * batch)
     except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
         costs.trouble = f"{type(error).__name__}: {error}"
 
