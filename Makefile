@@ -4,13 +4,14 @@
 # make fast   the tests that need no heavy part
 # make bench  what the gateway costs
 # make soak   two hundred kills under load
+# make gauntlet   puts Turngate and its peers through the Gauntlet (about an hour; FAST=1: three minutes, and nothing is written)
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test check format fast bench soak parts clean
+.PHONY: setup demo test check format fast bench soak gauntlet parts clean
 
 setup: $(READY)
 
@@ -58,6 +59,11 @@ bench: $(READY)
 
 soak: $(READY)
 	@$(BIN)/python -m tests.crash.storm --kills 200
+
+# Peers are installed on first use, each into an environment of its own under $$TURNGATE_CACHE/gauntlet.
+gauntlet: $(READY)
+	@$(BIN)/python tools/parts.py tokenizers
+	@$(BIN)/python -m gauntlet $(if $(FAST),--dialect chat --load 4x10 --repeats 1,--results docs/gauntlet-results.md --readme README.md)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 import aiohttp
+import orjson
 
-from gauntlet.engine import MODEL, Behaviour
+from gauntlet.sampler import MODEL, Behaviour
 from gauntlet.scenario import (
     Answer,
     Call,
@@ -25,8 +26,9 @@ from gauntlet.scenario import (
     Step,
     System,
     Together,
+    Tools,
 )
-from gauntlet.voices.base import Broken, Called, Conversation, Event, Json, Said, Voice
+from gauntlet.voices.base import TOOLS, Broken, Called, Conversation, Event, Json, Said, Voice
 
 _ATTEMPTS = 5  # after which an agent takes a gateway for broken
 
@@ -111,15 +113,17 @@ class Agent:
             else:
                 self._tell(step)
 
-    def _tell(self, step: Start | Say | Results | System | Edit) -> None:
+    def _tell(self, step: Start | Say | Results | System | Tools | Edit) -> None:
         if isinstance(step, Start):
-            self._lines[step.line] = Conversation(step.system, step.tools, [Said("user", step.task)])
+            self._lines[step.line] = Conversation(step.system, TOOLS if step.tools else (), [Said("user", step.task)])
             return
         line = self._lines[step.line]
         if isinstance(step, Say):
             line.said.append(Said("user", step.text))
         elif isinstance(step, System):
             line.system = step.text
+        elif isinstance(step, Tools):
+            line.tools = tuple(tool for tool in TOOLS if tool["name"] in step.names)
         elif isinstance(step, Edit):
             answers = [said for said in line.said if said.role == "assistant"]
             answers[step.turn].text = step.text
@@ -167,14 +171,14 @@ class Agent:
     async def _ask(self, line: Conversation, attempt: int) -> Said:
         request = self._voice.request(line, model=MODEL, key=self._key, stream=self._stream)
         headers = {**request.headers, "x-stainless-retry-count": str(attempt)}
-        body = json.dumps(request.body, ensure_ascii=False).encode()
+        body = orjson.dumps(request.body)
         headers["content-type"] = "application/json"
         try:
             async with self._http.post(self._base_url + request.path, data=body, headers=headers) as response:
                 if response.status != 200:
                     raise Broken((await response.text())[:300], response.status)
                 if not self._stream:
-                    return self._voice.whole(await response.json(content_type=None))
+                    return self._voice.whole(orjson.loads(await response.read()))
                 events: list[Event] = []
                 async for event in _events(response):
                     events.append(event)
@@ -183,7 +187,7 @@ class Agent:
                 return self._voice.streamed(events)
         except aiohttp.ClientError as error:
             raise Broken(f"{type(error).__name__}: {error}") from None
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Broken(f"a reply that is none: {type(error).__name__}: {error}") from None
 
     def _kept(self, said: Said) -> Said:
@@ -241,7 +245,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
         elif not raw and data:
             if data != b"[DONE]":
                 with suppress(ValueError):
-                    yield Event(name, json.loads(data))
+                    yield Event(name, orjson.loads(data))
             name, data = "", b""
 
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def family(pid: int) -> list[int]:
@@ -36,11 +35,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory."""
-    pages = 0
+    """Resident memory; pages that several processes share are counted once."""
+    kilobytes = 0
     for each in family(pid):
         try:
-            pages += int(Path(f"/proc/{each}/statm").read_text(encoding="ascii").split()[1])
+            rollup = Path(f"/proc/{each}/smaps_rollup").read_text(encoding="ascii")
         except OSError:
             continue
-    return pages * _PAGE / 2**20
+        kilobytes += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    return kilobytes / 1024

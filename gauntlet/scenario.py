@@ -14,6 +14,22 @@ from gauntlet.speech import ToolCall, spell
 # What an agent does to its history when it sends it back. All of them leave the meaning alone.
 Habit = Literal["drop_thinking", "respell", "rename_ids", "trim"]
 Role = Literal["main", "subagent", "side"]
+# Why a call does not go on where the last one ended. A gateway's adapter translates its own words into these.
+Cause = Literal[
+    "compaction",  # the history was replaced by a summary
+    "sub-agent",  # a helper with a conversation of its own
+    "side call",  # a title, a summary, a probe
+    "retry",  # a call whose answer was lost is made again
+    "branch",  # an answer was given up, and the talk went on from before it
+    "edited",  # something that was said was rewritten
+    "system prompt changed",
+    "tools changed",
+    "thinking dropped",  # by the agent, or by the template
+    "json spelling",  # the same arguments as other bytes
+    "whitespace",
+    "ids renamed",
+    "template",  # the template writes the past in another way, or the tokenizer with other ids
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,14 @@ class System:
 
 
 @dataclass(frozen=True)
+class Tools:
+    """The tools that are offered change under a running conversation."""
+
+    names: tuple[str, ...]
+    line: str = "main"
+
+
+@dataclass(frozen=True)
 class Edit:
     """An earlier answer of the model is rewritten in the history."""
 
@@ -99,6 +123,8 @@ class Call:
     role: Role = "main"
     hang_up_s: float = 0.0  # the agent hangs up on the first attempt after so long
     gives_up: bool = False  # and does not ask again
+    causes: tuple[Cause, ...] = ()  # why it forks; more than one where the wire does not tell them apart
+    forks: bool = True  # with causes: whether it must; else only where the gateway kept the answer that was lost
 
     @property
     def delivered(self) -> bool:
@@ -112,7 +138,7 @@ class Together:
     lists: tuple[tuple[Step, ...], ...]
 
 
-Step = Start | Say | Results | System | Edit | Call | Together
+Step = Start | Say | Results | System | Tools | Edit | Call | Together
 
 
 @dataclass(frozen=True)
@@ -122,7 +148,9 @@ class Scenario:
     steps: tuple[Step, ...]
     rows: int = 1  # the fewest in which all of it can be trained
     habits: tuple[Habit, ...] = ()
+    drift: tuple[Cause, ...] = ()  # right names for forks that a better gateway would not have
     streamed: bool | None = None  # None: both ways
+    dialects: tuple[str, ...] = ()  # none: all
 
     def calls(self) -> list[Call]:
         return list(_calls(self.steps))
@@ -150,5 +178,12 @@ def bash(command: str, **more: object) -> ToolCall:
     return ToolCall("bash", {"command": command, **more})
 
 
-def ask(answer: Answer | Fault, *more: Answer | Fault, line: str = "main", role: Role = "main") -> Call:
-    return Call((answer, *more), line, role)
+def ask(
+    answer: Answer | Fault,
+    *more: Answer | Fault,
+    line: str = "main",
+    role: Role = "main",
+    causes: tuple[Cause, ...] = (),
+    forks: bool = True,
+) -> Call:
+    return Call((answer, *more), line, role, causes=causes, forks=forks)

@@ -14,6 +14,7 @@ from gauntlet.scenario import (
     Step,
     System,
     Together,
+    Tools,
     ask,
     bash,
 )
@@ -63,7 +64,7 @@ _HUGE = "".join(f"{n:06d} {n * 7919 % 100_003} the quick brown fox jumps over th
 def _helper(name: str) -> tuple[Step, ...]:
     return (
         Start(f"Search the {name} folder.", line=name, system=f"You are a helper that searches {name}."),
-        ask(Answer(calls=(bash(f"grep -rn total {name}"),)), line=name, role="subagent"),
+        ask(Answer(calls=(bash(f"grep -rn total {name}"),)), line=name, role="subagent", causes=("sub-agent",)),
         Results((f"{name}/sum.py:3: total = 0",), line=name),
         ask(Answer(text=f"It is in {name}/sum.py, line 3."), line=name, role="subagent"),
     )
@@ -75,6 +76,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "odd-tokens",
         "The same, but the model samples tokens that its tokenizer would not choose for that text.",
         _loop(*(Answer(think=a.think, text=a.text, calls=a.calls, odd=True) for a in (_look(4), _look(5), _DONE))),
+        drift=("template",),
     ),
     Scenario(
         "follow-up",
@@ -89,15 +91,29 @@ SCENARIOS: tuple[Scenario, ...] = (
             Say("Thank you. Anything else?"),
             ask(Answer(think="Let me think about tests.", text="A test for the empty list would be good.")),
         ),
+        drift=("thinking dropped", "template"),  # the template drops it: both are true
     ),
-    Scenario("thinking-dropped", "The agent never sends the model's thinking back.", _PLAIN, habits=("drop_thinking",)),
+    Scenario(
+        "thinking-dropped",
+        "The agent never sends the model's thinking back.",
+        _PLAIN,
+        habits=("drop_thinking",),
+        drift=("thinking dropped",),
+    ),
     Scenario(
         "json-respelled",
         "Arguments of tool calls come back as other bytes for the same JSON.",
         _loop(_look(1, env={"b": 1, "a": [1.5, None]}), _look(2), _DONE),
         habits=("respell",),
+        drift=("json spelling",),
     ),
-    Scenario("ids-renamed", "The agent gives tool calls ids of its own.", _PLAIN, habits=("rename_ids",)),
+    Scenario(
+        "ids-renamed",
+        "The agent gives tool calls ids of its own.",
+        _PLAIN,
+        habits=("rename_ids",),
+        drift=("ids renamed",),
+    ),
     Scenario(
         "whitespace-trimmed",
         "Text comes back without the white space around it.",
@@ -107,6 +123,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             Answer(think="Done.", text="It is mended.\n"),
         ),
         habits=("trim",),
+        drift=("whitespace",),
     ),
     Scenario("parallel-calls", "Two tool calls in one turn.", _loop(_WIDE, _look(7), _DONE)),
     Scenario(
@@ -115,7 +132,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         (
             *_loop(_look(1), _look(2)),
             Start(f"{TASK}\n\nSo far: parts 1 and 2 were read; part 3 is next.", system=SYSTEM),
-            ask(_look(3)),
+            ask(_look(3), causes=("compaction",)),
             Results((_listing(3),)),
             ask(_DONE),
         ),
@@ -138,10 +155,11 @@ SCENARIOS: tuple[Scenario, ...] = (
         "A title and a topic check, without tools, beside the work.",
         (
             Start(f"Give this conversation a title: {TASK}", line="title", system="You write titles.", tools=False),
-            ask(Answer(text="Mending a sum"), line="title", role="side"),
+            # It comes first: a gateway may find out only later what it was.
+            ask(Answer(text="Mending a sum"), line="title", role="side", causes=("side call",), forks=False),
             *_loop(_look(1), _look(2)),
             Start("Is this a new topic? Mend the test.", line="topic", system="Answer with yes or no.", tools=False),
-            ask(Answer(text="No."), line="topic", role="side"),
+            ask(Answer(text="No."), line="topic", role="side", causes=("side call",)),
             ask(_DONE),
         ),
     ),
@@ -152,7 +170,12 @@ SCENARIOS: tuple[Scenario, ...] = (
             _START,
             ask(_look(1)),
             Results((_listing(1),)),
-            ask(Fault(cut_after=6, answer=Answer(text="This will never be whole, whatever is said.")), _look(2)),
+            ask(
+                Fault(cut_after=6, answer=Answer(text="This will never be whole, whatever is said.")),
+                _look(2),
+                causes=("retry",),
+                forks=False,
+            ),
             Results((_listing(2),)),
             ask(_DONE),
         ),
@@ -165,7 +188,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             ask(_look(1)),
             Results((_listing(1),)),
             # Longer than the agent waits. Either answer will do: a gateway may hand the first one to whoever asks again.
-            Call((_slow(bash("cat src/part_8.py")), _look(2)), hang_up_s=0.8),
+            Call((_slow(bash("cat src/part_8.py")), _look(2)), hang_up_s=0.8, causes=("retry",), forks=False),
             Results((_listing(2),)),
             ask(_DONE),
         ),
@@ -180,7 +203,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             Say("Look at part 9."),
             Call((_slow(),), hang_up_s=0.8, gives_up=True),
             Say("Stop. Look at part 1."),
-            ask(_look(1)),
+            ask(_look(1), causes=("branch",), forks=False),
             Results((_listing(1),)),
             ask(_DONE),
         ),
@@ -196,7 +219,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             ask(Answer(text="It is the loop.")),
             Edit(0, "I will look at the loop only."),
             Say("And then?"),
-            ask(Answer(text="Then it is mended.", sees=("I will look at the loop only.",))),
+            ask(Answer(text="Then it is mended.", sees=("I will look at the loop only.",)), causes=("edited",)),
         ),
         rows=2,
     ),
@@ -206,7 +229,37 @@ SCENARIOS: tuple[Scenario, ...] = (
         (
             *_loop(_look(1), _look(2)),
             System(f"{SYSTEM}\nYou are in plan mode now."),
-            ask(Answer(think="A plan, then.", text="First part 1, then part 2.", sees=("You are in plan mode now.",))),
+            ask(
+                Answer(think="A plan, then.", text="First part 1, then part 2.", sees=("You are in plan mode now.",)),
+                causes=("system prompt changed",),
+            ),
+        ),
+        rows=2,
+    ),
+    Scenario(
+        "system-line",
+        "A line of the system prompt is another one in every request: Claude Code's, for its provider's books and no part of the prompt.",
+        tuple(
+            step
+            for n, answer in enumerate((_look(1), _look(2), _look(3), _DONE))
+            for step in (
+                _START if n == 0 else Results((_listing(n),)),
+                System(f"x-anthropic-billing-header: cc_version=2.1.{n}; cc_entrypoint=cli; cch={n:05x};\n{SYSTEM}"),
+                ask(answer),
+            )
+        ),
+        drift=("system prompt changed",),
+        dialects=("messages",),
+    ),
+    Scenario(
+        "tools-changed",
+        "A tool is taken away half-way.",
+        (
+            *_loop(_look(1), _look(2)),
+            Tools(("bash", "read_file")),
+            ask(_look(3), causes=("tools changed",)),
+            Results((_listing(3),)),
+            ask(_DONE),
         ),
         rows=2,
     ),
@@ -226,6 +279,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             Say("Und «über»?"),
             ask(Answer(text="«Üzerinde» ✅")),
         ),
+        drift=("template", "thinking dropped"),
     ),
     Scenario(
         "malformed-call",
@@ -238,6 +292,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             Results((_listing(2),)),
             ask(_DONE),
         ),
+        drift=("template",),
     ),
     Scenario(
         "cut-off",
@@ -279,7 +334,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             *_loop(_look(1), _look(2)),
             Call((Fault(status=400),), gives_up=True),
             Start(f"{TASK}\n\nSo far: parts 1 and 2 are fine.", system=SYSTEM),
-            ask(_DONE),
+            ask(_DONE, causes=("compaction",)),
         ),
         rows=2,
     ),

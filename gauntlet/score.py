@@ -34,6 +34,8 @@ class Score:
     faults: int = 0
     faults_told: int = 0  # of them, told to the agent in a way that it can act on
     unseen: int = 0  # calls whose prompt did not hold what the agent said
+    forks: int = 0  # of a gateway that names causes: calls that fork, or should
+    forks_right: int = 0  # of them, with the right cause
 
     def add(self, other: Score) -> None:
         for each in fields(self):
@@ -44,6 +46,7 @@ class Score:
 class Sampled:
     """One generation of the engine's log, and what it was to the agent."""
 
+    number: int  # of its call
     role: str  # of its call, or `lost`: the agent never took it
     start: int
     digest: int
@@ -59,7 +62,13 @@ def total(scores: Iterable[Score]) -> Score:
 
 
 def judge(
-    scenario: Scenario, log: Sequence[dict[str, Any]], record: Record, *, taken: Mapping[int, int], told: int
+    scenario: Scenario,
+    log: Sequence[dict[str, Any]],
+    record: Record,
+    *,
+    taken: Mapping[int, int],
+    told: int,
+    names_causes: bool = False,
 ) -> Score:
     """The score of one rollout. `taken` and `told` are what the agent lived through."""
     truth = _truth(scenario, log, taken)
@@ -76,7 +85,26 @@ def judge(
     )
     if record.rows is not None:
         _judge_rows(score, truth, record.rows)
+    if names_causes:
+        _judge_causes(score, scenario, truth, record.forks)
     return score
+
+
+def _judge_causes(
+    score: Score, scenario: Scenario, truth: Sequence[Sampled], named: Mapping[tuple[int, ...], str]
+) -> None:
+    """A fork that has to be needs its cause; one that need not be may have none, but no wrong one."""
+    calls = scenario.calls()
+    for each in truth:
+        if each.role == "lost":
+            continue
+        call, name = calls[each.number], named.get(each.ids)
+        if call.causes and (call.forks or name is not None):
+            score.forks += 1
+            score.forks_right += name in call.causes
+        elif name:
+            score.forks += 1
+            score.forks_right += name in scenario.drift
 
 
 def _truth(scenario: Scenario, log: Sequence[dict[str, Any]], taken: Mapping[int, int]) -> list[Sampled]:
@@ -91,7 +119,7 @@ def _truth(scenario: Scenario, log: Sequence[dict[str, Any]], taken: Mapping[int
     for place, (number, entry) in enumerate(zip(numbers, log, strict=True)):
         role = calls[number].role if kept.get(number) == place else "lost"
         ids = tuple(entry["ids"])
-        truth.append(Sampled(role, entry["prompt_tokens"], entry["prompt_digest"], ids, bool(entry["unseen"])))
+        truth.append(Sampled(number, role, entry["prompt_tokens"], entry["prompt_digest"], ids, bool(entry["unseen"])))
     return truth
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,20 +32,8 @@ def tokenizer() -> Path:
 
 
 def default_model() -> Path:
-    """The folder that every gateway is given: Qwen3's tokenizer with its chat template as the model's page has it today.
-
-    Some gateways know templates by their exact bytes, so an older revision will not do for all of them.
-    """
-    folder = cache() / "gauntlet" / "model"
-    template = Path(__file__).with_name("qwen3.jinja").read_text(encoding="utf-8")
-    config = json.loads((tokenizer() / "tokenizer_config.json").read_text(encoding="utf-8"))
-    wanted = json.dumps({**config, "chat_template": template}, ensure_ascii=False, indent=1)
-    made = folder / "tokenizer_config.json"
-    if not made.exists() or made.read_text(encoding="utf-8") != wanted:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(tokenizer() / "tokenizer.json", folder / "tokenizer.json")
-        made.write_text(wanted, encoding="utf-8")
-    return folder
+    """The folder that every gateway and the engine are given: Qwen3's tokenizer with the chat template that came with it."""
+    return tokenizer()
 
 
 class Model:

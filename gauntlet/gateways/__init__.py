@@ -7,9 +7,20 @@ from gauntlet.gateways.base import Gateway
 from gauntlet.gateways.litellm import LiteLLM
 from gauntlet.gateways.openenv import OpenEnv
 from gauntlet.gateways.rllm import Rllm
-from gauntlet.gateways.turngate import Turngate
-from gauntlet.gateways.verifiers import Verifiers
+from gauntlet.gateways.turngate import Turngate, TurngateDrop
+from gauntlet.gateways.verifiers import Verifiers, VerifiersRelay
 
 GATEWAYS: dict[str, type[Gateway]] = {
-    gateway.name: gateway for gateway in (Turngate, OpenEnv, AgentCore, AgentCoreLinear, Verifiers, Rllm, LiteLLM)
+    gateway.name: gateway
+    for gateway in (
+        Turngate,
+        TurngateDrop,
+        OpenEnv,
+        AgentCore,
+        AgentCoreLinear,
+        Verifiers,
+        VerifiersRelay,
+        Rllm,
+        LiteLLM,
+    )
 }

@@ -14,6 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import aiohttp
 from gauntlet.tokens import cache
 
 PACKAGE = Path(__file__).resolve().parent.parent
+INSTALL_LIMIT_S = 1800.0
 
 
 class CannotStart(Exception):
@@ -56,6 +58,8 @@ class Turn:
 class Record:
     turns: list[Turn] = field(default_factory=list)
     rows: list[Row] | None = None  # None: this gateway makes no rows
+    # By the sampled ids of a turn at which the record forks: why, in the words of `scenario.Cause`, or "" for none.
+    forks: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 
 class Gateway(ABC):
@@ -63,6 +67,8 @@ class Gateway(ABC):
     about: str  # which version, how it is run
     dialects: tuple[str, ...]
     trains: bool = True  # gives tokens that can be trained
+    names_causes: bool = False  # says why its record forks
+    by_default: bool = True  # put through when none is named
     requirements: tuple[str, ...] = ()  # from PyPI, into an environment of its own
 
     def __init__(self) -> None:
@@ -82,7 +88,7 @@ class Gateway(ABC):
     def python(self) -> Path:
         return self.home / "bin" / "python"
 
-    def install(self) -> None:
+    async def install(self) -> None:
         """Make the environment, once."""
         ready = self.home / ".gauntlet"
         wanted = "\n".join(self.requirements)
@@ -90,8 +96,10 @@ class Gateway(ABC):
             return
         print(f"gauntlet: making an environment for {self.name} in {self.home} …", file=sys.stderr)
         if not self.python.exists():
-            _run([sys.executable, "-m", "venv", str(self.home)])
-        _run([str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements])
+            await _run([sys.executable, "-m", "venv", str(self.home)])
+        await _run(
+            [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements]
+        )
         ready.write_text(wanted, encoding="utf-8")
 
     @abstractmethod
@@ -124,7 +132,7 @@ class Gateway(ABC):
         until = time.monotonic() + limit_s
         while True:
             if self.process.poll() is not None:
-                raise CannotStart(f"it ended with {self.process.returncode}; see {log.name}")
+                raise CannotStart(f"it ended with {self.process.returncode}: {_last_words(log.name)}")
             try:
                 async with http.get(self.url + self.health) as response:
                     if response.status < 500:
@@ -132,19 +140,27 @@ class Gateway(ABC):
             except aiohttp.ClientError:
                 pass
             if time.monotonic() > until:
-                raise CannotStart(f"not ready after {limit_s:.0f} s; see {log.name}")
+                raise CannotStart(f"not ready after {limit_s:.0f} s: {_last_words(log.name)}")
             await asyncio.sleep(0.1)
 
     def stop(self) -> None:
         process = self.process
-        if process is None or process.poll() is not None:
+        if process is None:
             return
-        process.terminate()
         try:
+            process.terminate()
             process.wait(5)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: nothing else is in it
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it left: nothing else is in its session
             process.wait()
+
+
+def _last_words(log: str) -> str:
+    """The end of what a program wrote; its folder is about to go."""
+    return " ".join(Path(log).read_text(encoding="utf-8", errors="replace").split())[-300:] or "it said nothing"
 
 
 def runs(row: Row) -> list[Turn]:
@@ -192,9 +208,18 @@ def free_port() -> int:
         return port
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(  # noqa: S603  # our own command
-        command, capture_output=True, text=True, check=False
+async def _run(command: list[str]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
-    if done.returncode:
-        raise CannotStart(f"{' '.join(command[:4])} …: {done.stderr.strip()[-300:]}")
+    try:
+        async with asyncio.timeout(INSTALL_LIMIT_S):
+            _, told = await process.communicate()
+    except TimeoutError:
+        raise CannotStart(f"{' '.join(command[:4])} …: not done after {INSTALL_LIMIT_S:.0f} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise CannotStart(f"{' '.join(command[:4])} …: {told.decode(errors='replace').strip()[-300:]}")

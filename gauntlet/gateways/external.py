@@ -1,8 +1,9 @@
 """A gateway that somebody else has started: known by its address, asked by commands.
 
 `open` and `record` are shell commands with `{rollout}` in them. The first prints `{"key": …, "base_url": …}`, both optional; the
-second prints `{"turns": [[ids …] …], "rows": [{"ids": […], "mask": […], "logprobs": […]} …]}`, both optional too. Without `record`
-only what an agent notices is judged.
+second prints `{"turns": [[ids …] …], "rows": [{"ids": […], "mask": […], "logprobs": […]} …], "forks": [{"ids": […], "cause": "…"} …]}`,
+all optional too: `ids` of a fork are what was sampled first after it, causes are those of `scenario.Cause`. Without `record` only
+what an agent notices is judged.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ class External(Gateway):
         raise CannotStart("it is started by somebody else")
 
     async def start(self, http: aiohttp.ClientSession, engine_url: str, folder: Path, limit_s: float = 120.0) -> None:
-        """It runs already. Whether it does, the first rollout will tell."""
+        """It runs already, or should."""
+        try:
+            async with http.get(self._address.url):
+                pass
+        except aiohttp.ClientError as error:
+            raise CannotStart(f"nothing answers at {self._address.url}: {error}") from None
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
         opened = await _said(self._address.open, rollout) if self._address.open else {}
@@ -53,7 +59,9 @@ class External(Gateway):
             return Record()
         told = await _said(self._address.record, session.id)
         rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in told.get("rows", [])]
-        return Record([Turn(tuple(ids)) for ids in told.get("turns", [])], rows)
+        self.names_causes = self.names_causes or "forks" in told
+        forks = {tuple(fork["ids"]): str(fork["cause"]) for fork in told.get("forks", [])}
+        return Record([Turn(tuple(ids)) for ids in told.get("turns", [])], rows, forks)
 
 
 async def _said(command: str, rollout: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from gauntlet.engine import MODEL
 from gauntlet.gateways.base import PACKAGE, Gateway, Record, Session, Turn, merged
+from gauntlet.sampler import MODEL
 
 _CUE = re.compile(r"\[cue ([0-9a-z]+)\.")
 _CONFIG = """\

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.engine import MODEL
 from gauntlet.gateways.base import Gateway, Record, Row, Session, runs
+from gauntlet.sampler import MODEL
 
 
 class OpenEnv(Gateway):
@@ -21,7 +21,8 @@ class OpenEnv(Gateway):
         return [*command, "--model", MODEL, "--port", str(self.port), "--engine", "vllm"], {}
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
-        async with http.post(f"{self.url}/sessions", json={"session_id": rollout}) as response:
+        body = {"session_id": rollout, "purpose": "train"}
+        async with http.post(f"{self.url}/sessions", json=body) as response:
             response.raise_for_status()
             opened = await response.json()
         return Session(opened["session_id"], self.url, opened["session_id"])

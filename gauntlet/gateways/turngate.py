@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
-from gauntlet.engine import MODEL
-from gauntlet.gateways.base import Gateway, Record, Row, Session, Turn
+from gauntlet.gateways.base import CannotStart, Gateway, Record, Row, Session, Turn
+from gauntlet.sampler import MODEL
 from gauntlet.tokens import default_model
 
 _KEY = "gauntlet-admin-key"
 _ADMIN = {"authorization": f"Bearer {_KEY}"}
+_ROOT = str(Path(__file__).resolve().parents[2])
+_NAMES = {  # its words, in the Gauntlet's; those of `turngate verify` are nearly the same
+    "compaction": "compaction",
+    "subagent": "sub-agent",
+    "side": "side call",
+    "retry": "retry",
+    "resample": "retry",  # the same question once more: on the wire it is one
+    "asked again": "retry",
+    "branch": "branch",
+    "edited": "edited",
+    "system": "system prompt changed",
+    "tools": "tools changed",
+    "template": "template",
+    "JSON spelling": "json spelling",
+    "asked at the same time": "",
+    "begun at the same time": "",
+}
 
 
 class Turngate(Gateway):
     name = "turngate"
     about = "exact mode, vLLM's /v1/completions"
     dialects = ("chat", "responses", "messages", "gemini")
+    names_causes = True
+    settings: dict[str, Any] = {}
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-        command = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(folder / "data")]
-        command += [
-            "--engine",
-            "vllm",
-            "--engine-url",
-            engine_url,
-            "--model",
-            MODEL,
-            "--tokenizer",
-            str(default_model()),
-        ]
-        return command, {"TURNGATE_ADMIN_KEY": _KEY, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        self._data = folder / "data"
+        command = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(self._data)]
+        command += ["--engine", "vllm", "--engine-url", engine_url, "--model", MODEL]
+        command += ["--tokenizer", str(default_model())]
+        return command, {"TURNGATE_ADMIN_KEY": _KEY, "PYTHONPATH": _ROOT}
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
-        async with http.post(f"{self.url}/admin/sessions", json={"id": rollout}, headers=_ADMIN) as response:
+        body = {"id": rollout, **self.settings}
+        async with http.post(f"{self.url}/admin/sessions", json=body, headers=_ADMIN) as response:
             response.raise_for_status()
             opened = await response.json()
         return Session(opened["id"], self.url, opened["api_key"])
@@ -45,8 +62,52 @@ class Turngate(Gateway):
         async with http.post(f"{path}/seal", json={}, headers=_ADMIN) as response:
             response.raise_for_status()
         async with http.get(f"{path}/trace", headers=_ADMIN) as response:
-            trace = await response.json()
+            nodes = (await response.json())["nodes"]
         async with http.get(f"{path}/samples", headers=_ADMIN) as response:
             samples = (await response.json())["samples"]
-        turns = [Turn(tuple(node["ids"])) for node in trace["nodes"] if node["kind"] == "sampled"]
-        return Record(turns, [Row(sample["ids"], sample["mask"], sample["logprobs"]) for sample in samples])
+        turns = [Turn(tuple(node["ids"])) for node in nodes if node["kind"] == "sampled"]
+        rows = [Row(sample["ids"], sample["mask"], sample["logprobs"]) for sample in samples]
+        return Record(turns, rows, await self.causes(session, nodes))
+
+    async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
+        """Every turn at which the tree forks, and the cause that is recorded with it."""
+        forks: dict[tuple[int, ...], str] = {}
+        later: set[int] = set()  # nodes that are not the first below their parent
+        parents: set[int | None] = set()
+        for node in nodes:
+            if node["parent"] in parents:
+                later.add(node["id"])
+            parents.add(node["parent"])
+            if node["kind"] == "sampled" and (node["cause"] or later & {node["id"], node["parent"]}):
+                forks[tuple(node["ids"])] = _NAMES[node["cause"]] if node["cause"] else ""
+                later.discard(node["parent"])
+        return forks
+
+
+class TurngateDrop(Turngate):
+    """Told to follow the template, it renders anew and forks; `turngate verify` then says why, fork by fork."""
+
+    name = "turngate-drop"
+    about = "the same, thinking as the template has it; causes from `turngate verify`"
+    by_default = False
+    settings = {"thinking": "drop"}
+
+    async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
+        command = [sys.executable, "-m", "turngate", "verify", session.id, "--data", str(self._data), "--json"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=_ROOT)
+        out, _ = await process.communicate()
+        if not out:
+            raise CannotStart(f"turngate verify ended with {process.returncode}")
+        told = {fork["node"]: fork["cause"] for fork in _verdict(json.loads(out))["forks"]}
+        return {
+            tuple(node["ids"]): _NAMES.get(told[place], told[place])
+            for node in nodes
+            if node["kind"] == "sampled"
+            for place in (node["id"], node["parent"])
+            if place in told
+        }
+
+
+def _verdict(told: Any) -> dict[str, Any]:
+    first: dict[str, Any] = told[0] if isinstance(told, list) else told.get("sessions", [told])[0]
+    return first

@@ -1,4 +1,5 @@
-"""verifiers' interception server with its training client: renders chat itself, vLLM's `/inference/v1/generate`.
+"""verifiers' interception server. With its training client it renders chat itself and asks vLLM's `/inference/v1/generate`; with
+its evaluation client it relays three dialects to an endpoint that speaks them, and keeps what was said, without ids.
 
 It is a library without a program: `inside/verifiers_serve.py` runs it as a rollout does, and adds a port for sessions.
 """
@@ -9,20 +10,21 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.engine import MODEL
-from gauntlet.gateways.base import PACKAGE, Gateway, Record, Row, Session, runs
+from gauntlet.gateways.base import PACKAGE, Gateway, Record, Row, Session, Turn, runs
+from gauntlet.sampler import MODEL
 from gauntlet.tokens import default_model
 
 
 class Verifiers(Gateway):
     name = "verifiers"
     about = "verifiers 0.4.0, training client with the qwen3 renderer"
-    dialects = ("chat",)
+    dialects: tuple[str, ...] = ("chat",)
     requirements = ("verifiers==0.4.0",)
+    client = "train"
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         program = str(PACKAGE / "inside" / "verifiers_serve.py")
-        return [str(self.python), program, str(self.port), engine_url, str(default_model()), MODEL], {}
+        return [str(self.python), program, str(self.port), engine_url, str(default_model()), MODEL, self.client], {}
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
         async with http.post(f"{self.url}/open/{rollout}") as response:
@@ -33,5 +35,16 @@ class Verifiers(Gateway):
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
         async with http.post(f"{self.url}/finish/{session.id}") as response:
             response.raise_for_status()
-            rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in await response.json()]
+            told = await response.json()
+        if not self.trains:
+            return Record([Turn(text="kept as text")] * told["answered"])
+        rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in told["rows"]]
         return Record(list({turn for row in rows for turn in runs(row)}), rows)
+
+
+class VerifiersRelay(Verifiers):
+    name = "verifiers-relay"
+    about = "verifiers 0.4.0, evaluation client: relays to vLLM's chat, responses and messages endpoints"
+    dialects = ("chat", "responses", "messages")
+    trains = False
+    client = "eval"

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """Runs in agentcore's environment: its gateway, with two routes to open and to finish sessions. PORT ENGINE TOKENIZER MODE."""
 
+import hashlib
 import sys
 
-from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway
+from agentcore_rl_toolkit.rollout_gateway import HfTemplateRenderer, RolloutGateway, response_schemas
 from agentcore_rl_toolkit.rollout_gateway.sampling_backends.vllm_http import VllmHttpBackend
 from aiohttp import web
 from transformers import AutoTokenizer
@@ -11,6 +12,9 @@ from transformers import AutoTokenizer
 
 def main(port: int, engine_url: str, folder: str, mode: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    # It knows templates by their bytes, and of Qwen3's it knows another revision. Its own advice: add the hash.
+    known = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    response_schemas._TEMPLATE_HASHES.setdefault(known, "qwen3")
     gateway = RolloutGateway(
         backend=VllmHttpBackend(engine_url),
         renderer=HfTemplateRenderer(tokenizer),

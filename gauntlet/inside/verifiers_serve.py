@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Runs in verifiers' environment: its interception server and training client, and a port to open and to finish sessions.
+"""Runs in verifiers' environment: its interception server and one of its clients, and a port to open and to finish sessions.
 
-PORT ENGINE TOKENIZER MODEL.
+PORT ENGINE TOKENIZER MODEL CLIENT, which is `train` or `eval`.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import verifiers.v1 as vf
 from aiohttp import web
 from renderers import Qwen3RendererConfig
 from verifiers.v1.clients import ModelContext
-from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.configs.client import EvalClientConfig, TrainClientConfig
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
@@ -19,15 +19,14 @@ from verifiers.v1.types import Sampling
 
 
 class Sessions:
-    def __init__(self, engine_url: str, folder: str, model: str) -> None:
-        client = TrainClientConfig(
-            base_url=f"{engine_url}/v1",
-            api_key_var="GAUNTLET_NO_KEY",
-            renderer=Qwen3RendererConfig(),
-            renderer_model_name=folder,
-        )
-        # The training client takes sampling from here alone, never from the agent; a trainer sets the length.
-        self.context = ModelContext(model=model, client=client, sampling=Sampling(max_tokens=4096, temperature=1.0))
+    def __init__(self, engine_url: str, folder: str, model: str, client: str) -> None:
+        where = {"base_url": f"{engine_url}/v1", "api_key_var": "GAUNTLET_NO_KEY"}
+        if client == "train":
+            config = TrainClientConfig(**where, renderer=Qwen3RendererConfig(), renderer_model_name=folder)
+        else:
+            config = EvalClientConfig(**where)
+        # Sampling comes from here alone, never from the agent; a trainer sets the length.
+        self.context = ModelContext(model=model, client=config, sampling=Sampling(max_tokens=4096, temperature=1.0))
         self.server = InterceptionServer()
         self.open_ones: dict[str, tuple[RolloutSession, str, str]] = {}
 
@@ -47,11 +46,12 @@ class Sessions:
             for branch in session.trace.branches
             if branch.trainable
         ]
-        return web.json_response(rows)
+        answered = sum(call.node is not None for call in session.trace.calls)
+        return web.json_response({"rows": rows, "answered": answered})
 
 
-async def main(port: int, engine_url: str, folder: str, model: str) -> None:
-    sessions = Sessions(engine_url, folder, model)
+async def main(port: int, engine_url: str, folder: str, model: str, client: str) -> None:
+    sessions = Sessions(engine_url, folder, model, client)
     async with sessions.server:
         app = web.Application()
         app.router.add_post("/open/{id}", sessions.open)
@@ -64,4 +64,4 @@ async def main(port: int, engine_url: str, folder: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:5]))
+    asyncio.run(main(int(sys.argv[1]), *sys.argv[2:6]))

@@ -43,7 +43,7 @@ class Said:
 @dataclass
 class Conversation:
     system: str
-    tools: bool
+    tools: tuple[Json, ...]
     said: list[Said]
 
 

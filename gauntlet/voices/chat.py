@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gauntlet.voices.base import MAX_TOKENS, TOOLS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
+from gauntlet.voices.base import MAX_TOKENS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
 
 _REASONING = ("reasoning_content", "reasoning")
 
@@ -17,7 +17,7 @@ class Chat(Voice):
         messages += [_message(said) for said in conversation.said]
         body: Json = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 1.0}
         if conversation.tools:
-            body["tools"] = [{"type": "function", "function": tool} for tool in TOOLS]
+            body["tools"] = [{"type": "function", "function": tool} for tool in conversation.tools]
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return Request("/v1/chat/completions", body, {"authorization": f"Bearer {key}"})

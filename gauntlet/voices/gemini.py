@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from gauntlet.voices.base import MAX_TOKENS, TOOLS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
+from gauntlet.voices.base import MAX_TOKENS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
 
 
 class Gemini(Voice):
@@ -22,7 +22,7 @@ class Gemini(Voice):
             },
         }
         if conversation.tools:
-            body["tools"] = [{"functionDeclarations": list(TOOLS)}]
+            body["tools"] = [{"functionDeclarations": list(conversation.tools)}]
         verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
         return Request(f"/v1beta/models/{model}:{verb}", body, {"x-goog-api-key": key})
 

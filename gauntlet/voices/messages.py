@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from gauntlet.voices.base import MAX_TOKENS, TOOLS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
+from gauntlet.voices.base import MAX_TOKENS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
 
 
 class Messages(Voice):
@@ -24,7 +24,7 @@ class Messages(Voice):
         if conversation.tools:
             body["tools"] = [
                 {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
-                for tool in TOOLS
+                for tool in conversation.tools
             ]
         headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
         return Request("/v1/messages", body, headers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gauntlet.voices.base import MAX_TOKENS, TOOLS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
+from gauntlet.voices.base import MAX_TOKENS, Broken, Called, Conversation, Event, Json, Request, Said, Voice
 
 
 class Responses(Voice):
@@ -23,7 +23,7 @@ class Responses(Voice):
             "stream": stream,
         }
         if conversation.tools:
-            body["tools"] = [{"type": "function", "strict": False, **tool} for tool in TOOLS]
+            body["tools"] = [{"type": "function", "strict": False, **tool} for tool in conversation.tools]
         return Request("/v1/responses", body, {"authorization": f"Bearer {key}"})
 
     def whole(self, reply: Json) -> Said:

@@ -13,15 +13,16 @@ from aiohttp.test_utils import TestServer
 
 from gauntlet import proof
 from gauntlet.agent import Agent, script
-from gauntlet.engine import Api, Engine
+from gauntlet.engine import Api
 from gauntlet.gateways.base import Record, Turn, merged
+from gauntlet.sampler import Engine
 from gauntlet.scenario import Scenario
 from gauntlet.scenarios import BY_NAME, SCENARIOS
 from gauntlet.score import judge
 from gauntlet.speech import ToolCall, hear, spell
 from gauntlet.tokens import Model
 from gauntlet.voices import VOICES
-from gauntlet.voices.base import Called, Conversation, Event, Said
+from gauntlet.voices.base import TOOLS, Called, Conversation, Event, Said
 
 PLAIN = [s for s in SCENARIOS if not s.faults and s.name not in ("slow-engine", "lost-reply", "aborted", "huge-result")]
 
@@ -72,12 +73,13 @@ async def log_of(http: aiohttp.ClientSession, engine: str, rollout: str) -> list
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("scenario", PLAIN, ids=lambda scenario: scenario.name)
 async def test_an_agent_without_a_gateway_lives_through_every_scenario(
-    http: aiohttp.ClientSession, engine: str, scenario: Scenario, stream: bool
+    http: aiohttp.ClientSession, engine: str, scenario: Scenario, dialect: str, stream: bool
 ) -> None:
     await learn(http, engine, script(scenario, "aa"))
-    agent = Agent(http, VOICES["chat"], scenario, "aa", engine, "none", stream=stream)
+    agent = Agent(http, VOICES[dialect], scenario, "aa", engine, "none", stream=stream)
     played = await agent.play()
     assert not played.trouble
     log = await log_of(http, engine, "aa")
@@ -140,7 +142,7 @@ async def test_a_streamed_chat_reply_says_what_a_whole_one_says(http: aiohttp.Cl
     voice = VOICES["chat"]
     said = []
     for stream in (False, True):
-        line = Conversation("Be brief.", True, [Said("user", "What? [cue ae.0]")])
+        line = Conversation("Be brief.", TOOLS, [Said("user", "What? [cue ae.0]")])
         request = voice.request(line, model="gauntlet", key="none", stream=stream)
         async with http.post(engine + request.path, json=request.body) as response:
             if not stream:
@@ -181,7 +183,7 @@ def test_every_voice_sends_back_all_that_was_said(dialect: str) -> None:
     call = Called("call_1", "bash", '{"command": "ls"}')
     opaque = {"reasoning": {"type": "reasoning", "summary": [{"text": "Hm."}]}} if dialect == "responses" else {}
     answer = Said("assistant", "Look:", "Hm.", [call], opaque=opaque)
-    line = Conversation("Be brief.", True, [Said("user", "What?"), answer, Said("tool", "a.py", answers=call)])
+    line = Conversation("Be brief.", TOOLS, [Said("user", "What?"), answer, Said("tool", "a.py", answers=call)])
     request = VOICES[dialect].request(line, model="gauntlet", key="secret", stream=False)
     body = json.dumps(request.body)
     places = [body.index(said) for said in ("What?", "Look:", "ls", "a.py")]

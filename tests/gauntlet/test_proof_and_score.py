@@ -124,3 +124,32 @@ def test_a_call_without_log_probabilities_is_context() -> None:
 def test_turns_that_are_kept_as_text_are_only_counted() -> None:
     record = Record([Turn(text="one"), Turn(text="two"), Turn(text="three")])
     assert judge(TWO_TURNS, LOG, record, taken={0: 0, 1: 0}, told=0).captured == 2
+
+
+FORKING = Scenario(
+    "forking",
+    "",
+    (Start("go"), ask(Answer(text="one")), Start("go on"), ask(Answer(text="two"), causes=("compaction",))),
+    rows=2,
+    drift=("whitespace",),
+)
+
+
+def causes(forks: dict[tuple[int, ...], str]) -> tuple[int, int]:
+    record = Record([Turn(tuple(FIRST)), Turn(tuple(SECOND))], [], forks)
+    score = judge(FORKING, LOG, record, taken={0: 0, 1: 0}, told=0, names_causes=True)
+    return score.forks_right, score.forks
+
+
+def test_a_fork_needs_its_cause() -> None:
+    assert causes({tuple(SECOND): "compaction"}) == (1, 1)
+    assert causes({tuple(SECOND): "edited"}) == (0, 1)
+    assert causes({tuple(SECOND): ""}) == (0, 1)
+    assert causes({}) == (0, 1)
+
+
+def test_a_fork_that_need_not_be_may_have_no_wrong_cause() -> None:
+    named = {tuple(SECOND): "compaction"}
+    assert causes({**named, tuple(FIRST): "whitespace"}) == (2, 2)
+    assert causes({**named, tuple(FIRST): "edited"}) == (1, 2)
+    assert causes({**named, tuple(FIRST): ""}) == (1, 1)

@@ -1,27 +1,157 @@
-"""Turngate goes through the Gauntlet in every dialect, with full marks."""
+"""Turngate goes through the Gauntlet in every dialect, with full marks. Marked `real` by name: it needs Qwen3's tokenizer."""
 
 from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from gauntlet.gateways.turngate import Turngate
-from gauntlet.run import engine, put_through
-from gauntlet.scenarios import SCENARIOS
+from gauntlet.gateways.base import Gateway, free_port
+from gauntlet.gateways.turngate import Turngate, TurngateDrop
+from gauntlet.run import Result, put_through
+from gauntlet.scenarios import BY_NAME, SCENARIOS
+from gauntlet.score import total
+from gauntlet.tokens import default_model
+from gauntlet.trial import engine
 from gauntlet.voices import VOICES
 from tests.kit import real_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE = f"{sys.executable} {Path(__file__).with_name('outside.py')}"
+DRIFTS = [s.name for s in SCENARIOS if s.drift and not s.dialects and s.name not in ("ids-renamed", "unicode")]
 
-@pytest.mark.real
-async def test_turngate_has_full_marks_in_every_scenario_and_dialect() -> None:
-    real_tokenizer("qwen3")  # or this is skipped
+
+async def through(gateway: Gateway, names: list[str], dialects: list[str]) -> Result:
     async with aiohttp.ClientSession() as http, engine(http) as mock:
-        result = await put_through(Turngate(), http, mock, SCENARIOS, list(VOICES), load_shapes=())
+        return await put_through(gateway, http, mock, [BY_NAME[name] for name in names], dialects)
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    real_tokenizer("qwen3")  # or this is skipped
+    return asyncio.run(through(Turngate(), list(BY_NAME), list(VOICES)))
+
+
+@pytest.fixture(scope="module")
+def dropped() -> Result:
+    real_tokenizer("qwen3")
+    return asyncio.run(through(TurngateDrop(), DRIFTS, ["chat"]))
+
+
+@pytest.mark.parametrize("dialect", VOICES)
+def test_turngate_has_full_marks(result: Result, dialect: str) -> None:
     assert not result.trouble
-    assert [rollout for rollout in result.rollouts if rollout.trouble] == []
-    score = result.score
+    rollouts = [rollout for rollout in result.rollouts if rollout.dialect == dialect]
+    assert [rollout for rollout in rollouts if rollout.trouble] == []
+    score = total(rollout.score for rollout in rollouts)
+    assert score.rollouts == score.finished >= len(SCENARIOS)
     assert score.captured == score.turns
-    assert score.exact == score.trained == score.learned == score.wanted
-    assert score.rows == score.best_rows
+    assert score.exact == score.trained == score.learned == score.wanted > 0
     assert (score.twice, score.side, score.lost, score.unseen) == (0, 0, 0, 0)
     assert score.faults_told == score.faults
+    assert result.exact(dialect, True)
+    assert result.exact(dialect, False)
+
+
+def test_there_is_one_row_wherever_the_history_goes_on(result: Result) -> None:
+    more = {
+        (rollout.scenario, rollout.dialect): rollout.score.rows
+        for rollout in result.rollouts
+        if rollout.score.rows != BY_NAME[rollout.scenario].rows
+    }
+    assert more == {}
+
+
+# Faults of today's Turngate; whoever mends one takes the mark away.
+_FIRST = pytest.mark.xfail(strict=True, reason="after a title call, the main line is called a sub-agent's")
+_RACE = pytest.mark.xfail(
+    strict=False,
+    reason="a call that comes before the one it replaces is recorded has no cause, though it says that it is a retry",
+)
+_KNOWN = {"side-calls": [_FIRST], "lost-reply": [_RACE], "aborted": [_RACE]}
+_THINKING = pytest.mark.xfail(strict=True, reason="drift says that thinking was dropped wherever the turn had any")
+_KNOWN_DRIFT = {"odd-tokens": [_THINKING], "whitespace-trimmed": [_THINKING]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_KNOWN.get(name, [])) for name in BY_NAME])
+def test_the_cause_of_every_fork_is_named_right(result: Result, name: str) -> None:
+    score = total(rollout.score for rollout in result.rollouts if rollout.scenario == name)
+    must = any(call.causes and call.forks for call in BY_NAME[name].calls())
+    assert bool(score.forks) or not must
+    assert score.forks_right == score.forks
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_KNOWN_DRIFT.get(name, [])) for name in DRIFTS])
+def test_a_session_that_follows_the_template_says_why_it_forks(dropped: Result, name: str) -> None:
+    assert not dropped.trouble
+    score = total(rollout.score for rollout in dropped.rollouts if rollout.scenario == name)
+    assert score.exact == score.trained == score.learned == score.wanted > 0
+    assert score.forks_right == score.forks > 0
+
+
+@contextmanager
+def by_hand(engine_port: int, data: Path) -> Iterator[str]:
+    """A gateway that the Gauntlet did not start."""
+    port = free_port()
+    command = [sys.executable, "-m", "turngate", "serve", "--port", str(port), "--data", str(data)]
+    command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine_port}"]
+    command += ["--model", "gauntlet", "--tokenizer", str(default_model())]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TURNGATE_ADMIN_KEY": "outside-the-gauntlet"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"{url}/health").close()
+                break
+            except urllib.error.HTTPError:
+                break  # it is there, and says that the engine is not
+            except urllib.error.URLError:
+                assert process.poll() is None
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def gauntlet(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gauntlet", *options], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_gateway_is_known_by_its_address_alone(tmp_path: Path) -> None:
+    real_tokenizer("qwen3")
+    port = free_port()
+    with by_hand(port, tmp_path / "data") as url:
+        done = gauntlet(
+            *("--url", url, "--engine-port", str(port), "--json"),
+            *("--open", f"{OUTSIDE} open {url} {{rollout}}", "--record", f"{OUTSIDE} record {url} {{rollout}}"),
+            *("--dialect", "messages", "--scenario", "append-only", "--scenario", "edited-history"),
+        )
+    assert done.returncode == 0, done.stderr
+    (external,) = json.loads(done.stdout)["gateways"]
+    score = external["score"]
+    assert external["records"] == "exact tokens"
+    assert score["exact"] == score["trained"] == score["learned"] == score["wanted"] > 0
+    assert (score["rows"], score["best_rows"]) == (6, 6)
+    assert (score["forks_right"], score["forks"]) == (2, 2)
+
+
+def test_a_gateway_that_is_not_there_did_not_run() -> None:
+    real_tokenizer("qwen3")
+    done = gauntlet("--url", f"http://127.0.0.1:{free_port()}", "--dialect", "chat", "--scenario", "append-only")
+    assert done.returncode == 1
+    assert "did not run" in done.stdout
+    assert "nothing answers" in done.stderr

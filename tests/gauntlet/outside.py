@@ -1,0 +1,37 @@
+"""What somebody writes to have their gateway judged by its address: `open URL ROLLOUT` and `record URL ROLLOUT`, here for Turngate."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from typing import Any
+
+ADMIN = {"authorization": "Bearer outside-the-gauntlet", "content-type": "application/json"}
+CAUSES = {"edited": "edited"}
+
+
+def call(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, ADMIN)) as response:
+        return json.load(response)
+
+
+def opened(url: str, rollout: str) -> dict[str, Any]:
+    return {"key": call(f"{url}/admin/sessions", {"id": rollout})["api_key"], "base_url": url}
+
+
+def recorded(url: str, rollout: str) -> dict[str, Any]:
+    session = f"{url}/admin/sessions/{rollout}"
+    call(f"{session}/seal", {})
+    turns = [node for node in call(f"{session}/trace")["nodes"] if node["kind"] == "sampled"]
+    return {
+        "turns": [turn["ids"] for turn in turns],
+        "rows": call(f"{session}/samples")["samples"],
+        "forks": [{"ids": turn["ids"], "cause": CAUSES[turn["cause"]]} for turn in turns if turn["cause"]],
+    }
+
+
+if __name__ == "__main__":
+    verb, url, rollout = sys.argv[1:]
+    print(json.dumps(opened(url, rollout) if verb == "open" else recorded(url, rollout)))

@@ -1,0 +1,94 @@
+"""What is printed and written is what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gauntlet import paper, report
+from gauntlet.__main__ import main
+from gauntlet.costs import Cell, Cost, Costs, Shape
+from gauntlet.run import Result
+from gauntlet.score import Score
+from gauntlet.trial import Rollout
+
+CHAT, STREAMED = Cell("chat", False, Shape(16, 20)), Cell("chat", True, Shape(16, 20))
+ABOUT = {"date": "2026-01-01", "machine": "a machine", "python": "3.11", "command": "make gauntlet"}
+
+
+def result(name: str, kept: int, whole_ms: float, streamed_ms: float, mb: float) -> Result:
+    score = Score(rollouts=1, finished=1, turns=2, captured=2, trained=kept, exact=kept, wanted=100, learned=kept)
+    rollouts = [Rollout("append-only", "chat", streamed, score) for streamed in (False, True)]
+    cells = [Cost(CHAT, [whole_ms + 5, whole_ms], [3.0, 1.0, 2.0]), Cost(STREAMED, [streamed_ms], [2.0])]
+    return Result(name, "", ("chat",), True, rollouts=rollouts, costs=Costs(100, {20: mb}, cells))
+
+
+OURS, EXACT, RELAY = result("turngate", 100, 1, 2, 0.1), result("rllm", 100, 8, 8, 0.5), result("litellm", 0, 6, 3, 0.2)
+ABSENT = Result("openenv", "", ("chat",), True, trouble="it ended with 1")
+ALL = [OURS, EXACT, RELAY, ABSENT]
+
+
+def test_what_a_gateway_records_is_measured() -> None:
+    assert [report.records(each) for each in ALL] == ["exact tokens", "exact tokens", "relays only", report.DASH]
+
+
+def test_the_best_repeat_counts_and_the_worst_cell_is_named() -> None:
+    told = report.compare(ALL, "turngate")
+    assert "exact tokens, worst cell: chat streamed 16x20: turngate 2.00 ms, rllm 8.00 ms, 4.0 times" in told[0]
+    assert "only relays, worst cell: chat streamed 16x20: turngate 2.00 ms, litellm 3.00 ms, 1.5 times" in told[3]
+    assert told[-1] == "memory of a session of 20 turns: turngate 0.10 MB, rllm 0.50 MB, 5.0 times"
+
+
+def test_who_did_not_run_has_a_line_that_says_so() -> None:
+    assert "| openenv | did not run |" in report.table(ALL)
+    assert report.trouble(ALL) == ["openenv: did not run: it ended with 1"]
+    widths = {line.count("|") for line in report.table(ALL).splitlines()}
+    assert len(widths) == 1
+
+
+def test_the_readme_keeps_all_but_what_is_between_the_marks(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Ours\n\n{paper.BEGIN}\nstale\n{paper.END}\n\nThe end.\n")
+    assert paper.marked(readme)
+    for _ in range(2):
+        paper.write_readme(readme, ALL, ABOUT, "turngate")
+    text = readme.read_text()
+    assert text.startswith(f"# Ours\n\n{paper.BEGIN}\n\n| gateway |")
+    assert text.endswith(f"{paper.END}\n\nThe end.\n")
+    assert text.count("| rllm |") == 1
+    assert "stale" not in text
+
+
+def test_the_page_has_a_json_beside_it(tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
+    paper.write_page(page, ALL, ABOUT, "turngate")
+    assert "openenv: did not run: it ended with 1" in page.read_text()
+    told = json.loads(page.with_suffix(".json").read_text())
+    assert [each["gateway"] for each in told["gateways"]] == ["turngate", "rllm", "litellm", "openenv"]
+    assert told["gateways"][0]["costs"][0]["cpu_ms"] == [6, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--scenario", "nope"], "choose from 'append-only'"),
+        (["--gateway", "nope"], "choose from 'turngate'"),
+        (["--dialect", "nope"], "choose from 'chat'"),
+        (["--load", "3y4"], "16x20"),
+        (["--repeats", "0"], "at least 1"),
+        (["--url", "localhost"], "not an http address"),
+        (["--record", "cat"], "need --url"),
+        (["--readme", "/nowhere/README.md"], "<!-- gauntlet -->"),
+        (["--results", "/nowhere/results.md"], "no such folder"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_starts(
+    options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gauntlet", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
