@@ -18,7 +18,7 @@ from gauntlet.trial import Trial
 
 CELL_LIMIT_S = 600.0
 WARM_UP = (2, 3)  # sessions and turns that are not counted, for each dialect, streamed and not
-LIVE = {20: 48, 100: 16}  # sessions that stay open while memory is measured, by their turns
+LIVE = {20: 24, 100: 6}  # sessions that stay open while memory is measured, by their turns
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ async def _warm_up(trial: Trial, dialects: Sequence[str]) -> None:
 
 async def _memory(trial: Trial, costs: Costs, turns: int) -> None:
     """After a first batch, which also pays for buffers and caches."""
-    sessions = LIVE.get(turns, 8)
-    batch = min(4, sessions)
+    sessions, batch = LIVE.get(turns, 8), 2
     try:
         async with asyncio.timeout(CELL_LIMIT_S):
             await _side_by_side(trial, trial.gateway.dialects[0], False, batch, turns)
