@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import groupby
 
@@ -108,14 +107,21 @@ class Prompts:
         return Preamble(blake2b(known[1] + kwargs, digest_size=DIGEST).digest(), known[0], raw, kwargs)
 
 
-@contextmanager
-def _followed(call: Call) -> Iterator[None]:
+class _followed:  # used like a function
     """What is nested so deep that nothing can follow it (a call's arguments, a result) is refused, and no fault of ours."""
-    try:
-        yield
-    except RecursionError:
-        field = _MESSAGES.get(call.dialect, "messages")
-        raise BadRequest(f"{field}: something in it is nested too deep", param=field) from None
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, _: object, __: object) -> None:
+        if kind is not None and issubclass(kind, RecursionError):
+            field = _MESSAGES.get(self._call.dialect, "messages")
+            raise BadRequest(f"{field}: something in it is nested too deep", param=field) from None
 
 
 def observed(located: Located, seen: Ids | None, preamble: Preamble, cause: Cause | None) -> Prompt:

@@ -132,6 +132,11 @@ class Response:
         self._heard = self._loop.time()
         self._watch = self._loop.call_later(silence_s, self._silent) if silence_s is not None else None
 
+    @property
+    def over(self) -> bool:
+        """All of it has come."""
+        return self._ended
+
     async def begun(self) -> None:
         while not self.status:
             await self._more()

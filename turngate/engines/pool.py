@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -88,13 +88,8 @@ class Pool:
         if lane is not None:
             lane.engine.release(session)
 
-    @asynccontextmanager
-    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
-        call = _Call(self, request)
-        try:
-            yield call
-        finally:
-            await call.leave()
+    def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:
+        return _Call(self, request)
 
     def place(self, session: str) -> _Lane:
         """Where the session's call goes: home, if it has one that is up, or else where there is most room."""
@@ -140,14 +135,6 @@ class _Lane:
         self.engine = engine
         self.in_flight = 0
         self.sessions = 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
     def load(self) -> tuple[int, int]:
         return self.in_flight, self.sessions
@@ -227,8 +214,15 @@ class _Call:
     def __init__(self, pool: Pool, request: Generate) -> None:
         self._pool = pool
         self._request = request
-        self._held = AsyncExitStack()  # the lane's generation, and its place in the lane's count
+        self._lane: _Lane | None = None  # that counts it
+        self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # that was entered there
         self._chunks: AsyncIterator[Chunk] | None = None
+
+    async def __aenter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.leave()
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
@@ -239,7 +233,14 @@ class _Call:
         return await self._first()
 
     async def leave(self) -> None:
-        await self._held.aclose()
+        lane, self._lane = self._lane, None
+        generation, self._generation = self._generation, None
+        try:
+            if generation is not None:
+                await generation.__aexit__(None, None, None)
+        finally:
+            if lane is not None:
+                lane.in_flight -= 1
 
     async def _first(self) -> Chunk:
         """The first chunk, from the first lane that gives one."""
@@ -257,7 +258,7 @@ class _Call:
                 if was_busy:
                     raise
                 was_busy, failed = True, error
-            await self._held.aclose()
+            await self.leave()
             tried.append(lane)
             other = self._pool.place_again(self._request.session, tried)
             if other is None:
@@ -265,9 +266,11 @@ class _Call:
             lane = other
 
     async def _begin(self, lane: _Lane) -> Chunk:
-        self._held = AsyncExitStack()
-        self._held.enter_context(lane.counted())
-        chunks = await self._held.enter_async_context(lane.engine.generate(self._request))
+        self._lane = lane
+        lane.in_flight += 1
+        generation = lane.engine.generate(self._request)
+        chunks = await generation.__aenter__()
+        self._generation = generation
         chunk = await anext(chunks)
         self._chunks = chunks  # from here on there is no other lane
         lane.replica.found()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -143,10 +142,8 @@ class VLLM:
             return [msgspec.structs.replace(seen, ok=False, detail=f"serves {served}, not {self.model}")]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
 
-    @asynccontextmanager
-    async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
-        async with self._client.post(_PATHS[self._api], self._body(request), self._headers(request)) as reply:
-            yield self._chunks(reply, request)
+    def generate(self, request: Generate) -> Generation:
+        return Generation(self, request)
 
     def _pinned(self, rank: int) -> VLLM:
         lane = copy.copy(self)
@@ -170,7 +167,10 @@ class VLLM:
         # The ids go from the array to JSON without ever being Python numbers: 0.7 ms instead of 3 for 73k of them.
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    async def _chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
+    def post(self, request: Generate) -> Reply:
+        return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
+
+    async def chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
         batches = reply.events() if request.stream else reply.whole()
         begun = False
         async for batch in batches:
@@ -240,6 +240,22 @@ class VLLM:
         if reason not in _FINISH:
             raise EngineError(f"{self.name} ended a generation with {reason!r}")
         return _FINISH[reason]
+
+
+class Generation:
+    """One call: entered, it is a stream of chunks; left, it is aborted if it had not come to its end."""
+
+    def __init__(self, engine: VLLM, request: Generate) -> None:
+        self._engine, self._request = engine, request
+        self._reply: Reply | None = None
+
+    async def __aenter__(self) -> AsyncIterator[Chunk]:
+        self._reply = await self._engine.post(self._request).__aenter__()
+        return self._engine.chunks(self._reply, self._request)
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._reply is not None:
+            await self._reply.__aexit__(*error)
 
 
 def _prompt(event: _Event) -> list[int] | None:

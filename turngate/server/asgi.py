@@ -6,8 +6,9 @@ Plain ASGI, since this is the hot path: a framework's request and response objec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping, Sequence
 from contextlib import suppress
+from types import coroutine
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -15,7 +16,7 @@ from turngate.errors import TooLarge
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 STALL_S = 60.0  # a caller that takes nothing for this long counts as gone
@@ -75,11 +76,31 @@ async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 
 async def taken(send: Send, message: MutableMapping[str, Any]) -> None:
     """Send, but do not wait for ever: a frozen sandbox must not hold an engine, a fence or a session."""
+    sending = send(message)
+    try:
+        waiting = sending.send(None)  # most often it is done at once, and needs no clock
+    except StopIteration:
+        return
     try:
         async with asyncio.timeout(STALL_S):
-            await send(message)
+            await _rest(sending, waiting)
     except TimeoutError:
         raise HungUp from None
+
+
+@coroutine
+def _rest(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, Any, None]:
+    """On with a coroutine that was begun by hand and waits for `waiting`."""
+    while True:
+        try:
+            try:
+                answer = yield waiting
+            except BaseException as error:
+                waiting = sending.throw(error)
+            else:
+                waiting = sending.send(answer)
+        except StopIteration:
+            return
 
 
 class Watch:
