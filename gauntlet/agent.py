@@ -28,7 +28,7 @@ from gauntlet.scenario import (
     Together,
     Tools,
 )
-from gauntlet.voices.base import TOOLS, Broken, Called, Conversation, Event, Json, Said, Voice
+from gauntlet.voices.base import TOOLS, Broken, Called, Conversation, Event, Json, Said, Voice, further_tool
 
 _ATTEMPTS = 5  # after which an agent takes a gateway for broken
 
@@ -115,7 +115,7 @@ class Agent:
 
     def _tell(self, step: Start | Say | Results | System | Tools | Edit) -> None:
         if isinstance(step, Start):
-            self._lines[step.line] = Conversation(step.system, TOOLS if step.tools else (), [Said("user", step.task)])
+            self._lines[step.line] = Conversation(step.system, _tools(step), [Said("user", step.task)])
             return
         line = self._lines[step.line]
         if isinstance(step, Say):
@@ -260,3 +260,7 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     if rest:
         yield rest.rstrip(b"\r")
     yield b""
+
+
+def _tools(step: Start) -> tuple[Json, ...]:
+    return (*TOOLS, *(further_tool(n) for n in range(step.more_tools))) if step.tools else ()

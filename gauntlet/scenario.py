@@ -73,6 +73,7 @@ class Start:
     line: str = "main"
     system: str = ""
     tools: bool = True
+    more_tools: int = 0  # that are offered besides, and never called
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import tarfile
+
 from gauntlet.scenario import (
     Answer,
     Call,
@@ -344,9 +348,17 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 
 def load(turns: int) -> Scenario:
-    """What a coding agent costs: a long system prompt, and two kilobytes of code each turn."""
+    """What a coding agent costs, by the sizes of real ones: 6 KB of system prompt, ten tools, a task with 14 KB of code, and two
+    kilobytes of code each turn."""
     system = SYSTEM + "\n" + "\n".join(f"Rule {n}: {_listing(n)}" for n in range(50))
-    steps: list[Step] = [Start(TASK * 20, system=system)]
+    steps: list[Step] = [Start(f"{TASK}\n\n{_code(0, 14_000)}", system=system, more_tools=9)]
     for n in range(turns):
-        steps += [ask(_look(1000 + n)), Results((_listing(n) * 18,))]
+        steps += [ask(_look(1000 + n)), Results((_code(n + 1, 1_850),))]
     return Scenario("load", f"{turns} turns of a coding agent", tuple(steps[:-1]))
+
+
+def _code(place: int, size: int) -> str:
+    """Some real code, another one for each place: the standard library's."""
+    text = "\n".join(inspect.getsource(module) for module in (argparse, tarfile))
+    start = place * 1_777 % (len(text) - size)
+    return text[start : start + size]

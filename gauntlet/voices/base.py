@@ -112,3 +112,12 @@ TOOLS: tuple[Json, ...] = (
     },
 )
 MAX_TOKENS = 4096
+
+
+def further_tool(n: int) -> Json:
+    """A tool with as much description as those of real agents have: some 600 bytes."""
+    words = f"Tool number {n} of those that an agent has for the rare case. It takes a path and a limit, and says what came of it. "
+    path = {"type": "string", "description": "What it is about: a path relative to the root of the repository."}
+    limit = {"type": "integer", "description": "At most this many lines, from the first one on.", "minimum": 1}
+    parameters = {"type": "object", "properties": {"path": path, "limit": limit}, "required": ["path"]}
+    return {"name": f"further_{n}", "description": words * 2, "parameters": parameters}
