@@ -33,6 +33,11 @@ def serving(data: Path) -> Serving | None:
     return found
 
 
+def left_behind(data: Path) -> bool:
+    """Whether the note is of a gateway that is no more."""
+    return (data / _NOTE).exists() and serving(data) is None
+
+
 @contextmanager
 def noted(data: Path, listener: socket.socket) -> Iterator[None]:
     """Leaves the note for as long as the block runs."""
