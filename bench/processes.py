@@ -50,16 +50,15 @@ class Process:
         raise SystemExit(f"bench: not healthy after 60 s:\n{self.log()}")
 
     def cpu_s(self) -> float:
-        """User and system time of all its threads. The same as in /proc/PID/stat, which only counts in hundredths of a second."""
-        try:
-            return time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid(3) gives for the process
-        except OSError:
-            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / _TICK
+        return cpu_s(self.pid)
 
     def rss_mb(self) -> float:
-        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+        return rss_mb(self.pid)
+
+    def family(self) -> list[int]:
+        """Its process id and those of its children."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="utf-8")
+        return [self.pid, *map(int, children.split())]
 
     def tell(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)
@@ -86,7 +85,15 @@ def start_engine(folder: Path, answers: Path, *, omit_prompt_ids: bool) -> Proce
 class Gateway(Process):
     """`turngate serve`, with a data folder of its own."""
 
-    def __init__(self, folder: Path, engine: Process, tokenizer: Path, name: str, profile: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: Process,
+        tokenizer: Path,
+        name: str,
+        profile: Path | None = None,
+        workers: int = 1,
+    ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
         env = {"TURNGATE_ADMIN_KEY": self.admin_key}
@@ -95,8 +102,23 @@ class Gateway(Process):
             command = [sys.executable, str(HERE / "profiled.py")]
             env["BENCH_PROFILE"] = str(profile)
         command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
+        command += ["--workers", str(workers)] if workers > 1 else []
         command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}", "--model", "bench"]
         super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env)
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of all threads. The same as in /proc/PID/stat, which only counts in hundredths of a second."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) gives for the process
+    except OSError:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def rss_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 def free_port() -> int:
