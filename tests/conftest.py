@@ -10,7 +10,15 @@ from tests import kit
 from turngate.render import Renderer, Tokenizer
 
 # Heavy or alone on the machine: these look at processes, kill servers, or need parts that take minutes to make.
-_REAL = ("tests/crash", "tests/sandboxes", "tests/real", "tests/agents_real", "tests/rollout", "tests/cli/test_run")
+_REAL = (
+    "tests/crash",
+    "tests/workers",
+    "tests/sandboxes",
+    "tests/real",
+    "tests/agents_real",
+    "tests/rollout",
+    "tests/cli/test_run",
+)
 _LIGHT = ("test_archive.py", "test_door.py")
 
 

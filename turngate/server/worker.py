@@ -50,22 +50,47 @@ def main() -> None:
 
 
 async def _serve(start: Start, pair: socket.socket, gateway: Gateway) -> None:
-    folder = Path(start.sockets)
-    siblings = Siblings(Place(start.number, start.workers), folder)
-    together = Together(gateway, siblings, start.run)
-    of_all = _starlette(together.routes())
-    inside = settings(private(_inside(gateway, _starlette(together.worker_routes()), of_all, start.number)))
-    inside.uds = socket_of(folder, start.number)
-    outside = settings(Doors(gateway, siblings, of_all))
+    worker = Worker(gateway, Place(start.number, start.workers), Path(start.sockets), start.run)
+    inside, outside = settings(worker.inside), settings(worker.outside)
+    inside.uds = socket_of(Path(start.sockets), start.number)
     try:
-        await gateway.start()
-        await together.take_up()
+        await worker.start()
         if start.number == 0:
             announce_renderer(gateway)
         await WorkerServer(inside, outside, gateway, pair).serve()
     finally:
-        await siblings.close()
-        await gateway.stop()
+        await worker.stop()
+
+
+class Worker:
+    """A gateway with its siblings: what it serves to them (`inside`) and to the world (`outside`)."""
+
+    def __init__(self, gateway: Gateway, place: Place, folder: Path, run: str) -> None:
+        self.gateway = gateway
+        self._number = place.number
+        self._siblings = Siblings(place, folder)
+        self._together = Together(gateway, self._siblings, run)
+        self._of_all = _starlette(self._together.routes())
+        self._own = _starlette(self._together.worker_routes())
+        self.inside = private(self._inside)
+        self.outside = Doors(gateway, self._siblings, self._of_all)
+
+    async def start(self) -> None:
+        await self.gateway.start()
+        await self._together.take_up()
+
+    async def stop(self) -> None:
+        await self._siblings.close()
+        await self.gateway.stop()
+
+    async def _inside(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Workers' own affairs, the fence of all at worker 0, and requests that were passed on."""
+        if scope["path"].startswith("/worker/"):
+            await self._own(scope, receive, send)
+        elif self._number == 0 and (scope["method"], scope["path"]) in FENCE:
+            await self._of_all(scope, receive, send)
+        else:
+            await self.gateway(scope, receive, send)
 
 
 def _starlette(routes: list[Route]) -> App:
@@ -73,20 +98,6 @@ def _starlette(routes: list[Route]) -> App:
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, answered(send))
-
-    return served
-
-
-def _inside(gateway: Gateway, own: App, of_all: App, number: int) -> App:
-    """What is asked for over the private socket: workers' own affairs, the fence of all at worker 0, and passed-on requests."""
-
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith("/worker/"):
-            await own(scope, receive, send)
-        elif number == 0 and (scope["method"], scope["path"]) in FENCE:
-            await of_all(scope, receive, send)
-        else:
-            await gateway(scope, receive, send)
 
     return served
 
