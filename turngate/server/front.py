@@ -261,6 +261,7 @@ class Worker:
                 sys.executable,
                 "-m",
                 "turngate.server.worker",
+                str(self._number),  # for whoever reads a list of processes
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(start.pair, start.lock),
             )
