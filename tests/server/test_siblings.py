@@ -439,7 +439,8 @@ async def test_a_fence_that_does_not_reach_everyone_is_not_said_to_stand(monkeyp
         assert (await c[0].admin.post("/admin/fence/pause")).status_code == 503
         assert (await c[0].admin.post("/admin/fence/resume", json={"version": 2})).status_code == 503
         own.with_name("gone").rename(own)
-        assert await c[1].resume(2) == {"version": 2, "paused": False, "in_flight": 0}
+        assert (await c[0].admin.post("/admin/fence/resume", json={"version": 1})).status_code == 409
+        assert await c[1].resume() == {"version": 2, "paused": False, "in_flight": 0}
         assert [w.app.fence.version for w in c.workers] == [2, 2]
 
 

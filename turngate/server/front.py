@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -68,6 +69,7 @@ class Told(msgspec.Struct, frozen=True):
 
 def run(config: ServeConfig) -> None:
     data = Path(config.data)
+    _allow_many_connections()
     with _locked(data) as held:
         admin_key(data)  # made here, once, for all of them
         listener = listen(config)
@@ -188,7 +190,7 @@ class Arriving:
             self.drop()
             return
         self._head += data
-        if b"\r\n\r\n" in self._head or len(self._head) >= HEAD_BYTES:
+        if b"\r\n\r\n" in self._head or b"\n\n" in self._head or len(self._head) >= HEAD_BYTES:
             self._enough()
 
     def _enough(self) -> None:
@@ -336,9 +338,13 @@ class Worker:
             except (BlockingIOError, InterruptedError):
                 loop.add_writer(pair, self._pass_on)
                 return
-            except OSError:  # it just died; they wait for its next life
+            except (BrokenPipeError, ConnectionResetError):  # it just died; they wait for its next life
                 self._pair = None
                 loop.call_later(WAIT_S, self._give_up)
+                return
+            except OSError as error:  # too many connections are on their way at present
+                log.warning("a connection cannot be handed over at present: %s", error.strerror)
+                loop.call_later(0.1, self._pass_on)
                 return
             self._waiting.popleft()
             connection.close()
@@ -349,6 +355,13 @@ class Worker:
         now = time.monotonic()
         while self._waiting and now - self._waiting[0][2] >= WAIT_S - 0.1:
             self._waiting.popleft()[0].close()
+
+
+def _allow_many_connections() -> None:
+    """As many open files as the system lets us have; the workers inherit it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

@@ -79,8 +79,8 @@ class Together:
         wanted = await body(request, PauseBody)
         async with self._changing:
             self._gateway.store.set_setting(_PAUSED, self._run)
-            states = await self._each("POST", "/worker/fence/pause")
             await self._gateway.fence.pause("hold")
+            states = await self._each("POST", "/worker/fence/pause")
         if wanted.mode == "drain":
             states, _ = await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
         self._gateway.events.add("", "fence", {"paused": True, "mode": wanted.mode})
@@ -94,6 +94,7 @@ class Together:
             version = fence.version if wanted.version is None else wanted.version
             store.set_setting("policy_version", str(version))
             store.set_setting(_PAUSED, "")
+            fence.version = version  # if somebody cannot be told, there is no way back behind it
             states = await self._each("POST", "/worker/fence/resume", ResumeBody(version))
             control.resume(version)
         return reply(self._stands(states))
