@@ -93,6 +93,7 @@ class Gateway(Process):
         name: str,
         profile: Path | None = None,
         workers: int = 1,
+        script: Path | None = None,
     ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
@@ -103,7 +104,8 @@ class Gateway(Process):
             env["BENCH_PROFILE"] = str(profile)
         command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
         command += ["--workers", str(workers)] if workers > 1 else []
-        command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}", "--model", "bench"]
+        where = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}"]
+        command += [*(["--engine", "scripted", "--script", str(script)] if script else where), "--model", "bench"]
         super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env)
 
 

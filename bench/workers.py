@@ -1,6 +1,6 @@
 """What `--workers N` brings: turns per second with one worker and with several, and what sharing costs.
 
-    python bench/workers.py [--workers 2] [--sessions 32] [--turns 20] [--repeats 3] [--pin] [--tokenizer FOLDER]
+    python bench/workers.py [--workers 2] [--sessions 32] [--turns 20] [--repeats 3] [--scripted] [--pin]
     python bench/workers.py --sessions 1000 --turns 20 --repeats 1 --only 2      memory and latency of many live sessions
 
 Gateways with one and with N workers are started side by side and take turns, so that both see the same machine; the best of the
@@ -10,7 +10,8 @@ from pieces that are ready, and replies are only measured, not read. What was re
 its turns, in one row, without a fork.
 
 On a machine of as many cores as workers the load takes its share of them, so look at the CPU per turn too: N workers can at best give
-what N cores have left. `--pin` gives the gateway the first N cores and the load the others.
+what N cores have left. `--scripted` puts the engine into the gateway, so that only the driver takes its share; `--pin` gives the gateway
+the first N cores and the load the others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import argparse
 import asyncio
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -53,6 +56,7 @@ class Line(asyncio.Protocol):
         self._left = 0
         self._turn = 0
         self.latencies: list[float] = []
+        self.ends: list[float] = []
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as it always is
@@ -72,7 +76,9 @@ class Line(asyncio.Protocol):
         self._left -= len(data)
         if self._left:
             return
-        self.latencies.append(time.perf_counter() - self._began)
+        now = time.perf_counter()
+        self.latencies.append(now - self._began)
+        self.ends.append(now)
         if self._turn == len(self._added):
             self.over.set_result(None)
             return
@@ -144,7 +150,7 @@ async def once(bench: Bench, gateway: Gateway, sessions: int, said: Sequence[byt
     turns = sessions * (len(said) + 1)
     latencies = sorted(s * 1000 for line in lines for s in line.latencies)
     run = Run(
-        turns_per_s=turns / wall,
+        turns_per_s=steady([end for line in lines for end in line.ends]),
         gateway_ms=sum(spent) * 1000 / turns,
         front_ms=spent[0] * 1000 / turns if len(family) > 1 else 0.0,
         engine_ms=engine * 1000 / turns,
@@ -161,16 +167,26 @@ async def once(bench: Bench, gateway: Gateway, sessions: int, said: Sequence[byt
     return run
 
 
+def steady(ends: list[float]) -> float:
+    """Turns per second between the first tenth and the last fifth, where sessions of one worker may be over before the other's."""
+    ends.sort()
+    first, last = len(ends) // 10, len(ends) * 4 // 5
+    return (last - first) / (ends[last] - ends[first])
+
+
 async def check(bench: Bench, gateway: Gateway, sessions: Sequence[str], turns: int) -> None:
     """Every session has one row with what was sampled, and no fork; and is left sealed."""
-    seen = await _get(bench.engine.port, "/bench/report")
+    seen = await _get(bench.engine.port, "/bench/report")  # empty where the engine is in the gateway
     for session in sessions:
         shown = await _admin(gateway, "GET", f"/admin/sessions/{session}", 200)
         rows = (await _admin(gateway, "GET", f"/admin/sessions/{session}/samples", 200))["samples"]
-        _require(seen[session]["turns"] == shown["turns"] == turns, "a turn is missing or was repeated", shown)
-        _require(seen[session]["broken"] == 0 and shown["forks"] == [], "prompts do not chain", shown["forks"])
-        _require(len(rows) == 1, "not exactly one row", len(rows))
-        bench._check_sampled(rows[0], turns)
+        _require(shown["turns"] == turns, "a turn is missing or was repeated", shown)
+        _require(len(rows) == 1 and shown["forks"] == [], "not exactly one row", shown["forks"])
+        trained = [i for i, wanted in zip(rows[0]["ids"], rows[0]["mask"], strict=True) if wanted]
+        _require(trained == [i for answer in bench.answers[:turns] for i in answer["ids"]], "not what was sampled")
+        if seen:
+            _require(seen[session]["turns"] == turns and not seen[session]["broken"], "prompts do not chain", session)
+            bench._check_sampled(rows[0], turns)
         await _admin(gateway, "POST", f"/admin/sessions/{session}/seal", 200, b"{}")
 
 
@@ -184,6 +200,18 @@ async def compare(bench: Bench, gateways: dict[int, Gateway], args: argparse.Nam
         for workers, gateway in gateways.items():
             runs[workers].append(await once(bench, gateway, args.sessions, said, tail))
     return runs
+
+
+def ceiling(processes: int) -> float:
+    """How many times as much so many processes get done at once as one does, if they share nothing: what this machine has to give."""
+    work = "import time\nbegan = time.perf_counter()\nfor i in range(3_000_000): str(i * 7)\nprint(time.perf_counter() - began)"
+
+    def least(count: int) -> float:
+        started = [subprocess.Popen([sys.executable, "-c", work], stdout=subprocess.PIPE) for _ in range(count)]
+        return max(float(process.communicate()[0]) for process in started)
+
+    alone = min(least(1) for _ in range(3))
+    return processes * alone / min(least(processes) for _ in range(3))
 
 
 def busy_s() -> float:
@@ -208,11 +236,12 @@ def pin(gateways: dict[int, Gateway], engine: int) -> None:
 
 
 def show(runs: dict[int, list[Run]], args: argparse.Namespace) -> None:
+    how = "pinned" if args.pin else "not pinned"
+    if args.scripted:
+        how += " · engine in the gateway"
+    print(f"\n{args.sessions} sessions × {args.turns} turns · {os.cpu_count()} cores · {how}")
     print(
-        f"\n{args.sessions} sessions × {args.turns} turns · {os.cpu_count()} cores · {'pinned' if args.pin else 'not pinned'}"
-    )
-    print(
-        "best turns/s and least CPU of the repeats; latency and memory are medians; others: cores that other work took\n"
+        "best turns/s (in the steady state) and least CPU of the repeats; latency and memory: medians; others: cores taken by other work\n"
     )
     names = (
         "turns/s",
@@ -250,9 +279,12 @@ def show(runs: dict[int, list[Run]], args: argparse.Namespace) -> None:
         print(f"\nturns per second: × {ratio:.2f} · CPU per turn: × {cost:.2f}")
         load = min(r.engine_ms + r.driver_ms for r in more)
         cores = len(os.sched_getaffinity(0))
+        print(f"{max(runs)} processes that share nothing: × {args.ceiling:.2f} on this machine")
         if not args.pin and cores <= max(runs):
-            most = cores / (min(r.gateway_ms for r in more) + load) * min(r.gateway_ms for r in one)
-            print(f"with engine and driver on the same {cores} cores, × {most:.2f} is the most that there is")
+            least = min(r.gateway_ms for r in one)
+            print(
+                f"with engine and driver on the same {cores} cores: at most × {cores * least / (least + load):.2f} of that"
+            )
 
 
 def main() -> None:
@@ -262,6 +294,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", type=int, help="measure just this many workers, compared with nothing")
+    parser.add_argument(
+        "--scripted", action="store_true", help="the engine is in the gateway: less that takes cores from it"
+    )
     parser.add_argument("--pin", action="store_true", help="the gateway on cores of its own")
     parser.add_argument("--tokenizer", type=Path, default=QWEN3 if QWEN3.is_dir() else BUILTIN)
     args = parser.parse_args()
@@ -271,11 +306,16 @@ def main() -> None:
         Bench(Path(name), args.tokenizer, omit_prompt_ids=True) as bench,
     ):
         gateways: dict[int, Gateway] = {}
+        script = Path(name) / "script.json" if args.scripted else None
+        if script is not None:
+            texts = [bench.renderer.tokenizer.decode(answer["ids"][:-1]) for answer in bench.answers[: args.turns]]
+            script.write_bytes(msgspec.json.encode(texts))
         try:
             for workers in counts:
                 gateways[workers] = Gateway(
-                    Path(name), bench.engine, args.tokenizer, f"workers-{workers}", workers=workers
+                    Path(name), bench.engine, args.tokenizer, f"workers-{workers}", workers=workers, script=script
                 )
+            args.ceiling = ceiling(args.workers)
             if args.pin:
                 pin(gateways, bench.engine.pid)
             show(uvloop.run(compare(bench, gateways, args)), args)
