@@ -1,13 +1,13 @@
 """What `--workers N` brings: turns per second with one worker and with several, and what sharing costs.
 
     python bench/workers.py [--workers 2] [--sessions 32] [--turns 20] [--repeats 3] [--scripted] [--pin]
-    python bench/workers.py --sessions 1000 --turns 20 --repeats 1 --only 2      memory and latency of many live sessions
+    python bench/workers.py --sessions 1000 --think 4 --repeats 1 --only 2      memory and latency of many live sessions
 
 Gateways with one and with N workers are started side by side and take turns, so that both see the same machine; the best of the
-repeats counts. Every session sends its next turn as soon as it has the answer to the last one. The load is made as cheap as it can
-be: one real session is played first, what the model says in each turn is taken from it, and from then on requests are joined
-from pieces that are ready, and replies are only measured, not read. What was recorded is checked afterwards: every session has
-its turns, in one row, without a fork.
+repeats counts. Every session sends its next turn as soon as it has the answer to the last one, or `--think` seconds later. The load is
+made as cheap as it can be: one real session is played first, what the model says in each turn is taken from it, and from then on
+requests are joined from pieces that are ready, and replies are only measured, not read. What was recorded is checked afterwards:
+every session has its turns, in one row, without a fork.
 
 On a machine of as many cores as workers the load takes its share of them, so look at the CPU per turn too: N workers can at best give
 what N cores have left. `--scripted` puts the engine into the gateway, so that only the driver takes its share; `--pin` gives the gateway
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from processes import Gateway, cpu_s, rss_mb
 class Line(asyncio.Protocol):
     """One session's connection: sends a turn, waits for the reply's last byte, sends the next."""
 
-    def __init__(self, key: str, seed: int, said: Sequence[bytes], tail: bytes) -> None:
+    def __init__(self, key: str, seed: int, said: Sequence[bytes], tail: bytes, think_s: float) -> None:
         self._head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
             "accept: application/json\r\ncontent-type: application/json\r\nuser-agent: OpenAI/Python\r\ncontent-length: "
@@ -53,6 +54,8 @@ class Line(asyncio.Protocol):
             for n, message in enumerate(said, 1)
         ]
         self._tail = tail
+        self._think_s = think_s
+        self._chance = random.Random(seed)
         self._left = 0
         self._turn = 0
         self.latencies: list[float] = []
@@ -61,6 +64,14 @@ class Line(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as it always is
         self._transport = transport
+
+    def after_a_while(self) -> None:
+        """As an agent does whose tools take their time."""
+        if not self._think_s:
+            self.send()
+        else:
+            wait = self._think_s * self._chance.uniform(0.5, 1.5)
+            asyncio.get_running_loop().call_later(wait, self.send)
 
     def send(self) -> None:
         size = len(self._history) + len(self._tail)
@@ -84,7 +95,7 @@ class Line(asyncio.Protocol):
             return
         self._history += self._added[self._turn]
         self._turn += 1
-        self.send()
+        self.after_a_while()
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.over.done():
@@ -124,10 +135,12 @@ async def reference(bench: Bench, gateway: Gateway, turns: int) -> tuple[list[by
     return said, agent._tail
 
 
-async def once(bench: Bench, gateway: Gateway, sessions: int, said: Sequence[bytes], tail: bytes) -> Run:
+async def once(
+    bench: Bench, gateway: Gateway, sessions: int, said: Sequence[bytes], tail: bytes, think_s: float = 0.0
+) -> Run:
     opened = [await _admin(gateway, "POST", "/admin/sessions", 201, b'{"model":"bench"}') for _ in range(sessions)]
     loop = asyncio.get_running_loop()
-    lines = [Line(session["api_key"], seed, said, tail) for seed, session in enumerate(opened)]
+    lines = [Line(session["api_key"], seed, said, tail, think_s) for seed, session in enumerate(opened)]
     speed = calibrate()
     for line in lines:
         await loop.create_connection(lambda line=line: line, "127.0.0.1", gateway.port)
@@ -141,7 +154,7 @@ async def once(bench: Bench, gateway: Gateway, sessions: int, said: Sequence[byt
     busy = busy_s()
     began = time.perf_counter()
     for line in lines:
-        line.send()
+        line.after_a_while()
     await asyncio.gather(*(line.over for line in lines))
     wall = time.perf_counter() - began
     busy = busy_s() - busy
@@ -198,7 +211,7 @@ async def compare(bench: Bench, gateways: dict[int, Gateway], args: argparse.Nam
         await once(bench, gateway, min(args.sessions, 16), said, tail)
     for _ in range(args.repeats):
         for workers, gateway in gateways.items():
-            runs[workers].append(await once(bench, gateway, args.sessions, said, tail))
+            runs[workers].append(await once(bench, gateway, args.sessions, said, tail, args.think))
     return runs
 
 
@@ -297,6 +310,7 @@ def main() -> None:
     parser.add_argument(
         "--scripted", action="store_true", help="the engine is in the gateway: less that takes cores from it"
     )
+    parser.add_argument("--think", type=float, default=0.0, help="seconds between an agent's turns, on average")
     parser.add_argument("--pin", action="store_true", help="the gateway on cores of its own")
     parser.add_argument("--tokenizer", type=Path, default=QWEN3 if QWEN3.is_dir() else BUILTIN)
     args = parser.parse_args()

@@ -227,7 +227,10 @@ class Worker:
         first = True
         while not stopping.is_set():
             began = time.monotonic()
-            code = await self._once(stopping)
+            try:
+                code = await self._once(stopping)
+            except OSError as error:
+                code, self._wrong = 1, f"it cannot be started: {error.strerror}"
             if stopping.is_set():
                 return
             if first and not self.ready.is_set():
