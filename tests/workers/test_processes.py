@@ -397,6 +397,41 @@ async def test_a_caller_that_hangs_up_at_a_worker_aborts_the_engine_s_call(data:
             await asyncio.to_thread(stack.close)
 
 
+async def test_a_passed_on_reply_whose_owner_dies_breaks_off_and_the_session_goes_on(data: Path) -> None:
+    async with slow_engine() as engine:
+        with ExitStack() as stack:
+            arguments = (
+                "--engine",
+                "vllm",
+                "--engine-url",
+                engine.url,
+                "--model",
+                "m",
+                "--tokenizer",
+                BUILTIN_TOKENIZER,
+            )
+            s = await asyncio.to_thread(stack.enter_context, served(data, *arguments))
+            near, far = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
+            one = httpx.Limits(max_connections=1)
+            async with httpx.AsyncClient(base_url=s.url, limits=one, trust_env=False, timeout=40) as http:
+                # The connection belongs to worker 0 by its first request.
+                assert (await http.get(f"/admin/sessions/{near['id']}", headers=s.admin)).status_code == 200
+                body = {"model": "m", "messages": HI, "stream": True}
+                key = {"authorization": f"Bearer {far['api_key']}"}
+                with pytest.raises(httpx.RemoteProtocolError):
+                    async with http.stream("POST", "/v1/chat/completions", json=body, headers=key) as reply:
+                        assert reply.status_code == 200
+                        async for _ in reply.aiter_bytes():
+                            if s.workers[1:]:
+                                os.kill(s.workers[1], signal.SIGKILL)
+                # The same worker, asked again, waits for the owner's next life.
+                shown = await http.get(f"/admin/sessions/{far['id']}", headers=s.admin)
+                assert shown.status_code == 200 and shown.json()["turns"] == 0
+            log = s.log.read_text()
+            assert "in the middle of a reply" in log and "Traceback" not in log
+            await asyncio.to_thread(stack.close)
+
+
 @pytest.mark.parametrize(("durability", "kills"), [("process", 12), ("disk", 5)])
 async def test_nothing_that_an_agent_received_is_lost(durability: str, kills: int) -> None:
     print(await storm(kills, durability=durability, seed=kills, workers=2))
