@@ -31,10 +31,10 @@ parts: $(READY)
 	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
 	@$(BIN)/python tools/base_image.py docker bubblewrap || test "$$CI" != true
 
-# First what can run side by side, then what needs the machine for itself.
+# First what can run side by side, and whatever those tests record is proven; then what needs the machine for itself.
 test: check parts
-	@$(BIN)/python -m pytest -q -n 2 -m "not real"
-	@$(BIN)/python -m pytest -q -m real
+	@$(BIN)/python -m pytest -q -n 2 -m "not real" -p tests.verify.everywhere
+	@$(BIN)/python -m pytest -q -m real -p tests.verify.everywhere
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }

@@ -21,13 +21,15 @@ _TICK = os.sysconf("SC_CLK_TCK")
 class Process:
     """One server on 127.0.0.1. `ready_s`: from its start to the first 200 of /health."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], port: int, log: Path, env: dict[str, str] | None = None, tree: Path = HERE.parent
+    ) -> None:
         self.port = port
         self._log = log
         began = time.perf_counter()
         with open(log, "wb") as file:
             self._popen = subprocess.Popen(
-                command, stdout=file, stderr=file, cwd=HERE.parent, env={**os.environ, **(env or {})}
+                command, stdout=file, stderr=file, cwd=tree, env={**os.environ, **(env or {})}
             )
         self.pid = self._popen.pid
         try:
@@ -83,7 +85,7 @@ def start_engine(folder: Path, answers: Path, *, omit_prompt_ids: bool) -> Proce
 
 
 class Gateway(Process):
-    """`turngate serve`, with a data folder of its own."""
+    """`turngate serve` of the checkout `tree`, with a data folder of its own."""
 
     def __init__(
         self,
@@ -92,21 +94,24 @@ class Gateway(Process):
         tokenizer: Path,
         name: str,
         profile: Path | None = None,
+        tree: Path = HERE.parent,
+        program: Path | None = None,
+        env: dict[str, str] | None = None,
         workers: int = 1,
         script: Path | None = None,
     ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
-        env = {"TURNGATE_ADMIN_KEY": self.admin_key}
-        command = [sys.executable, "-m", "turngate"]
+        env = {"TURNGATE_ADMIN_KEY": self.admin_key, **(env or {})}
         if profile is not None:
-            command = [sys.executable, str(HERE / "profiled.py")]
+            program = HERE / "profiled.py"
             env["BENCH_PROFILE"] = str(profile)
+        command = [sys.executable, *(["-m", "turngate"] if program is None else [str(program)])]
         command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
         command += ["--workers", str(workers)] if workers > 1 else []
         where = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}"]
         command += [*(["--engine", "scripted", "--script", str(script)] if script else where), "--model", "bench"]
-        super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env)
+        super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env, tree)
 
 
 def cpu_s(pid: int) -> float:

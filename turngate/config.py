@@ -47,6 +47,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_mb: float = 64.0  # largest request, in megabytes
     open_loopback: bool = False  # prime-rl API: loopback clients need no key
     log_turns: bool = False  # one log line per turn
+    verify_every: int = 0  # prove every n-th session that ends, beside the serving; 0: none
     echo_prompt: bool = False  # have the engine repeat each prompt and compare
 
     def check(self) -> ServeConfig:
@@ -60,6 +61,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"workers: {self.workers} is not between 1 and 256; one per core is the most that helps",
                 param="workers",
+            )
+        if self.verify_every < 0:
+            raise ConfigError(
+                f"verify_every: {self.verify_every} must be 0 (none), 1 (each session) or more", param="verify_every"
             )
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context: {self.max_context} must be at least 1", param="max_context")

@@ -49,6 +49,7 @@ class Control:
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
         place: Place = ALONE,
+        ended: Callable[[str], None] = lambda session_id: None,
     ) -> None:
         self._modes = modes  # what this gateway can serve; the first is the default
         self._models = models  # empty: any name
@@ -60,6 +61,7 @@ class Control:
         self._log_turns = log_turns
         self._release = release
         self._place = place  # other workers' sessions are theirs alone
+        self._ended = ended
         self._started = time.time()
         self._live: dict[str, Session] = {}
         self._by_secret: dict[bytes, str] = {
@@ -223,6 +225,8 @@ class Control:
             self._forget(session)
             self._release(session.id)
         self.events.add(session_id, status, {"stop": session.stop, "turns": session.turns})
+        if stop != "deleted":
+            self._ended(session_id)
         return session
 
     def _forget(self, session: Session) -> None:

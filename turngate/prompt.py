@@ -20,7 +20,7 @@ from turngate.render import LastTurn, Renderer
 from turngate.trace import fork
 from turngate.trace.meaning import DIGEST, Reading, tools_meaning
 from turngate.trace.session import Session
-from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids
+from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
 from turngate.types import NO_IDS, Call, Ids, Message, Tool, type_of_ids
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
@@ -151,7 +151,7 @@ def context_info(prompt: Prompt, cause: Cause | None, call: Call) -> ContextInfo
 def _render(session: Session, located: Located, preamble: Preamble, cause: Cause | None, renderer: Renderer) -> Prompt:
     if located.context is not None:
         added = located.context.ids
-        return Prompt(located, located.node, added, session.trace.prompt(located.node, added), preamble, cause)
+        return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
     for message in located.reading.all(located.start):
         if message.beyond:
             raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
@@ -159,11 +159,11 @@ def _render(session: Session, located: Located, preamble: Preamble, cause: Cause
     bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
     if bridged is not None:
         added = np.array(bridged, type_of_ids)
-        return Prompt(located, located.node, added, session.trace.prompt(located.node, added), preamble, cause)
+        return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
     parent, added = _whole(renderer, located, preamble.tools, kwargs)
     if parent is None and located.node is not None and cause in (None, "branch"):
         cause = "template"
-    return Prompt(located, parent, added, session.trace.prompt(parent, added), preamble, cause)
+    return Prompt(located, parent, added, prompt_ids(parent, added), preamble, cause)
 
 
 def _bridge(

@@ -495,7 +495,7 @@ class Turns:
             raise
         trace.keep_context(context)
         trace.add_sampled(sampled)
-        trace.remember(context, reading, prompt.ids)
+        trace.remember(context, reading)
         session.count(sampled)
         session.live_tokens -= len(draft.ids)
         draft.counted = True

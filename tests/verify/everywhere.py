@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from turngate.cli.verify import stored_rows
 from turngate.errors import StoreError
 from turngate.server.app import Gateway
+from turngate.verdicts import stored_rows
 from turngate.verify import Folder, Means, Renderers, Scorer, Verdict, verify
 
 SEEN: list[Verdict] = []
@@ -42,10 +42,31 @@ async def _verified(self: Gateway) -> None:
     SEEN.extend(verdicts(self))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: Any) -> None:
     Gateway.stop = _verified  # type: ignore[method-assign]
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(_Workers())
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    turns = sum(verdict.counts.turns for verdict in SEEN)
-    terminalreporter.write_line(f"verified everywhere: {len(SEEN)} sessions with {turns} turns")
+class _Workers:
+    """What the processes of `pytest -n` have seen, added up."""
+
+    def __init__(self) -> None:
+        self.sessions = self.turns = 0
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["verified"] = _seen()
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        sessions, turns = getattr(node, "workeroutput", {}).get("verified", (0, 0))
+        self.sessions += sessions
+        self.turns += turns
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        sessions, turns = (a + b for a, b in zip(_seen(), (self.sessions, self.turns), strict=True))
+        terminalreporter.write_line(f"verified everywhere: {sessions} sessions with {turns} turns")
+
+
+def _seen() -> tuple[int, int]:
+    return len(SEEN), sum(verdict.counts.turns for verdict in SEEN)

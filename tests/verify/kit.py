@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from turngate.cli.verify import stored_rows
 from turngate.render import Renderer
+from turngate.verdicts import stored_rows
 from turngate.verify import Derived, Folder, Means, Renderers, Rows, Verdict, verify
 from turngate.verify.stored import ContextFacts, Row, SampledFacts
 

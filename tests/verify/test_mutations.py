@@ -18,8 +18,8 @@ import pytest
 from tests import kit
 from tests.verify.kit import Tampering, tampering, verdict, wrong
 from tests.verify.stories import rich
-from turngate.cli.verify import stored_rows
 from turngate.trace.sample import Sample
+from turngate.verdicts import stored_rows
 from turngate.verify import Rows, Verdict
 
 Recorded = tuple[Path, str, str]
@@ -342,12 +342,15 @@ def test_whatever_is_altered_is_noticed_by_its_name(name: str, copy: Recorded) -
     assert "checksum" not in wrong(found), "it was mended"
 
 
-def test_a_delivered_turn_that_is_marked_as_lost_is_told(copy: Recorded) -> None:
-    """The store keeps this mark outside of its checksum; that the agent went on from the turn tells."""
+def test_a_delivered_turn_that_is_marked_as_lost_is_noticed(copy: Recorded) -> None:
     data, session, _ = copy
     with tampering(data, session) as t:
-        t.sql("UPDATE nodes SET delivered=0 WHERE session=? AND id=?", t.key, t.of_kind("sampled")[0])
-    assert [note.check for note in look(data, session).notes] == ["delivered"]
+        turn = t.of_kind("sampled")[0]
+        t.sql("UPDATE nodes SET delivered=0 WHERE session=? AND id=?", t.key, turn)
+    assert wrong(look(data, session)) >= {"checksum"}
+    with tampering(data, session) as t:
+        t.node(turn, delivered=0)  # with a checksum that fits
+    assert [note.check for note in look(data, session).notes] == ["delivered"]  # the agent went on from it
 
 
 def test_a_branch_that_is_taken_out_leaves_a_gap(copy: Recorded) -> None:

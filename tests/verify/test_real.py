@@ -10,7 +10,7 @@ import pytest
 from tests.real.conftest import Model, model  # noqa: F401
 from tests.real.test_vllm import Gateway, converse, gateway  # noqa: F401
 from tests.verify.kit import tampering, wrong
-from turngate.cli.verify import stored_rows
+from turngate.verdicts import stored_rows
 from turngate.verify import VLLM, Folder, Means, verify
 
 pytestmark = pytest.mark.real

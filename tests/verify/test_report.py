@@ -18,9 +18,10 @@ from tests.exact.agent import World
 from tests.exact.test_rows import SYSTEM, talk, user
 from tests.verify.kit import tampering, wrong
 from tests.verify.stories import rich
-from turngate.cli.verify import Asked, report, stored_rows
+from turngate.cli.verify import Asked, report
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
+from turngate.verdicts import stored_rows
 from turngate.verify import VLLM, Folder, Means, Renderers, Sampler, Verdict, summed_up, verify
 
 Recorded = tuple[Path, str, str]

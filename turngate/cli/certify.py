@@ -22,7 +22,10 @@ def report(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
     """Print the verdicts; True if the bridge may be used."""
     folder = find(tokenizer)
     renderer, certificate = load(
-        folder, model=model or (tokenizer if "/" in tokenizer and not Path(tokenizer).exists() else ""), family=family
+        folder,
+        model=model or (tokenizer if "/" in tokenizer and not Path(tokenizer).exists() else ""),
+        family=family,
+        anew=True,
     )
     if as_json:
         print(

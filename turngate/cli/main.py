@@ -89,6 +89,9 @@ def serve(
     log_turns: Annotated[
         Optional[bool], typer.Option("--log-turns/--no-log-turns", help="One log line per turn.")
     ] = None,
+    verify_every: Annotated[
+        Optional[int], typer.Option(help="Prove every n-th session that ends, beside the serving. [0: none]")
+    ] = None,
     echo_prompt: Annotated[
         Optional[bool],
         typer.Option("--echo-prompt/--no-echo-prompt", help="Have the engine repeat each prompt, and compare."),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,14 +14,11 @@ from rich.text import Text
 from turngate.agents.spec import find as find_agent
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
-from turngate.control import Control
 from turngate.errors import ConfigError, TurngateError
-from turngate.events import Events
-from turngate.fence import Fence
 from turngate.render import find
 from turngate.rollout.agreement import differences
-from turngate.store.sqlite import Store
 from turngate.types import Json
+from turngate.verdicts import stored_rows
 from turngate.verify import (
     TOLERANCE,
     VLLM,
@@ -31,7 +26,6 @@ from turngate.verify import (
     Folder,
     Means,
     Renderers,
-    Rows,
     Scorer,
     Session,
     Transcript,
@@ -88,19 +82,6 @@ def report(asked: Asked) -> bool:
         wrong = sum(not verdict.ok for verdict in verdicts)
         say(console, f"{len(verdicts)} sessions, {wrong or 'none'} with something wrong", "red" if wrong else "green")
     return ok
-
-
-@contextmanager
-def stored_rows(data: Path) -> Iterator[Rows]:
-    """The rows that the gateway's own code hands to a trainer, whether a gateway serves the folder or not."""
-    store = Store.reading(data)
-    try:
-        # A control of its own each time: one keeps open sessions as it read them first.
-        yield lambda session_id, everything: Control(store, Fence(0), Events()).samples(
-            session_id, keep_empty=everything
-        )
-    finally:
-        store.close()
 
 
 def transcripts(folder: Path) -> Transcript:

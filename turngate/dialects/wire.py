@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from turngate.errors import BadRequest
 from turngate.types import Constraint, Json, Sampling, Tool
@@ -19,6 +20,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _DEEPEST = 200  # levels of a schema; encoders give up at 254
 
 
+_ESCAPE = int.from_bytes(b"\\u", "little")
 _SURROGATES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
@@ -26,9 +28,25 @@ _SURROGATES = re.compile(
 
 def without_lone_surrogates(body: bytes) -> bytes:
     """JSON in which half of a character is the replacement character. Programs in JavaScript cut strings in the middle of one."""
-    if b"\\ud" not in body and b"\\uD" not in body:
+    if not _has_surrogates(body):
         return body
     return _SURROGATES.sub(lambda found: b"\\ufffd" if len(found[0]) == 6 else found[0], body)
+
+
+def _has_surrogates(body: bytes) -> bool:
+    r"""Whether there is a `\ud` in it, in either case. Looked for two bytes at a time, which is far faster than Python's own search."""
+    for start in (0, 1):
+        if len(body) < start + 2:
+            return False
+        pairs = np.frombuffer(body, "<u2", (len(body) - start) // 2, start)
+        marks = (pairs == _ESCAPE).tobytes()
+        at = marks.find(1)
+        while at >= 0:
+            after = start + 2 * at + 2
+            if body[after : after + 1] in (b"d", b"D"):
+                return True
+            at = marks.find(1, at + 1)
+    return False
 
 
 def given(raw: msgspec.Raw) -> bool:

@@ -109,7 +109,7 @@ class SGLang:
         self.model = model
         self._rank = rank
         self._ranks = ranks
-        self._client = Client(name, url, key=key, connect_s=connect_s, silence_s=silence_s)
+        self._client = Client(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._about: tuple[str, int | None] | None = None
 

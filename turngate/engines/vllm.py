@@ -110,7 +110,7 @@ class VLLM:
         self._rank = rank
         self._ranks = ranks
         root = url.rstrip("/").removesuffix("/v1")
-        self._client = Client(name, root, key=key, connect_s=connect_s, silence_s=silence_s)
+        self._client = Client(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
 
     def __repr__(self) -> str:
         return f"VLLM({self._client.url!r}, {self.model!r}, api={self._api!r}, rank={self._rank})"

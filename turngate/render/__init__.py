@@ -8,26 +8,34 @@ from pathlib import Path
 
 from turngate.errors import ConfigError
 from turngate.render.certify import Certificate, certify
+from turngate.render.known import Known, name_of, note, recall
 from turngate.render.renderer import LastTurn, Reader, Renderer, TemplateRenderer
 from turngate.render.tokenizer import Tokenizer
 
 __all__ = ["Certificate", "LastTurn", "Reader", "Renderer", "TemplateRenderer", "Tokenizer", "find", "load"]
 
 
-def load(folder: Path, *, model: str = "", family: str = "auto") -> tuple[Renderer, Certificate]:
+def load(folder: Path, *, model: str = "", family: str = "auto", anew: bool = False) -> tuple[Renderer, Certificate]:
     """The renderer for a tokenizer folder.
 
     `family`: `auto` takes a hand-written one where the `renderers` package knows the model's very name, `template` always
-    derives, anything else names a family.
+    derives, anything else names a family. `anew`: probe again what is known.
     """
-    tokenizer = Tokenizer(folder, name=model)
-    renderer = _family(tokenizer, model, family)
-    if renderer is None:
-        derived = TemplateRenderer(tokenizer)
-        certificate = certify(derived)
+    name = name_of(folder, model, family)
+    known = None if anew else recall(name)
+    if known is None:
+        tokenizer = Tokenizer(folder, name=model)
+    else:
+        tokenizer = Tokenizer(folder, name=model, vocabulary=known.vocabulary, fast=known.fast)
+    derived = TemplateRenderer(tokenizer) if (hand_written := _family(tokenizer, model, family)) is None else None
+    renderer = hand_written or derived
+    assert renderer is not None
+    certificate = certify(renderer) if known is None else known.certificate
+    if known is None:
+        note(name, Known(tokenizer.vocabulary, tokenizer.fast, certificate))
+    if derived is not None:  # else reported, not acted upon: a family's bridge is its author's word
         derived.bridges = certificate.passed
-        return derived, certificate
-    return renderer, certify(renderer)  # reported, not acted upon: a family's bridge is its author's word
+    return renderer, certificate
 
 
 def _family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:

@@ -15,17 +15,16 @@ import threading
 import unicodedata
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import orjson
 import tiktoken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 from tokenizers.normalizers import NFC
 
 from turngate.errors import ConfigError
+from turngate.render.vocabulary import Vocabulary, read_json, read_vocabulary
 from turngate.types import Json
 
 _NFC = NFC()
@@ -39,21 +38,19 @@ _OTHER = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 class Tokenizer:
     """Text ⇄ ids for one vocabulary, plus the chat template that came with it."""
 
-    def __init__(self, folder: Path, *, name: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, name: str = "", vocabulary: Vocabulary | None = None, fast: bool | None = None
+    ) -> None:
+        """`vocabulary`: of this very folder, if it was read before. `fast`: whether the fast encoder is known to be right; None: it
+        is probed."""
         self.folder = folder
         self.name_or_path = name or str(folder)
-        spec = _read_json(folder / "tokenizer.json")
-        self.digest = blake2b(
-            (folder / "tokenizer.json").read_bytes(), digest_size=16
-        ).hexdigest()  # names this vocabulary
-        config = _read_json(folder / "tokenizer_config.json", optional=True)
-        self._backend = _backend(folder / "tokenizer.json")
-        # A chat render may exceed any length limit that was saved with the tokenizer; the gateway checks context itself.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
-        self.added = {token["content"]: int(token["id"]) for token in spec.get("added_tokens", [])}
-        self.special_ids = frozenset(int(t["id"]) for t in spec.get("added_tokens", []) if t.get("special"))
+        self._true = _True(folder / "tokenizer.json")
+        self.vocabulary = vocabulary or read_vocabulary(folder / "tokenizer.json")
+        self.digest = self.vocabulary.digest  # names it
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        self.added = self.vocabulary.added
+        self.special_ids = frozenset(self.vocabulary.special)
         self.special_tokens = {
             key: text
             for key in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -65,10 +62,20 @@ class Tokenizer:
         self.eos_token = self.special_tokens.get("eos_token")
         self.chat_template = _chat_template(folder, config)
         self.model_max_length = _length(config.get("model_max_length"))
-        self._bytes = _byte_table(spec, self.added)
-        self._fast = _FastEncoder.build(spec, self._bytes, self.added)
-        if self._fast is not None and self._bytes is not None and not self._fast.agrees(self._slow, self._bytes):
+        self._bytes = self.vocabulary.table
+        self._fast = _FastEncoder.of(self.vocabulary) if fast is not False else None
+        if self._fast is not None and fast is None and not self._fast.agrees(self._slow, self._bytes or []):
             self._fast = None
+        if self._fast is None:
+            self._true.get()  # what is wrong with it is said now
+
+    @property
+    def _backend(self) -> Backend:
+        return self._true.get()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def fast(self) -> bool:
@@ -102,10 +109,13 @@ class Tokenizer:
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
     def decoder(self) -> Decoder:
-        return Decoder(self, self._backend, byte_level=self._bytes is not None)
+        return Decoder(self, None if self._bytes is not None else self._backend)
 
     def token_id(self, text: str | None) -> int | None:
-        return None if text is None else self._backend.token_to_id(text)
+        if text is None or text in self.added:
+            return None if text is None else self.added[text]
+        found: int | None = self._backend.token_to_id(text)
+        return found
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
         """The `renderers` package asks by this name."""
@@ -124,19 +134,41 @@ class Tokenizer:
 class Decoder:
     """Ids → text as they come: what is not yet whole UTF-8 is held back until it is, or until `flush`."""
 
-    def __init__(self, tokenizer: Tokenizer, backend: Backend, *, byte_level: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, backend: Backend | None) -> None:
+        """`backend`: None where the vocabulary is of bytes."""
         self._tokenizer = tokenizer
         self._backend = backend
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stream = None if byte_level else DecodeStream(skip_special_tokens=False)
+        self._stream = None if backend is None else DecodeStream(skip_special_tokens=False)
 
     def feed(self, ids: Iterable[int]) -> str:
         if self._stream is None:
             return self._utf8.decode(b"".join([self._tokenizer.bytes_of(i) for i in ids]))
-        return "".join(self._stream.step(self._backend, i) or "" for i in ids)
+        assert self._backend is not None
+        return "".join([self._stream.step(self._backend, i) or "" for i in ids])
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True) if self._stream is None else ""
+
+
+class _True:
+    """The true encoder, read when it is first needed. It takes half a second and 100 MB; what knows a vocabulary by heart and has a fast
+    encoder for it may never need it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._found: Backend | None = None
+
+    def get(self) -> Backend:
+        with self._lock:
+            if self._found is None:
+                backend = _backend(self._path)
+                # A chat render may exceed any length limit that was saved with it; the gateway checks context itself.
+                backend.no_truncation()
+                backend.no_padding()
+                self._found = backend
+            return self._found
 
 
 class _FastEncoder:
@@ -221,29 +253,22 @@ class _FastEncoder:
         )
 
     @classmethod
-    def build(cls, spec: Json, table: list[bytes] | None, added: dict[str, int]) -> _FastEncoder | None:
-        model = spec["model"]
-        pattern = _single_pattern(spec.get("pre_tokenizer"))
-        nfc = _is_nfc(spec.get("normalizer"))
-        if table is None or model.get("type") != "BPE" or pattern is None or nfc is None or model.get("dropout"):
+    def of(cls, vocabulary: Vocabulary) -> _FastEncoder | None:
+        merges, table = vocabulary.merges, vocabulary.table
+        if merges is None or table is None:
             return None
-        if any(t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in spec.get("added_tokens", [])):
+        ranks = {table[token_id]: rank for rank, token_id in enumerate(merges.order)}
+        if len(ranks) != len(merges.order):
             return None
-        order = _merge_order(model)
-        if order is None:
-            return None
-        ranks = {table[token_id]: rank for rank, token_id in enumerate(order)}
-        if len(ranks) != len(order):
-            return None
-        rank_to_id = list(order)
+        rank_to_id = list(merges.order)
         for byte in range(256):
             if (
                 bytes([byte]) not in ranks
             ):  # some vocabularies lack a few bytes: text with those is left to the slow encoder
                 ranks[bytes([byte])] = len(rank_to_id)
                 rank_to_id.append(_NO_TOKEN)
-        encoding = tiktoken.Encoding("turngate", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        return cls(encoding, rank_to_id, nfc=nfc, added=added)
+        encoding = tiktoken.Encoding("turngate", pat_str=merges.pattern, mergeable_ranks=ranks, special_tokens={})
+        return cls(encoding, rank_to_id, nfc=merges.nfc, added=vocabulary.added)
 
 
 def _surely_nfc(text: str) -> bool:
@@ -289,104 +314,6 @@ def probe_corpus(added: Iterable[str] = ()) -> list[str]:
         for start in range(0, 0x20000, 512)
     ]
     return [*lines, *words, *scripts, *joined, *marks, *planes]
-
-
-def _merge_order(model: Json) -> list[int] | None:
-    """Token ids in merge order: base symbols first, then what each merge makes. None where ranks cannot express the merges.
-
-    Where one token is made by several merges, the first is the one that counts: a later pair with the same result has a lower
-    priority than tiktoken would give it, so this order is only a candidate until the probe corpus agrees.
-    """
-    vocab: dict[str, int] = model["vocab"]
-    made: dict[int, None] = {}
-    for merge in model["merges"]:
-        left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
-        token = vocab.get(left + right)
-        if token is None:
-            return None
-        made.setdefault(token)
-    base = sorted(i for token, i in vocab.items() if i not in made and len(token) == 1)
-    return base + list(made)
-
-
-def _single_pattern(pre: Json) -> str | None:
-    """The regular expression that splits text, when the pre-tokenizer is exactly one split followed by byte-level mapping."""
-    if pre is None:
-        return None
-    stages = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
-    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    match stages:
-        case [{"type": "ByteLevel", "add_prefix_space": False, **rest}] if rest.get("use_regex", True):
-            return gpt2
-        case [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ]:
-            return str(pattern)
-        case [
-            {"type": "Digits", "individual_digits": True},
-            {"type": "ByteLevel", "add_prefix_space": False, **rest},
-        ] if rest.get("use_regex", True):
-            # Digits are cut out one by one first, so the space before one stays with whatever precedes it.
-            return r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
-        case _:
-            return None
-
-
-def _is_nfc(normalizer: Json) -> bool | None:
-    """True: NFC; False: nothing; None: something the fast path does not do."""
-    if normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"]):
-        return False
-    return True if normalizer["type"] == "NFC" else None
-
-
-def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
-    """Bytes of each id for a byte-level vocabulary, None for any other."""
-    decoder = spec.get("decoder") or {}
-    kinds = (
-        [d["type"] for d in decoder.get("decoders", [])] if decoder.get("type") == "Sequence" else [decoder.get("type")]
-    )
-    if "ByteLevel" not in kinds or spec["model"].get("type") != "BPE":
-        return None
-    # One pass over the whole vocabulary at once: 150,000 small loops in Python are most of a second.
-    vocab: dict[str, int] = spec["model"]["vocab"]
-    to_latin = str.maketrans({char: chr(byte) for byte, char in _byte_chars().items()})
-    mapped = "\uffff".join(vocab).translate(to_latin).split("\uffff")
-    table = {i: _latin(text, token) for (token, i), text in zip(vocab.items(), mapped, strict=True)}
-    for token, token_id in added.items():
-        table[token_id] = token.encode()
-    return [table.get(i, b"") for i in range(max(table) + 1)]
-
-
-def _latin(mapped: str, token: str) -> bytes:
-    try:
-        return mapped.encode("latin-1")
-    except UnicodeEncodeError:  # a token outside the byte alphabet: it stands for itself
-        return token.encode()
-
-
-def _byte_chars() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    chars = {byte: chr(byte) for byte in printable}
-    for shift, byte in enumerate(b for b in range(256) if b not in chars):
-        chars[byte] = chr(256 + shift)
-    return chars
-
-
-def _read_json(path: Path, *, optional: bool = False) -> Json:
-    try:
-        return orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise ConfigError(
-            f"tokenizer: {path} does not exist; give a folder that holds tokenizer.json", param="tokenizer"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"tokenizer: {path} cannot be read ({error.strerror})", param="tokenizer") from None
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"tokenizer: {path} is not valid JSON ({error})", param="tokenizer") from None
 
 
 def _backend(path: Path) -> Backend:

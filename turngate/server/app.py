@@ -44,6 +44,8 @@ from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
 from turngate.turn import Settings, Turns
 from turngate.types import Mode
+from turngate.verdicts import Background
+from turngate.verify import Verdict, summed_up
 
 log = logging.getLogger("turngate")
 BUILTIN_TOKENIZER = Path(__file__).parents[1] / "render" / "builtin"
@@ -79,8 +81,10 @@ class Gateway:
             # So that whoever looks at a trace later can read its ids.
             tokenizer = self.renderer.tokenizer
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
+            self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
         self.fence = Fence(int(self.store.setting("policy_version") or 0))
         self.events = Events()
+        self._proof = Background(data, config.verify_every, self._verified) if config.verify_every else None
         self.control = Control(
             self.store,
             self.fence,
@@ -92,6 +96,7 @@ class Gateway:
             log_turns=config.log_turns,
             release=self.engine.release if self.engine is not None else lambda session_id: None,
             place=place,
+            ended=self._proof.ended if self._proof is not None else lambda session_id: None,
         )
         self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
         self.journal = Journal(self.store)
@@ -101,6 +106,7 @@ class Gateway:
         self._paths = Paths(DIALECTS)
         self._other = self._starlette()
         self._expiry: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._seen: tuple[float, list[Health]] = (float("-inf"), [])
 
     def _modes(self) -> tuple[Mode, ...]:
@@ -142,8 +148,18 @@ class Gateway:
                 self.turns = self._turns(min(known))
                 self._calls = self._model_calls()
         self._expiry = asyncio.create_task(self.control.expire_idle())
+        self._loop = asyncio.get_running_loop()
+        if self._proof is not None:
+            self._proof.start()
+
+    def _verified(self, verdict: Verdict) -> None:
+        """Called in the thread that waits for verdicts."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.events.add, verdict.session, "verified", summed_up(verdict))
 
     async def stop(self) -> None:
+        if self._proof is not None:
+            await asyncio.to_thread(self._proof.stop)
         if self._expiry is not None:
             self._expiry.cancel()
             with suppress(asyncio.CancelledError):

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,8 +27,10 @@ from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import type_of_ids, type_of_logprobs
 
+T = TypeVar("T")
 Durability = Literal["process", "disk"]
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_UNDELIVERED = 0x5EED  # what the checksum of a turn differs by once it is marked so: the mark is covered by it too
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -240,7 +242,11 @@ class Store:
                 f"SELECT key, id, config, opened, closed, status, stop, vocabulary FROM sessions {where}", values
             ).fetchall()
         for key, session_id, config, *rest in rows:
-            yield SessionRow(key, session_id, msgspec.json.decode(config, type=SessionConfig), *rest)
+            try:
+                settings = msgspec.json.decode(config, type=SessionConfig)
+            except msgspec.DecodeError as error:
+                raise StoreError(f"session {session_id}: its settings are damaged on disk ({error})") from None
+            yield SessionRow(key, session_id, settings, *rest)
 
     def commit(self, turns: Iterable[NewTurn]) -> None:
         """Make turns durable. All or none."""
@@ -257,7 +263,12 @@ class Store:
 
     def mark_undelivered(self, session: int, node: int) -> None:
         with self._writing() as db:
-            db.execute("UPDATE nodes SET delivered=0 WHERE session=? AND id=?", (session, node))
+            # SQLite has no exclusive or; (a | b) - (a & b) is one.
+            db.execute(
+                "UPDATE nodes SET delivered=0, checksum=(checksum | ?1) - (checksum & ?1)"
+                " WHERE session=?2 AND id=?3 AND delivered=1",
+                (_UNDELIVERED, session, node),
+            )
 
     def load(self, row: SessionRow) -> Session:
         """The session with its whole trace, checked."""
@@ -280,17 +291,18 @@ class Store:
         trace: Trace = session.trace
         for node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum in rows:
             place = _place(session.key, node_id, parent_id, kind)
-            if checksum != _checksum(place, ids, logprobs, info, messages):
+            written = _checksum(place, ids, logprobs, info, messages)
+            if delivered not in (0, 1) or checksum != (written if delivered else written ^ _UNDELIVERED):
                 raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; its trace cannot be used")
             parent = None if parent_id is None else by_id.get(parent_id)
             tokens = np.frombuffer(ids, type_of_ids)
             if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
-                context = Context(node_id, parent, tokens, _context_info.decode(info))
+                context = Context(node_id, parent, tokens, _decoded(_context_info, info, session.id, node_id))
                 trace.add_context(context)
                 by_id[node_id] = context
             elif kind == "sampled" and isinstance(parent, Context):
                 scores = None if logprobs is None else np.frombuffer(logprobs, type_of_logprobs)
-                sampled = Sampled(node_id, parent, tokens, scores, _sampled_info.decode(info))
+                sampled = Sampled(node_id, parent, tokens, scores, _decoded(_sampled_info, info, session.id, node_id))
                 sampled.delivered = bool(delivered)
                 trace.add_sampled(sampled)
                 session.count(sampled)
@@ -406,6 +418,13 @@ def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
         messages,
         _checksum(place, ids, logprobs, info, messages),
     )
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], info: bytes, session: str, node: int) -> T:
+    try:
+        return decoder.decode(info)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"session {session}: node {node} cannot be read ({error}); its trace cannot be used") from None
 
 
 def _place(session: int, node: int, parent: int | None, kind: str) -> bytes:

@@ -116,7 +116,6 @@ class Tip(msgspec.Struct, frozen=True):
     preamble: bytes
     form: type[History]  # of its dialect: in another one the same bytes say something else
     raws: list[bytes]
-    prompt: Ids  # the ids from the root to the end of the context
 
 
 class Trace:
@@ -152,20 +151,13 @@ class Trace:
                 best = (node, node.count)
         return best
 
-    def remember(self, context: Context, reading: Reading, prompt: Ids) -> None:
+    def remember(self, context: Context, reading: Reading) -> None:
         """This request was answered: the next one will begin like it."""
         before = context.parent.parent if context.parent is not None else None
         self._tips = [tip for tip in self._tips if tip.context is not context and tip.context is not before][
             1 - _TIPS :
         ]
-        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws, prompt))
-
-    def prompt(self, node: Sampled | None, added: Ids) -> Ids:
-        """The ids from the root through `node`, and then `added`."""
-        for tip in self._tips:
-            if node is not None and node.parent is tip.context:
-                return np.concatenate([tip.prompt, node.ids, added], dtype=type_of_ids)
-        return np.concatenate([*(n.ids for n in path(node)), added], dtype=type_of_ids)
+        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws))
 
     def _walk(self, node: Node | None, at: int, reading: Reading) -> tuple[Node | None, int]:
         """On from `node` by meaning, along the likeliest branch. Ends at a turn, or at a context that is the whole request."""
@@ -261,6 +253,12 @@ def path_ids(node: Node | None) -> Ids:
     """The ids from the root to the end of `node`."""
     parts = [n.ids for n in path(node)]
     return np.concatenate(parts) if parts else NO_IDS
+
+
+def prompt_ids(node: Sampled | None, added: Ids) -> Ids:
+    """The ids from the root through `node`, and then `added`. Put together for every turn, and kept by none: that takes a few
+    microseconds, and the last prompt of a long session would be as large as all its nodes."""
+    return np.concatenate([*(n.ids for n in path(node)), added], dtype=type_of_ids)
 
 
 def _respelled(message: Message, info: SampledInfo) -> bool:

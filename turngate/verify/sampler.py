@@ -35,9 +35,10 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="turngate-verify", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends after the session that is being looked at; those that wait are left."""
+    def stop(self, interrupt: Callable[[], None] = lambda: None) -> None:
+        """Ends after the session that is being looked at, or `interrupt`s that; those that wait are left."""
         self._stopping = True
+        interrupt()
         if self._thread is not None:
             with suppress(queue.Full):
                 self._waiting.put_nowait(None)
@@ -62,6 +63,8 @@ class Sampler:
             try:
                 verdict = self._verify(session_id)
             except TurngateError as error:
+                if self._stopping:
+                    return
                 log.warning("session %s could not be verified: %s", session_id, error.message)
                 continue
             except Exception:  # a fault of ours in a check must not end the checks, nor the gateway

@@ -20,7 +20,8 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMA = 1
+SCHEMA = 2
+_UNDELIVERED = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -120,7 +121,7 @@ class Row(msgspec.Struct, frozen=True):
         place = f"{session}/{self.id}/{self.parent}/{self.kind}".encode()
         for blob in (place, self.ids, self.logprobs, self.info, self.messages):
             value = zlib.crc32(blob or b"\0", value)
-        return value
+        return value if self.delivered else value ^ _UNDELIVERED
 
 
 class Preamble(msgspec.Struct, frozen=True):

@@ -1,0 +1,134 @@
+"""How long the event loop keeps others waiting: `python bench/stalls.py [--sessions 256] [--tokens 100000] [--rate 25]`.
+
+Each session begins with a prompt of so many tokens, then takes some turns, at random times and `rate` turns a second in all: a gateway in
+use, not one that is flooded. First calls are told apart from later ones: they are the ones that tokenise everything. The work is checked
+as in `overhead.py`: a prompt that does not chain, or a session without exactly one row, and there are no numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import uvloop
+from agent import _CODE, Agent, Http, _dumps
+from overhead import QWEN3, Bench, _admin, _get, _require
+from processes import HERE, Gateway
+
+from turngate.types import Message
+
+
+class Long(Agent):
+    """An agent whose task is as long as a book."""
+
+    def __init__(self, http: Http, session: str, key: str, text: str, seed: int) -> None:
+        super().__init__(http, session, key, stream=seed % 2 == 1, seed=seed)
+        self.said[1] = Message("user", f"Task {seed}.\n{text}")
+        self._messages[1] = _dumps({"role": "user", "content": self.said[1].content})
+
+
+async def measure(bench: Bench, sessions: int, tokens: int, turns: int, rate: float) -> None:
+    file = bench.folder / "stalls.json"
+    gateway = Gateway(
+        bench.folder,
+        bench.engine,
+        bench.tokenizer,
+        "stalls",
+        program=HERE / "watched.py",
+        env={"BENCH_STALLS": str(file)},
+    )
+    try:
+        text = text_of(bench, tokens)
+        agents = [await begun(gateway, text, seed) for seed in range(sessions)]
+        print(
+            f"{sessions} sessions of {tokens:,} tokens, {turns} turns each, {rate:g} turns/s in all, every other one streamed\n"
+        )
+        print(f"{'':14}{'p50':>9}{'p99':>9}{'p99.9':>9}{'longest':>9}   ms late, by the wall (of our own computing)")
+        first = await phase(gateway, file, agents, 1, rate / 3)
+        later = await phase(gateway, file, agents, turns - 1, rate)
+        for name, (late, latency, cpu) in (("first calls", first), ("later turns", later)):
+            show(name, late)
+            p50, p99 = (sorted(latency)[int(len(latency) * share)] * 1000 for share in (0.5, 0.99))
+            print(f"{'':14}answered in {p50:.0f} ms p50, {p99:.0f} ms p99; {cpu:.1f} ms of CPU a turn")
+        await check(bench, gateway, agents, turns)
+        print(f"\n{gateway.rss_mb():.0f} MB resident")
+        for agent in agents:
+            agent.close()
+    finally:
+        gateway.stop()
+
+
+async def begun(gateway: Gateway, text: str, seed: int) -> Long:
+    opened = await _admin(gateway, "POST", "/admin/sessions", 201, b'{"model":"bench"}')
+    return Long(await Http.connect(gateway.port), opened["id"], opened["api_key"], text, seed)
+
+
+async def phase(
+    gateway: Gateway, file: Path, agents: list[Long], turns: int, rate: float
+) -> tuple[list[tuple[float, float]], list[float], float]:
+    chance = random.Random(1)
+    seconds = len(agents) * turns / rate
+    gateway.tell(signal.SIGUSR1)
+    before = gateway.cpu_s()
+
+    async def live(agent: Long) -> None:
+        moments = sorted(chance.uniform(0, seconds) for _ in range(turns))
+        for moment in moments:
+            await asyncio.sleep(max(0.0, began + moment - time.perf_counter()))
+            await agent.turn()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(live(agent) for agent in agents))
+    cpu = (gateway.cpu_s() - before) * 1000 / (len(agents) * turns)
+    file.unlink(missing_ok=True)
+    gateway.tell(signal.SIGUSR2)
+    while not file.exists():
+        await asyncio.sleep(0.05)
+    return json.loads(file.read_text()), [s for agent in agents for s in agent.latencies[-turns:]], cpu
+
+
+def show(name: str, late: list[tuple[float, float]]) -> None:
+    cells = []
+    for share in (0.5, 0.99, 0.999, 1.0):
+        wall, own = (sorted(v)[min(len(late) - 1, int(share * len(late)))] for v in zip(*late, strict=True))
+        cells.append(f"{wall:.1f} ({own:.1f})")
+    print(f"{name:14}" + "".join(f"{cell:>15}" for cell in cells) + f"   {len(late)} looks")
+
+
+async def check(bench: Bench, gateway: Gateway, agents: list[Long], turns: int) -> None:
+    seen = await _get(bench.engine.port, "/bench/report")
+    for agent in agents:
+        session = seen[agent.session]
+        _require(session["turns"] == turns and session["broken"] == 0, "a turn is missing or does not chain", session)
+    for agent in agents[:2]:
+        found = (await _admin(gateway, "GET", f"/admin/sessions/{agent.session}/samples", 200))["samples"]
+        _require(len(found) == 1, "not exactly one row", len(found))
+        bench._check_context(found[0], agent)
+
+
+def text_of(bench: Bench, tokens: int) -> str:
+    """Code of so many tokens."""
+    many = len(bench.renderer.tokenizer.encode(_CODE))
+    text = _CODE * (tokens // many + 1)
+    return text[: int(len(_CODE) * tokens / many)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How long the event loop keeps others waiting.")
+    parser.add_argument("--sessions", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=25.0, help="turns a second, of all sessions together")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder, Bench(Path(folder), QWEN3) as bench:
+        uvloop.run(measure(bench, args.sessions, args.tokens, args.turns, args.rate))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The short way to an engine: whatever a server does with its connection, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+
+from turngate.engines import direct
+from turngate.engines.direct import Connections, CutOff, Malformed, Unreached
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Server:
+    """Reads whole requests; `says` writes what comes of each."""
+
+    def __init__(self, says: Serve) -> None:
+        self._says = says
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.hung_up = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
+                self.requests.append(head + await reader.readexactly(size))
+                await self._says(reader, writer)
+                if writer.is_closing():
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.hung_up.set()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def connected(says: Serve, **settings: Any):
+    server = Server(says)
+    listening = await asyncio.start_server(server, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    given = {"connect_s": 5.0, "silence_s": 5.0, "keep_s": 5.0, "headers": {"Authorization": "Bearer k"}, **settings}
+    connections = Connections(f"http://127.0.0.1:{port}/base/", **given)
+    try:
+        yield server, connections
+    finally:
+        connections.close()
+        listening.close()
+
+
+def replies(*pieces: bytes, close: bool = False) -> Serve:
+    async def says(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        if close:
+            writer.close()
+
+    return says
+
+
+def on(loop: str, story: Coroutine[Any, Any, None]) -> None:
+    factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(asyncio.wait_for(story, 20))
+
+
+both = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+HELLO = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@both
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (HELLO,),
+        tuple(HELLO[i : i + 1] for i in range(len(HELLO))),
+        (CHUNKED, b"2\r\nhe\r\n", b"3\r\nllo\r\n0\r\n\r\n"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", HELLO),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + HELLO,),
+    ],
+)
+def test_a_reply_however_it_comes_and_its_connection_serves_the_next(loop: str, pieces: tuple[bytes, ...]) -> None:
+    async def story() -> None:
+        async with connected(replies(*pieces)) as (server, connections):
+            for n in range(3):
+                response = await connections.ask("POST", "/p", b'{"n":%d}' % n, {"X-Session-ID": "s"})
+                assert (response.status, await response.read(), await response.readany()) == (200, b"hello", b"")
+                response.close()
+            assert server.connections == 1
+            head, body = server.requests[2].split(b"\r\n\r\n")
+            assert head.startswith(b"POST /base/p HTTP/1.1\r\nHost: 127.0.0.1:") and body == b'{"n":2}'
+            assert b"\r\nAuthorization: Bearer k\r\n" in head and b"\r\nX-Session-ID: s\r\n" in head
+
+    on(loop, story())
+
+
+@both
+def test_a_reply_that_ends_with_its_connection(loop: str) -> None:
+    async def story() -> None:
+        async with connected(replies(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", close=True)) as (server, connections):
+            for _ in range(2):
+                response = await connections.ask("POST", "/", b"", {})
+                assert await response.read() == b"hello"
+                response.close()
+            assert server.connections == 2
+
+    on(loop, story())
+
+
+@both
+@pytest.mark.parametrize(
+    ("pieces", "error", "words"),
+    [
+        ((), CutOff, "without an answer"),
+        ((b"HTTP/1.1 200",), CutOff, "without an answer"),
+        ((HELLO[:-2],), CutOff, "cut off"),
+        ((CHUNKED, b"5\r\nhel"), CutOff, "cut off"),
+        ((CHUNKED, b"5\r\nhello\r\n"), CutOff, "cut off"),
+        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), Malformed, "."),
+        ((b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,), Malformed, "."),
+    ],
+)
+def test_a_reply_that_is_none(loop: str, pieces: tuple[bytes, ...], error: type[Exception], words: str) -> None:
+    async def story() -> None:
+        async with connected(replies(*pieces, close=True)) as (_, connections):
+            with pytest.raises(error, match=words):
+                response = await connections.ask("POST", "/", b"", {})
+                await response.read()
+
+    on(loop, story())
+
+
+@both
+def test_whoever_leaves_early_hangs_up(loop: str) -> None:
+    async def story() -> None:
+        async with connected(replies(CHUNKED, b"2\r\nhe\r\n")) as (server, connections):
+            response = await connections.ask("POST", "/", b"", {})
+            assert await response.readany() == b"he"
+            response.close()
+            await server.hung_up.wait()
+            again = await connections.ask("POST", "/", b"", {})
+            again.close()
+            assert server.connections == 2
+
+    on(loop, story())
+
+
+@both
+def test_a_call_that_is_cancelled_hangs_up(loop: str) -> None:
+    async def story() -> None:
+        async with connected(replies()) as (server, connections):
+            call = asyncio.create_task(connections.ask("POST", "/", b"x", {}))
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await server.hung_up.wait()
+
+    on(loop, story())
+
+
+@both
+def test_silence_counts_from_byte_to_byte(loop: str) -> None:
+    async def slow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED)
+        for _n in range(6):
+            writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(30)
+
+    async def story() -> None:
+        async with connected(slow, silence_s=0.4) as (_, connections):
+            response = await connections.ask("POST", "/", b"", {})
+            got = b""
+            with pytest.raises(TimeoutError):
+                while True:
+                    got += await response.readany()
+            assert got == b"xxxxxx"
+            response.close()
+
+    on(loop, story())
+
+
+@both
+def test_a_connection_that_was_idle_for_too_long_or_that_the_server_closed_is_not_used(loop: str) -> None:
+    async def story() -> None:
+        async with connected(replies(HELLO), keep_s=0.05) as (server, connections):
+            for _ in range(2):
+                response = await connections.ask("POST", "/", b"", {})
+                await response.read()
+                response.close()
+                await asyncio.sleep(0.1)
+            assert server.connections == 2
+        async with connected(replies(HELLO, close=True)) as (server, connections):
+            for _ in range(2):
+                response = await connections.ask("POST", "/", b"", {})
+                await response.read()
+                response.close()
+                await asyncio.sleep(0.1)
+            assert server.connections == 2
+
+    on(loop, story())
+
+
+@both
+def test_what_nobody_fetches_makes_the_engine_wait(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_PAUSE_AT", 100_000)
+    total, piece = 20_000_000, b"x" * 500_000
+    sent = 0
+
+    async def floods(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % total)
+        while sent < total:
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+
+    async def story() -> None:
+        async with connected(floods, silence_s=0.3) as (_, connections):
+            response = await connections.ask("POST", "/", b"", {})
+            await asyncio.sleep(0.8)  # and that is no silence of the engine's
+            assert sent < total
+            assert len(await response.read()) == total
+            response.close()
+
+    on(loop, story())
+
+
+@both
+def test_where_nobody_listens(loop: str) -> None:
+    async def story() -> None:
+        given: dict[str, Any] = {"connect_s": 1.0, "silence_s": None, "keep_s": 1.0, "headers": {}}
+        for url in ("http://127.0.0.1:1", "http://nowhere.invalid"):
+            with pytest.raises(Unreached):
+                await Connections(url, **given).ask("POST", "/", b"", {})
+
+    on(loop, story())
+
+
+def test_a_header_cannot_break_out() -> None:
+    given: dict[str, Any] = {"connect_s": 1.0, "silence_s": None, "keep_s": 1.0}
+    with pytest.raises(ValueError, match="line break"):
+        Connections("http://h", headers={"a": "b\r\nc: d"}, **given)
+
+
+@both
+def test_many_calls_at_once(loop: str) -> None:
+    async def story() -> None:
+        async with connected(replies(CHUNKED, b"5\r\nhello\r\n0\r\n\r\n")) as (server, connections):
+
+            async def one() -> bytes:
+                response = await connections.ask("POST", "/", b"y" * 300_000, {})
+                try:
+                    return await response.read()
+                finally:
+                    response.close()
+
+            for _ in range(3):
+                assert set(await asyncio.gather(*(one() for _ in range(20)))) == {b"hello"}
+            assert server.connections == 20
+            assert all(request.endswith(b"y" * 300_000) for request in server.requests)
+
+    on(loop, story())

@@ -1,0 +1,97 @@
+"""What was found out about a tokenizer before is found again, and only for the very same one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from turngate.errors import ConfigError
+from turngate.render import known, load
+from turngate.render import tokenizer as module
+from turngate.server.app import BUILTIN_TOKENIZER
+
+TEXTS = ["Hello, <|im_end|> wörld 汉字 👩‍👩‍👧\n\n    x = 1", " " * 50, "\ud7ff\x00", "don't"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path / "cache"))
+    return Path(shutil.copytree(BUILTIN_TOKENIZER, tmp_path / "tokenizer"))
+
+
+def records(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "certified").glob("*"))
+
+
+def test_the_second_start_probes_nothing_and_is_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, certificate = load(folder)
+    assert len(records(tmp_path)) == 1
+    for name in ("read_vocabulary", "_backend"):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it is known"))
+    second, again = load(folder)
+    assert again == certificate and second.bridges == first.bridges
+    assert second.tokenizer.fast and second.tokenizer.digest == first.tokenizer.digest
+    for text in TEXTS:
+        ids = second.tokenizer.encode(text)
+        assert ids == first.tokenizer.encode(text)
+        assert second.tokenizer.decode(ids) == first.tokenizer.decode(ids)
+    monkeypatch.undo()
+    assert second.tokenizer.vocab_size == first.tokenizer.vocab_size  # reads the true encoder after all
+    assert second.tokenizer._slow("Hello") == second.tokenizer.encode("Hello")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_another_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: str) -> None:
+    load(folder)
+    path = folder / file
+    path.write_bytes((path.read_bytes() if path.exists() else (folder / "x").read_bytes()) + b"\n")
+    load(folder)
+    assert len(records(tmp_path)) == 2
+    load(folder, family="template")
+    assert len(records(tmp_path)) == 3
+
+
+def test_a_damaged_record_is_no_record(folder: Path, tmp_path: Path) -> None:
+    _, certificate = load(folder)
+    (record,) = records(tmp_path)
+    for damage in (b"", b"nonsense", record.read_bytes()[:-100]):
+        record.write_bytes(damage)
+        assert load(folder)[1] == certificate
+    assert len(records(tmp_path)) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert load(folder)[1].passed
+
+
+def test_what_is_wrong_with_a_folder_is_said_though_nothing_is_known_of_it(folder: Path) -> None:
+    for text in ("{}", "[]", '{"model": {"type": "BPE"}}', '{"model": 3, "added_tokens": [{}]}'):
+        (folder / "tokenizer.json").write_text(text)
+        with pytest.raises(ConfigError, match="is not a tokenizer"):
+            load(folder)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(folder / "nowhere")
+
+
+def test_a_fault_is_remembered_as_one(folder: Path, tmp_path: Path) -> None:
+    """A template that rewrites what was said is not certified the second time either."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ loop.length }}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    first, certificate = load(folder)
+    second, again = load(folder)
+    assert not certificate.passed and not first.bridges and not second.bridges and again == certificate
+
+
+def test_only_so_many_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_KEPT", 2)
+    for model in ("a", "b", "c", "d"):
+        load(folder, model=model)
+    assert len(records(tmp_path)) == 2

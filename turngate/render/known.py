@@ -1,0 +1,74 @@
+"""What was found out about a tokenizer folder before, kept in `$TURNGATE_CACHE/certified`: reading and probing take longer than all
+the rest of a start.
+
+The name of a record is a digest of everything that the answer depends on: the folder's files, the family, our own rendering code and the
+versions of what it uses. So a record is never wrong, only absent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from turngate.render.certify import Certificate
+from turngate.render.vocabulary import Vocabulary
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_KEPT = 64  # records, of 2 MB each for a large vocabulary
+_PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
+
+
+class Known(msgspec.Struct, frozen=True):
+    vocabulary: Vocabulary
+    fast: bool  # the fast encoder agrees with the true one
+    certificate: Certificate
+
+
+def name_of(folder: Path, model: str, family: str) -> str:
+    """The record's name. A folder that cannot be read has one too: what is wrong with it is said when it is loaded."""
+    digest = blake2b(f"{model}\0{family}\0{sys.version}".encode(), digest_size=16)
+    for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
+        digest.update(path.name.encode() + b"\0")
+        if path.is_file():
+            digest.update(blake2b(path.read_bytes()).digest())
+    for package in _PACKAGES:
+        digest.update(f"{package} {_version(package)}\0".encode())
+    return digest.hexdigest()
+
+
+def recall(name: str) -> Known | None:
+    try:
+        return msgspec.msgpack.decode((_folder() / f"{name}.msgpack").read_bytes(), type=Known)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def note(name: str, known: Known) -> None:
+    """Where the cache cannot be written, the next start probes again."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = _folder() / f"{name}.{os.getpid()}"
+        part.write_bytes(msgspec.msgpack.encode(known))
+        part.replace(_folder() / f"{name}.msgpack")
+        newest = sorted(_folder().glob("*.msgpack"), key=lambda record: record.stat().st_mtime, reverse=True)
+        for record in newest[_KEPT:]:
+            record.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _folder() -> Path:
+    cache = os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate"
+    return Path(cache).expanduser().absolute() / "certified"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

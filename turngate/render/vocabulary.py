@@ -1,0 +1,164 @@
+"""What is needed of a `tokenizer.json`: added and special ids, the bytes of each id, and the merges in the form that tiktoken takes.
+
+Reading the file and turning its merges around takes most of a second, so `known.py` keeps what came of it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+import orjson
+
+from turngate.errors import ConfigError
+from turngate.types import Json
+
+
+class Merges(msgspec.Struct, frozen=True):
+    """A byte-level BPE whose pre-tokenizer is one regular expression: what the fast encoder is made of."""
+
+    pattern: str
+    nfc: bool
+    order: list[int]  # token ids in merge order
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    digest: str  # of the file
+    added: dict[str, int]
+    special: list[int]
+    table: list[bytes] | None  # of each id; None where the vocabulary is not of bytes
+    merges: Merges | None
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    spec = read_json(path)
+    try:
+        return _vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"tokenizer: {path} is not a tokenizer ({type(error).__name__}: {error})", param="tokenizer"
+        ) from None
+
+
+def _vocabulary(spec: Json, digest: str) -> Vocabulary:
+    tokens = spec.get("added_tokens", [])
+    added = {token["content"]: int(token["id"]) for token in tokens}
+    table = _byte_table(spec, added)
+    return Vocabulary(
+        digest=digest,
+        added=added,
+        special=[int(token["id"]) for token in tokens if token.get("special")],
+        table=table,
+        merges=_merges(spec) if table is not None else None,
+    )
+
+
+def _merges(spec: Json) -> Merges | None:
+    model = spec["model"]
+    pattern = _single_pattern(spec.get("pre_tokenizer"))
+    nfc = _is_nfc(spec.get("normalizer"))
+    if model.get("type") != "BPE" or pattern is None or nfc is None or model.get("dropout"):
+        return None
+    if any(t.get("lstrip") or t.get("rstrip") or t.get("single_word") for t in spec.get("added_tokens", [])):
+        return None
+    order = _merge_order(model)
+    return None if order is None else Merges(pattern, nfc, order)
+
+
+def _merge_order(model: Json) -> list[int] | None:
+    """Token ids in merge order: base symbols first, then what each merge makes. None where ranks cannot express the merges.
+
+    Where one token is made by several merges, the first is the one that counts: a later pair with the same result has a lower
+    priority than tiktoken would give it, so this order is only a candidate until the probe corpus agrees.
+    """
+    vocab: dict[str, int] = model["vocab"]
+    made: dict[int, None] = {}
+    for merge in model["merges"]:
+        left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
+        token = vocab.get(left + right)
+        if token is None:
+            return None
+        made.setdefault(token)
+    base = sorted(i for token, i in vocab.items() if i not in made and len(token) == 1)
+    return base + list(made)
+
+
+def _single_pattern(pre: Json) -> str | None:
+    """The regular expression that splits text, when the pre-tokenizer is exactly one split followed by byte-level mapping."""
+    if pre is None:
+        return None
+    stages = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    match stages:
+        case [{"type": "ByteLevel", "add_prefix_space": False, **rest}] if rest.get("use_regex", True):
+            return gpt2
+        case [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            return str(pattern)
+        case [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, **rest},
+        ] if rest.get("use_regex", True):
+            # Digits are cut out one by one first, so the space before one stays with whatever precedes it.
+            return r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+        case _:
+            return None
+
+
+def _is_nfc(normalizer: Json) -> bool | None:
+    """True: NFC; False: nothing; None: something the fast path does not do."""
+    if normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"]):
+        return False
+    return True if normalizer["type"] == "NFC" else None
+
+
+def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
+    """Bytes of each id for a byte-level vocabulary, None for any other."""
+    decoder = spec.get("decoder") or {}
+    kinds = (
+        [d["type"] for d in decoder.get("decoders", [])] if decoder.get("type") == "Sequence" else [decoder.get("type")]
+    )
+    if "ByteLevel" not in kinds or spec["model"].get("type") != "BPE":
+        return None
+    # One pass over the whole vocabulary at once: 150,000 small loops in Python are most of a second.
+    vocab: dict[str, int] = spec["model"]["vocab"]
+    to_latin = str.maketrans({char: chr(byte) for byte, char in _byte_chars().items()})
+    mapped = "\uffff".join(vocab).translate(to_latin).split("\uffff")
+    table = {i: _latin(text, token) for (token, i), text in zip(vocab.items(), mapped, strict=True)}
+    for token, token_id in added.items():
+        table[token_id] = token.encode()
+    return [table.get(i, b"") for i in range(max(table) + 1)]
+
+
+def _latin(mapped: str, token: str) -> bytes:
+    try:
+        return mapped.encode("latin-1")
+    except UnicodeEncodeError:  # a token outside the byte alphabet: it stands for itself
+        return token.encode()
+
+
+def _byte_chars() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    chars = {byte: chr(byte) for byte in printable}
+    for shift, byte in enumerate(b for b in range(256) if b not in chars):
+        chars[byte] = chr(256 + shift)
+    return chars
+
+
+def read_json(path: Path, *, optional: bool = False) -> Json:
+    try:
+        return orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise ConfigError(
+            f"tokenizer: {path} does not exist; give a folder that holds tokenizer.json", param="tokenizer"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"tokenizer: {path} cannot be read ({error.strerror})", param="tokenizer") from None
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"tokenizer: {path} is not valid JSON ({error})", param="tokenizer") from None
