@@ -36,7 +36,8 @@ def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the front says when to stop
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.number}: %(message)s", stream=sys.stderr)
-    os.set_inheritable(start.lock, False)
+    for descriptor in (start.lock, start.pair):  # ours, and of no process that we may start
+        os.set_inheritable(descriptor, False)
     with socket.socket(fileno=start.pair) as pair:
         try:
             gateway = Gateway(start.config, place=Place(start.number, start.workers))
