@@ -52,16 +52,15 @@ class Process:
         raise SystemExit(f"bench: not healthy after 60 s:\n{self.log()}")
 
     def cpu_s(self) -> float:
-        """User and system time of all its threads. The same as in /proc/PID/stat, which only counts in hundredths of a second."""
-        try:
-            return time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid(3) gives for the process
-        except OSError:
-            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / _TICK
+        return cpu_s(self.pid)
 
     def rss_mb(self) -> float:
-        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+        return rss_mb(self.pid)
+
+    def family(self) -> list[int]:
+        """Its process id and those of its children."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="utf-8")
+        return [self.pid, *map(int, children.split())]
 
     def tell(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)
@@ -98,6 +97,8 @@ class Gateway(Process):
         tree: Path = HERE.parent,
         program: Path | None = None,
         env: dict[str, str] | None = None,
+        workers: int = 1,
+        script: Path | None = None,
     ) -> None:
         self.admin_key = secrets.token_hex(16)
         port = free_port()
@@ -107,8 +108,24 @@ class Gateway(Process):
             env["BENCH_PROFILE"] = str(profile)
         command = [sys.executable, *(["-m", "turngate"] if program is None else [str(program)])]
         command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
-        command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}", "--model", "bench"]
+        command += ["--workers", str(workers)] if workers > 1 else []
+        where = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}"]
+        command += [*(["--engine", "scripted", "--script", str(script)] if script else where), "--model", "bench"]
         super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env, tree)
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of all threads. The same as in /proc/PID/stat, which only counts in hundredths of a second."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) gives for the process
+    except OSError:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def rss_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 def free_port() -> int:

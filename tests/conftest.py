@@ -12,6 +12,7 @@ from turngate.render import Renderer, Tokenizer
 # Heavy or alone on the machine: these look at processes, kill servers, or need parts that take minutes to make.
 _REAL = (
     "tests/crash",
+    "tests/workers",
     "tests/sandboxes",
     "tests/real",
     "tests/agents_real",

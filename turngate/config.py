@@ -40,6 +40,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tokenizer: str = ""  # folder with tokenizer.json and a chat template, or a name in the Hugging Face cache
     family: str = "auto"  # auto, template, or a family of the `renderers` package
     max_context: int | None = None  # the model's context length; left out, the engine is asked
+    workers: int = 1  # processes that share the sessions
     durability: Literal["process", "disk"] = "process"  # a turn survives a kill of the process, or of the machine
     idle_s: float = 24 * 3600  # sessions unused for this long are sealed
     alive_s: float = 10.0  # a sign of life when nothing was sent for this long
@@ -56,6 +57,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("idle_s", "alive_s", "max_body_mb", "engine_silence_s", "engine_ranks"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} must be more than 0", param=name)
+        if not 1 <= self.workers <= 256:
+            raise ConfigError(
+                f"workers: {self.workers} is not between 1 and 256; one per core is the most that helps",
+                param="workers",
+            )
         if self.verify_every < 0:
             raise ConfigError(
                 f"verify_every: {self.verify_every} must be 0 (none), 1 (each session) or more", param="verify_every"

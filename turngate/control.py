@@ -9,7 +9,6 @@ import logging
 import re
 import secrets
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from turngate.errors import BadRequest, Conflict, NotFound, StoreError, Turngate
 from turngate.events import Events
 from turngate.explain import explain
 from turngate.fence import Fence, Pause
+from turngate.slots import ALONE, Place, new_secret
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import roles
 from turngate.trace.sample import Policy, Sample, samples
@@ -48,6 +48,7 @@ class Control:
         idle_s: float = 24 * 3600,
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
+        place: Place = ALONE,
         ended: Callable[[str], None] = lambda session_id: None,
     ) -> None:
         self._modes = modes  # what this gateway can serve; the first is the default
@@ -59,10 +60,13 @@ class Control:
         self._idle_s = idle_s
         self._log_turns = log_turns
         self._release = release
+        self._place = place  # other workers' sessions are theirs alone
         self._ended = ended
         self._started = time.time()
         self._live: dict[str, Session] = {}
-        self._by_secret: dict[bytes, str] = {secret: session_id for session_id, secret, _ in store.open_sessions()}
+        self._by_secret: dict[bytes, str] = {
+            secret: session_id for session_id, secret, _ in store.open_sessions() if place.owns(session_id)
+        }
         self._secret_of: dict[str, bytes] = {session_id: secret for secret, session_id in self._by_secret.items()}
 
     # ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -78,7 +82,7 @@ class Control:
                 f"mode: {config.mode!r} is not served here, only {' and '.join(self._modes)}", param="mode"
             )
         if session_id is None:
-            session_id = uuid.uuid4().hex
+            session_id = self._place.new_id()
         elif not _SESSION_ID.fullmatch(session_id):
             raise BadRequest(
                 "id: must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
@@ -91,7 +95,7 @@ class Control:
         _check_sampling(config)
         for field, wrong in faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
-        secret = "tg-" + secrets.token_urlsafe(32)
+        secret = new_secret(session_id)
         digest = _digest(secret)
         opened = time.time()
         try:
@@ -115,6 +119,14 @@ class Control:
         row = self._store.find_secret(digest)
         return None if row is None else _ended(row)
 
+    def id_of_secret(self, secret: str) -> str | None:
+        """The session whose secret this is, whoever owns it."""
+        digest = _digest(secret)
+        if (known := self._by_secret.get(digest)) is not None:
+            return known
+        row = self._store.find_secret(digest)
+        return None if row is None else row.id
+
     def is_secret_of(self, secret: str, session_id: str) -> bool:
         digest = self._secret_of.get(session_id)
         if digest is None:
@@ -126,7 +138,7 @@ class Control:
         session = self._live.get(session_id)
         if session is None:
             session = self._store.load(self._row(session_id))
-            if session.status == "open":
+            if session.status == "open" and self._place.owns(session_id):
                 # Idle time counts from now: the gateway may have been down for longer than any agent is idle.
                 session.last_used = time.time()
                 self._live[session_id] = session

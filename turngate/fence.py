@@ -44,7 +44,10 @@ class Fence:
         """New calls wait from now on. `drain` returns only when those in flight have ended."""
         self._open.clear()
         if mode == "drain":
-            await self._idle.wait()
+            await self.drained()
+
+    async def drained(self) -> None:
+        await self._idle.wait()
 
     def check(self, version: int | None) -> None:
         if version is not None and version < self.version:

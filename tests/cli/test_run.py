@@ -22,7 +22,7 @@ from tests.cli import test_serve
 from tests.cli.kit import NAP, ROOT, process, ran, refused
 from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
-from turngate.server.run import Serving
+from turngate.server.listening import Serving
 from turngate.store.sqlite import Store
 
 ASK = """

@@ -67,6 +67,8 @@ def test_a_setting_like_no_other_is_refused_with_all_the_names(tmp_path: Path) -
         ('port = "eighty"', "port"),
         ("port = 70000", "port"),
         ("idle_s = 0", "idle_s"),
+        ("workers = 0", "workers"),
+        ("workers = 1000", "workers"),
         ("alive_s = -1", "alive_s"),
         ('engine_url = ["ftp://x"]', "engine_url"),
         ('engine = "gpt"', "engine"),

@@ -42,9 +42,10 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"type": "ob
 class Server:
     """One `turngate serve` on a fixed port and data folder, killed and started at will."""
 
-    def __init__(self, folder: Path, durability: str) -> None:
+    def __init__(self, folder: Path, durability: str, workers: int = 1) -> None:
         self.folder = folder
         self.durability = durability
+        self.workers = workers
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -64,6 +65,7 @@ class Server:
             str(self.folder / "data"),
         ]
         argv += ["--script", str(self.folder / "script.json"), "--durability", self.durability]
+        argv += ["--workers", str(self.workers)] if self.workers > 1 else []
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(
                 argv, stdout=log, stderr=log, env={**os.environ, "TURNGATE_ADMIN_KEY": ADMIN}
@@ -82,10 +84,22 @@ class Server:
                 await asyncio.sleep(0.02)
         raise AssertionError("the gateway was not ready in time")
 
+    def kill_worker(self, draw: random.Random) -> None:
+        """One of them; the front starts it again."""
+        assert self.process is not None
+        pids = children(self.process.pid)
+        if pids:
+            os.kill(draw.choice(pids), signal.SIGKILL)
+
     def kill(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one started."""
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 class Agent:
@@ -133,6 +147,8 @@ class Agent:
             "POST", f"{self.url}/v1/chat/completions", json=body, headers=headers
         ) as response:
             raw = await response.aread()
+            if response.status_code == 503 and b"repeat" in raw:
+                raise httpx.ReadError("to be repeated")
             assert response.status_code == 200, raw
         if not stream:
             return {k: v for k, v in json.loads(raw)["choices"][0]["message"].items() if v}
@@ -167,10 +183,11 @@ def check(agent: Agent, trace: dict[str, Any]) -> int:
     return sum(node["kind"] == "sampled" for node in nodes.values())
 
 
-async def storm(kills: int, *, agents: int = 16, durability: str = "process", seed: int = 0) -> str:
+async def storm(kills: int, *, agents: int = 16, durability: str = "process", seed: int = 0, workers: int = 1) -> str:
+    """With several workers it is one of them that is killed, and every fifth time the front, whose workers then end."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
-        server = Server(Path(name), durability)
+        server = Server(Path(name), durability, workers)
         server.start()
         try:
             async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client:
@@ -183,7 +200,11 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
                 crew = [Agent(n, client, server.url, s["id"], s["api_key"]) for n, s in enumerate(opened)]
                 over = asyncio.Event()
                 tasks = [asyncio.create_task(agent.work(over)) for agent in crew]
-                for _ in range(kills):
+                for n in range(kills):
+                    if workers > 1 and n % 5 != 4:
+                        await asyncio.sleep(draw.uniform(0.3, 1.5))
+                        server.kill_worker(draw)
+                        continue
                     await asyncio.sleep(draw.uniform(0.05, 0.5))
                     server.kill()
                     server.start()
@@ -197,15 +218,25 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
                     turns += check(agent, trace.json())
                 received = sum(len(agent.received) for agent in crew)
                 assert all(agent.received for agent in crew)
+                await verified(server.folder / "data", agents)
                 return f"{kills} kills, {agents} agents, {received} answers received, {turns} turns recorded, none lost"
         finally:
             server.kill()
+
+
+async def verified(data: Path, sessions: int) -> None:
+    """`turngate verify` has nothing to say against it."""
+    argv = [sys.executable, "-m", "turngate", "verify", "--all", "--json", "--data", str(data)]
+    process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert process.returncode == 0 and len(json.loads(said)["sessions"]) == sessions, said[:3000]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--durability", choices=["process", "disk"], default="process")
     options = parser.parse_args()
-    print(asyncio.run(storm(options.kills, durability=options.durability, seed=options.seed)))
+    print(asyncio.run(storm(options.kills, durability=options.durability, seed=options.seed, workers=options.workers)))

@@ -75,6 +75,7 @@ def serve(
     max_context: Annotated[
         Optional[int], typer.Option(help="The model's context length; asked of the engine if not given.")
     ] = None,
+    workers: Annotated[Optional[int], typer.Option(help="Processes that share the sessions. [1]")] = None,
     durability: Annotated[
         Optional[str], typer.Option(help="process or disk: what kind of crash a recorded turn survives. [process]")
     ] = None,
@@ -101,9 +102,14 @@ def serve(
     overrides["engine_url"] = engine_url or None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     from turngate.config import load
-    from turngate.server.run import run
 
-    _or_exit(lambda: run(load(config, overrides)))
+    settings = _or_exit(lambda: load(config, overrides))
+    if settings.workers > 1:
+        from turngate.server.front import run
+    else:
+        from turngate.server.run import run
+
+    _or_exit(lambda: run(settings))
 
 
 @app.command()

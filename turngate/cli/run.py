@@ -33,7 +33,8 @@ from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Resources
 from turngate.server.auth import ADMIN_KEY, kept_key
-from turngate.server.run import Address, embedded, serving
+from turngate.server.listening import serving
+from turngate.server.run import Address, embedded
 from turngate.types import Json
 
 T = TypeVar("T")

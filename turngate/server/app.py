@@ -39,6 +39,7 @@ from turngate.server.auth import Auth, admin_key
 from turngate.server.calls import ModelCalls, Paths
 from turngate.server.http import reply, route
 from turngate.server.prime import Prime
+from turngate.slots import ALONE, Place
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
 from turngate.turn import Settings, Turns
@@ -64,10 +65,11 @@ class Gateway:
         engine: Engine | None = None,
         relay: Relay | None = None,
         renderer: tuple[Renderer, Certificate] | None = None,
+        place: Place = ALONE,
     ) -> None:
         self.config = config
         data = Path(config.data)
-        self.store = Store(data, config.durability)
+        self.store = Store(data, config.durability, place)
         with _Undo(self.store.close) as undo:
             self.admin_key = admin_key(data)
             self.renderer, self.certificate = renderer or _renderer(config)
@@ -93,6 +95,7 @@ class Gateway:
             idle_s=config.idle_s,
             log_turns=config.log_turns,
             release=self.engine.release if self.engine is not None else lambda session_id: None,
+            place=place,
             ended=self._proof.ended if self._proof is not None else lambda session_id: None,
         )
         self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
@@ -187,7 +190,7 @@ class Gateway:
 
     def _starlette(self) -> Starlette:
         async def missing(request: Request, error: Exception) -> Response:
-            dialect = _speaks(request)
+            dialect = speaks(request)
             wrong = NotFound(f"there is no {request.method} {request.url.path} here{_hint(request)}")
             return Response(dialect.error(wrong), status_code=404, media_type="application/json")
 
@@ -233,7 +236,7 @@ class Gateway:
         return reply({"turngate": "model calls are served here"})
 
     async def _models(self, request: Request) -> Response:
-        dialect = _speaks(request)
+        dialect = speaks(request)
         try:
             key = dialect.key(request.headers, request.query_params)
             if not self.auth.is_admin(key):
@@ -253,7 +256,7 @@ class Gateway:
             return Response(dialect.error(error), status_code=dialect.status(error), media_type="application/json")
 
 
-def _speaks(request: Request) -> Dialect:
+def speaks(request: Request) -> Dialect:
     """The dialect of somebody who asks for something that is no model call: the one whose area it is."""
     path = _AREA.sub("", request.url.path) or "/"
     for header, name in _TELLING.items():

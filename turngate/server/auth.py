@@ -6,10 +6,13 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from turngate.control import Control
 from turngate.errors import ConfigError, Unauthorized
-from turngate.trace.session import Session
+
+if TYPE_CHECKING:  # the front of several workers needs the key, and nothing of this
+    from turngate.control import Control
+    from turngate.trace.session import Session
 
 ADMIN_KEY = "TURNGATE_ADMIN_KEY"
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -22,21 +21,21 @@ from turngate.errors import ConfigError
 from turngate.render import Certificate, Renderer
 from turngate.server.app import Gateway
 from turngate.server.asgi import App
+from turngate.server.listening import announcement, listen, noted, url_of
 
 log = logging.getLogger("turngate")
-_SERVING = "gateway.json"
 
 
 def run(config: ServeConfig) -> None:
     gateway = Gateway(config)
     try:
-        listener = _listen(config)
+        listener = listen(config)
     except ConfigError:
         gateway.store.close()
         raise
-    _settle_memory()
+    settle_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(gateway, _Server(_settings(gateway), gateway), listener))
+        runner.run(_serve(gateway, Server(settings(gateway), gateway), listener))
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -57,41 +56,24 @@ async def embedded(
     """A gateway that lives in this process, beside whatever else it does: for `turngate run`. `around` may listen to what passes."""
     gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
-        listener = _listen(config)
+        listener = listen(config)
     except ConfigError:
         gateway.store.close()
         raise
-    server = _Embedded(_settings(around(gateway)), gateway)
+    server = _Embedded(settings(around(gateway)), gateway)
     serving = asyncio.create_task(_serve(gateway, server, listener, announce=False))
     try:
         while not server.started:
             if serving.done():
                 serving.result()
             await asyncio.sleep(0.01)
-        yield Address(_url(listener), gateway.admin_key)
+        yield Address(url_of(listener), gateway.admin_key)
     finally:
         server.should_exit = True
         await serving
 
 
-class Serving(msgspec.Struct, frozen=True):
-    """Left in the data folder by a gateway that serves it, for others on the machine to find it."""
-
-    url: str
-    pid: int
-
-
-def serving(data: Path) -> Serving | None:
-    """The gateway that serves this data folder at present, as far as it can be told."""
-    try:
-        found = msgspec.json.decode((data / _SERVING).read_bytes(), type=Serving)
-        os.kill(found.pid, 0)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return found
-
-
-def _settings(app: App) -> uvicorn.Config:
+def settings(app: App) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="httptools",
@@ -105,7 +87,7 @@ def _settings(app: App) -> uvicorn.Config:
     )
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Ends calls in flight itself when told to stop, so that what they sampled is recorded and their agents are told."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
@@ -126,7 +108,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class _Embedded(_Server):
+class _Embedded(Server):
     """Leaves signals to its host."""
 
     @contextmanager
@@ -135,63 +117,29 @@ class _Embedded(_Server):
 
 
 async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket, *, announce: bool = True) -> None:
-    note = Path(gateway.config.data) / _SERVING
     try:
         await gateway.start()
-        if announce:
-            _announce(gateway, listener)
-            note.write_bytes(msgspec.json.encode(Serving(_url(listener), os.getpid())))
-        await server.serve(sockets=[listener])
+        with ExitStack() as stack:
+            if announce:
+                log.info("%s", announcement(gateway.config, listener))
+                announce_renderer(gateway)
+                stack.enter_context(noted(Path(gateway.config.data), listener))
+            await server.serve(sockets=[listener])
     finally:
-        if announce:
-            with suppress(OSError):
-                note.unlink(missing_ok=True)
         await gateway.stop()
 
 
-def _url(listener: socket.socket) -> str:
-    """As seen from this machine."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _settle_memory() -> None:
+def settle_memory() -> None:
     """Take the vocabulary out of the garbage collector's sight: half a million objects that never die, walked again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
-def _announce(gateway: Gateway, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
-    config, renderer = gateway.config, gateway.renderer
-    log.info(
-        "turngate listens on http://%s:%d · engine %s · model %s · data %s",
-        host,
-        port,
-        config.engine,
-        config.model or "any",
-        config.data,
-    )
+def announce_renderer(gateway: Gateway) -> None:
+    renderer = gateway.renderer
     if renderer is not None and gateway.certificate is not None:
         verdict = (
             "certified" if gateway.certificate.passed else "NOT certified: every turn is rendered whole and may fork"
         )
         log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")
-
-
-def _listen(config: ServeConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --port",
-            param="port",
-        ) from None
-    return listener

@@ -20,7 +20,9 @@ from typing import IO, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from turngate.errors import ConfigError, DataInUse, StoreError
+from turngate.errors import ConfigError, StoreError
+from turngate.slots import ALONE, Place
+from turngate.store.lock import lock
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import type_of_ids, type_of_logprobs
@@ -98,14 +100,18 @@ class NewTurn(msgspec.Struct, frozen=True):
 class Store:
     """The database. Every method is synchronous and short; a method that writes is one transaction."""
 
-    def __init__(self, folder: Path, durability: Durability = "process") -> None:
+    def __init__(self, folder: Path, durability: Durability = "process", place: Place = ALONE) -> None:
         self.path = folder / "turngate.db"
         self.durability = durability
-        self._lock_file: IO[bytes] | None = _lock(folder)
+        # Of several workers none has the folder for itself (their front has), so they take turns at writing.
+        shared = place.workers > 1
+        self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock(folder)  # noqa: SIM115
+        self._shared = shared
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
             try:
-                self._prepare()
+                with self._turn():
+                    self._prepare()
             except BaseException:
                 self._db.close()
                 raise
@@ -121,10 +127,12 @@ class Store:
         self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
-        self._checkpoints: threading.Thread | None = threading.Thread(
-            target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
-        )
-        self._checkpoints.start()
+        self._checkpoints: threading.Thread | None = None
+        if place.number == 0:  # one for all workers
+            self._checkpoints = threading.Thread(
+                target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
+            )
+            self._checkpoints.start()
 
     @classmethod
     def reading(cls, folder: Path) -> Store:
@@ -150,6 +158,7 @@ class Store:
         store._mutex = threading.Lock()
         store._checkpoints = None
         store._lock_file = None
+        store._shared = False
         return store
 
     def _prepare(self) -> None:
@@ -332,7 +341,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._mutex:
+        with self._mutex, self._turn():
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
@@ -345,6 +354,18 @@ class Store:
             except BaseException:
                 self._roll_back()
                 raise
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the other workers' transactions. SQLite alone would look again every few milliseconds, and starve some."""
+        if not self._shared or self._lock_file is None:
+            yield
+            return
+        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _roll_back(self) -> None:
         try:
@@ -415,22 +436,3 @@ def _checksum(*blobs: bytes | None) -> int:
     for blob in blobs:
         value = zlib.crc32(blob or b"\0", value)
     return value
-
-
-def _lock(folder: Path) -> IO[bytes]:
-    """One gateway per data folder: two would hand out the same node ids."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = open(folder / "lock", "wb")  # noqa: SIM115  # held open for as long as the store is
-    except OSError as error:
-        raise ConfigError(
-            f"data: {folder} cannot be written ({error.strerror}); choose another --data folder", param="data"
-        ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise DataInUse(
-            f"data: {folder} is in use by another turngate; stop it or choose another --data folder", param="data"
-        ) from None
-    return file

@@ -1,0 +1,533 @@
+"""Several workers, in this process: each with its own way in, so that a test can call at the one that it wants.
+
+They share a data folder and talk over their private sockets as real ones do. What needs real processes is in `tests/workers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from tests import kit
+from tests.kit import Gated, Opened, Running, say, until, user
+from tests.sdk_agents import DIALECTS, agent
+from turngate.config import ServeConfig
+from turngate.engines.scripted import Scripted
+from turngate.server import siblings
+from turngate.server.app import Gateway
+from turngate.server.siblings import socket_of
+from turngate.server.together import read_cursor
+from turngate.server.worker import Worker
+from turngate.slots import Place, hinted, slot
+from turngate.store.lock import lock
+
+HI = [user("Hi")]
+STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+class Crew:
+    """Workers that can be asked one by one."""
+
+    def __init__(self, workers: list[Running]) -> None:
+        self.workers = workers
+
+    def __getitem__(self, number: int) -> Running:
+        return self.workers[number]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    async def open_at(self, owner: int, **config: Any) -> Opened:
+        """A session of this worker."""
+        while True:
+            session = await self[owner].open(**config)
+            if Place(owner, len(self)).owns(session.id):
+                return session
+            await self[owner].seal(session.id)
+
+
+@asynccontextmanager
+async def crew(
+    engines: Sequence[Scripted] = (), *, data: Path | None = None, run: str = "run", **config: Any
+) -> AsyncIterator[Crew]:
+    """A worker for each engine."""
+    engines = engines or [Scripted([say("Hello."), say("Again."), say("More.")]) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY)))
+        stack.enter_context(lock(folder))
+        (folder / "admin-key").write_text("k" * 40)
+        (folder / "admin-key").chmod(0o600)
+        workers = []
+        for number, engine in enumerate(engines):
+            place = Place(number, len(engines))
+            settings = ServeConfig(data=str(folder), workers=len(engines), **config).check()
+            worker = await stack.enter_async_context(
+                _working(Gateway(settings, engine=engine, place=place), place, run)
+            )
+            port = await stack.enter_async_context(kit._served(worker.outside))  # type: ignore[arg-type]
+            root = f"http://127.0.0.1:{port}"
+            workers.append(Running(worker.gateway, root, await stack.enter_async_context(AsyncExitStack())))
+        yield Crew(workers)
+
+
+@asynccontextmanager
+async def _working(gateway: Gateway, place: Place, run: str) -> AsyncIterator[Worker]:
+    """A worker whose private socket is served."""
+    folder = Path(gateway.config.data)
+    worker = Worker(gateway, place, folder, run)
+    await worker.start()
+    config = uvicorn.Config(worker.inside, http="httptools", lifespan="off", access_log=False, log_config=None)
+    config.uds = socket_of(folder, place.number)
+    server = uvicorn.Server(config)
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup()
+    try:
+        yield worker
+    finally:
+        gateway.events.close()
+        for part in server.servers:
+            part.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        for task in list(server.server_state.tasks):
+            task.cancel()
+        await asyncio.sleep(0)
+        await worker.stop()
+
+
+# ── whose is it? ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /s/task-1/v1/chat/completions HTTP/1.1\r\n",
+        b"POST /v1/rollouts/task-1/register HTTP/1.1\r\n",
+        b"GET /admin/sessions/task-1 HTTP/1.1\r\n",
+        b"GET /admin/sessions/task-1?x=1 HTTP/1.1\r\n",
+        b"GET /s/task%2D1/v1/models HTTP/1.1\r\n",
+    ],
+)
+def test_a_path_tells_whose_session_it_is(head: bytes) -> None:
+    assert hinted(head + b"host: x\r\n\r\n") == slot("task-1")
+
+
+def test_a_secret_tells_it_wherever_a_dialect_puts_it() -> None:
+    from turngate.slots import new_secret
+
+    secret = new_secret("task-1").encode()
+    line = b"POST /v1/chat/completions HTTP/1.1\r\n"
+    assert hinted(line + b"Authorization: Bearer " + secret + b"\r\n\r\n") == slot("task-1")
+    assert hinted(line + b"x-api-key: " + secret + b"\r\n\r\n") == slot("task-1")
+    assert hinted(b"POST /v1beta/models/m:generateContent?key=" + secret + b"&alt=sse HTTP/1.1\r\n\r\n") == slot(
+        "task-1"
+    )
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\x00\xff" * 100,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nauthorization: Bearer tg-"
+        + b"a" * 43
+        + b"\r\n\r\n",  # of an older version
+        b"POST /admin/sessions HTTP/1.1\r\n\r\n",
+        b"GET /x/s/task-1 HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_a_head_that_tells_nothing(head: bytes) -> None:
+    assert hinted(head) is None
+
+
+async def test_sessions_are_spread_evenly_and_known_by_their_secrets() -> None:
+    async with crew() as c:
+        opened = [await c[0].open() for _ in range(8)] + [await c[1].open() for _ in range(8)]
+        owners = [slot(session.id) % 2 for session in opened]
+        assert owners.count(0) == owners.count(1) == 8
+        for session in opened:
+            assert session.key.startswith(f"tg-{slot(session.id):04x}") and len(session.key) == 3 + 4 + 43
+            assert session.id in c[slot(session.id) % 2].app.control._live
+            assert session.id not in c[1 - slot(session.id) % 2].app.control._live
+
+
+async def test_an_id_that_is_taken_is_taken_wherever_one_asks() -> None:
+    async with crew() as c:
+        for n in range(6):
+            assert (await c[n % 2].open(id=f"task-{n}")).id == f"task-{n}"
+            for worker in c.workers:
+                again = await worker.admin.post("/admin/sessions", json={"id": f"task-{n}"})
+                assert again.status_code == 409
+                register = await worker.admin.post(f"/v1/rollouts/task-{n}/register", json={"model": "m"})
+                assert register.status_code == 409
+        for wrong in ({"id": 5}, {"id": "a/b"}, {"modle": "m"}, [1]):
+            for worker in c.workers:
+                assert (await worker.admin.post("/admin/sessions", json=wrong)).status_code == 400
+        assert (await c[0].admin.post("/admin/sessions", content=b" " * 1_100_000)).status_code == 413
+        assert (await c[0].http().post("/admin/sessions", json={})).status_code == 401
+
+
+# ── calls that arrive elsewhere ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@STREAMED
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_call_reaches_its_session_from_every_worker(dialect: str, stream: bool) -> None:
+    async with crew() as c:
+        session = await c.open_at(1)
+        async with agent(dialect, c[0].root, session.key, stream=stream) as far:
+            assert (await far.ask("Hi")).text == "Hello."
+            assert (await far.ask("Go on")).text == "Again."
+        async with agent(dialect, c[1].root, session.key, stream=stream) as near:
+            near.history = far.history
+            assert (await near.ask("And now?")).text == "More."
+        assert len(c[1].engine.received) == 3 and not c[0].engine.received
+        [row] = await c[0].samples(session.id)
+        assert len(row["spans"]) == 3 and session.id not in c[0].app.control._live
+
+
+async def test_several_sessions_over_one_connection() -> None:
+    async with crew() as c:
+        sessions = [await c[0].open() for _ in range(6)]
+        one = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(base_url=c[0].root, limits=one, trust_env=False, verify=False) as http:
+            for text in ("Hello.", "Again."):
+                for session in sessions:
+                    key = {"authorization": f"Bearer {session.key}"}
+                    reply = await http.post("/v1/chat/completions", json={"model": "m", "messages": HI}, headers=key)
+                    assert reply.json()["choices"][0]["message"]["content"] == text
+        for session in sessions:
+            assert [t["finish"] for t in await c[1].turns(session.id)] == ["stop", "stop"]
+
+
+@STREAMED
+async def test_a_caller_that_hangs_up_is_gone_for_the_owner_too(stream: bool) -> None:
+    sampled = 3 if stream else 0
+    engines = [Gated([say("One two three four.")], tokens=sampled) for _ in range(2)]
+    async with crew(engines) as c:
+        session = await c.open_at(1)
+        asked = c[0].client(session.key).chat.completions.create(model="m", messages=HI, stream=stream)
+        call = c[0].start(asked)
+        await until(lambda: engines[1].waiting)
+        if stream:
+            await (await call).close()
+        else:
+            call.cancel()
+        await until(lambda: engines[1].aborted == 1)
+        await until(lambda: c[1].rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
+        [turn] = await c[0].turns(session.id)
+        assert (turn["role"], len(turn["ids"])) == ("aborted", sampled)
+
+
+async def test_tokens_come_as_they_are_sampled() -> None:
+    engines = [Gated([say("One two three four.")], tokens=3) for _ in range(2)]
+    async with crew(engines) as c:
+        session = await c.open_at(1)
+        stream = await c[0].client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
+        first = ""
+        async for chunk in stream:
+            first += chunk.choices[0].delta.content or ""
+            if first:
+                break
+        assert engines[1].waiting and "four" not in first
+        engines[1].gate.set()
+        rest = "".join([c.choices[0].delta.content or "" async for c in stream])
+        assert first + rest == "One two three four."
+
+
+async def test_every_verb_works_from_every_worker() -> None:
+    async with crew() as c:
+        for owner in (0, 1):
+            session = await c.open_at(owner, metadata={"n": owner})
+            await c[1 - owner].ask(session.key, "Hi")
+            for worker in c.workers:
+                assert (await worker.show(session.id))["turns"] == 1
+                assert (await worker.admin.get(f"/v1/rollouts/{session.id}/trajectory")).json()["num_turns"] == 1
+                models = await worker.http(session.key).get("/v1/models")
+                assert models.status_code == 200
+                assert (await worker.admin.get("/health")).status_code == 200
+            assert (await c[1 - owner].seal(session.id))["status"] == "sealed"
+            for worker in c.workers:
+                refused = await worker.http(session.key).post(
+                    "/v1/chat/completions", json={"model": "m", "messages": HI}
+                )
+                assert refused.status_code == 409 and "sealed" in refused.text
+            assert (await c[1 - owner].admin.delete(f"/admin/sessions/{session.id}")).status_code == 200
+            assert (await c[owner].admin.get(f"/admin/sessions/{session.id}")).status_code == 404
+        listed = [(await worker.admin.get("/admin/sessions")).json() for worker in c.workers]
+        assert listed[0] == listed[1]
+
+
+async def test_what_is_refused_is_refused_in_the_caller_s_words() -> None:
+    async with crew(max_body_mb=0.01) as c:
+        session = await c.open_at(1)
+        http = c[0].http(session.key)
+        large = await http.post("/v1/messages", json={"messages": [user("x" * 20_000)]})
+        assert large.status_code == 413 and large.json()["type"] == "error"
+        wrong = await http.post("/v1/chat/completions", json={"model": "m", "messages": HI, "n": 2})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "n"
+        unknown = await c[0].http("tg-" + "0" * 47).post("/v1/chat/completions", json={"model": "m", "messages": HI})
+        assert unknown.status_code == 401
+        other = await c[0].http("wrong").post(f"/s/{session.id}/v1/messages", json={})
+        assert other.status_code == 401 and other.json()["type"] == "error"
+        missing = await c[0].admin.get(f"/admin/sessions/{session.id}/nothing")
+        assert missing.status_code == 404 and missing.headers["x-turngate"] == "1"
+        assert missing.headers.get_list("date") == missing.headers.get_list("date")[:1]
+
+
+async def test_an_owner_that_does_not_come_back_is_told_as_something_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "RETURN_S", 0.2)
+    async with crew() as c:
+        session = await c.open_at(1)
+        (Path(c[0].app.config.data) / "1").rename(Path(c[0].app.config.data) / "gone")
+        chat = await c[0].http(session.key).post("/v1/chat/completions", json={"model": "m", "messages": HI})
+        assert chat.status_code == 503 and "x-should-retry" not in chat.headers
+        assert "repeat" in chat.json()["error"]["message"]
+        messages = (
+            await c[0].http(session.key).post("/v1/messages", json={"model": "m", "max_tokens": 5, "messages": HI})
+        )
+        assert messages.json()["type"] == "error" and messages.status_code >= 500
+        (Path(c[0].app.config.data) / "gone").rename(Path(c[0].app.config.data) / "1")
+        assert (await c[0].ask(session.key, "Hi")).content == "Hello."
+
+
+async def test_who_calls_is_known_to_the_owner_and_cannot_be_made_up() -> None:
+    async with crew(open_loopback=True) as c:
+        for n in range(4):  # half of them belong to the other worker
+            response = await c[0].http().post(f"/v1/rollouts/r-{n}/register", json={"model": "m"})
+            assert response.status_code == 200
+        elsewhere = {"x-turngate-client": "203.0.113.9"}
+        for n in range(4):
+            assert (await c[0].http().get(f"/v1/rollouts/r-{n}/trajectory", headers=elsewhere)).status_code == 200
+    async with crew() as c:
+        for n in range(4):
+            told = await c[0].http().post(f"/v1/rollouts/r-{n}/register", json={}, headers={"x-turngate-client": "::1"})
+            assert told.status_code == 401
+
+
+async def test_the_workers_own_affairs_are_not_served_to_the_world() -> None:
+    async with crew() as c:
+        for worker in c.workers:
+            for path in ("/worker/fence", "/worker/events"):
+                assert (await worker.admin.get(path)).status_code == 404
+            assert (await worker.admin.post("/worker/fence/pause")).status_code == 404
+        assert not c[0].app.fence.paused
+
+
+async def test_secrets_without_a_slot_and_with_a_wrong_one(tmp_path: Path) -> None:
+    """Of an older version, or made up: the slot is a hint to the front, and nothing rests on it."""
+    async with kit.gateway(data=tmp_path) as before:
+        sessions = [await before.open() for _ in range(4)]
+    keys = ["tg-" + "A" * 43, "tg-" + "ffff" + "B" * 43, "tg-" + "0000" + "C" * 43, "tg-" + "D" * 43]
+    async with kit.gateway(data=tmp_path) as before:
+        for session, key in zip(sessions, keys, strict=True):
+            digest = hashlib.sha256(key.encode()).digest()
+            before.app.store._db.execute("UPDATE sessions SET secret=? WHERE id=?", (digest, session.id))
+    async with crew(data=tmp_path) as c:
+        for session, key in zip(sessions, keys, strict=True):
+            for worker, text in zip(c.workers, ("Hello.", "Again."), strict=True):
+                assert (await worker.ask(key, "Hi")).content == text
+            assert len(await c[0].turns(session.id)) == 2
+
+
+async def test_another_number_of_workers_goes_on_with_the_same_sessions(tmp_path: Path) -> None:
+    async with crew([Scripted([say("Hello.")]) for _ in range(3)], data=tmp_path) as c:
+        sessions = [await c[0].open() for _ in range(6)]
+        for n, session in enumerate(sessions):
+            assert (await c[n % 3].ask(session.key, "Hi")).content == "Hello."
+    heard = [*HI, {"role": "assistant", "content": "Hello."}, user("Go on")]
+    async with crew([Scripted([say("Again.")]) for _ in range(2)], data=tmp_path) as c:
+        for session in sessions:
+            assert (await c[0].ask(session.key, heard)).content == "Again."
+    heard += [{"role": "assistant", "content": "Again."}, user("Go on")]
+    async with kit.gateway([say("More.")], data=tmp_path) as alone:
+        for session in sessions:
+            assert (await alone.ask(session.key, heard)).content == "More."
+            [row] = await alone.samples(session.id)
+            assert len(row["spans"]) == 3
+
+
+async def test_only_the_owner_lets_a_session_expire() -> None:
+    async with crew(idle_s=0.4) as c:
+        sessions = [await c[0].open() for _ in range(4)]
+        rows = "SELECT count(*) FROM sessions WHERE status='sealed' AND stop='idle'"
+        await until(lambda: c[0].rows(rows) == [(4,)])
+        kinds: list[tuple[str, str]] = []
+        for worker in c.workers:
+            kinds += [(event.session, event.kind) for event in worker.app.events._kept]
+        assert sorted(kinds) == sorted([(s.id, k) for s in sessions for k in ("opened", "sealed")])
+
+
+# ── the fence ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_pause_anywhere_holds_calls_everywhere_and_resume_brings_the_version_to_all() -> None:
+    async with crew() as c:
+        sessions = [await c.open_at(0), await c.open_at(1)]
+        assert await c[1].pause() == {"version": 0, "paused": True, "in_flight": 0}
+        held = [c[0].start(c[0].ask(s.key, "Hi")) for s in sessions]
+        await asyncio.sleep(0.1)
+        assert not any(call.done() for call in held)
+        for worker in c.workers:
+            assert (await worker.admin.get("/admin/fence")).json()["paused"] is True
+        assert await c[1].resume(7) == {"version": 7, "paused": False, "in_flight": 0}
+        assert [(await call).content for call in held] == ["Hello.", "Hello."]
+        for session in sessions:
+            [turn] = await c[0].turns(session.id)
+            assert (turn["version_start"], turn["version_end"]) == (7, 7)
+        for worker in c.workers:
+            assert worker.app.fence.version == 7
+            back = await worker.admin.post("/admin/fence/resume", json={"version": 6})
+            assert back.status_code == 409
+            assert (await worker.http("wrong").get("/admin/fence")).status_code == 401
+            assert (await worker.admin.post("/admin/fence/pause", json={"mode": "x"})).status_code == 400
+        assert (await c[1].resume())["version"] == 7
+
+
+async def test_drain_waits_for_calls_of_every_worker() -> None:
+    engines = [Gated([say("One two three."), say("Four.")], tokens=0) for _ in range(2)]
+    async with crew(engines) as c:
+        sessions = [await c.open_at(0), await c.open_at(1)]
+        calls = [c[0].start(c[0].ask(s.key, "Hi")) for s in sessions]
+        await until(lambda: engines[0].waiting and engines[1].waiting)
+        assert (await c[0].admin.get("/admin/fence")).json()["in_flight"] == 2
+        draining = c[1].start(c[1].pause("drain"))
+        engines[0].gate.set()
+        await calls[0]
+        await asyncio.sleep(0.05)
+        assert not draining.done() and (await c[1].admin.get("/admin/fence")).json() == {
+            "version": 0,
+            "paused": True,
+            "in_flight": 1,
+        }
+        engines[1].gate.set()
+        assert await draining == {"version": 0, "paused": True, "in_flight": 0}
+
+
+async def test_a_worker_that_starts_in_the_middle_of_a_pause_is_paused(tmp_path: Path) -> None:
+    async with crew(data=tmp_path) as c:
+        await c[0].resume(3)
+        await c[0].pause()
+    async with crew(data=tmp_path) as c:  # the same run: its workers were started again
+        assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(3, True), (3, True)]
+        await c[1].resume(4)
+    async with crew(data=tmp_path) as c:
+        assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(4, False), (4, False)]
+        await c[0].pause()
+    async with crew(data=tmp_path, run="another") as c:  # the gateway was started afresh
+        assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(4, False), (4, False)]
+
+
+async def test_a_fence_that_does_not_reach_everyone_is_not_said_to_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "RETURN_S", 0.1)
+    async with crew() as c:
+        own = Path(c[0].app.config.data) / "1"
+        own.rename(own.with_name("gone"))
+        assert (await c[0].admin.post("/admin/fence/pause")).status_code == 503
+        assert (await c[0].admin.post("/admin/fence/resume", json={"version": 2})).status_code == 503
+        own.with_name("gone").rename(own)
+        assert (await c[0].admin.post("/admin/fence/resume", json={"version": 1})).status_code == 409
+        assert await c[1].resume() == {"version": 2, "paused": False, "in_flight": 0}
+        assert [w.app.fence.version for w in c.workers] == [2, 2]
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def read_events(
+    worker: Running, count: int, path: str = "/admin/events", after: str = ""
+) -> list[tuple[str, Any]]:
+    """So many events with their ids."""
+    found: list[tuple[str, Any]] = []
+    headers = {"last-event-id": after} if after else {}
+    if not count:
+        return found
+    async with worker.admin.stream("GET", path, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        cursor = ""
+        async for line in response.aiter_lines():
+            name, _, value = line.partition(": ")
+            if name == "id":
+                cursor = value
+            elif name == "data":
+                found.append((cursor, json.loads(value)))
+                if len(found) == count:
+                    return found
+    raise AssertionError(f"the stream ended after {found}")
+
+
+async def test_the_events_of_all_workers_are_one_stream_and_a_cursor_names_a_place_in_each() -> None:
+    async with crew() as c:
+        sessions = [await c.open_at(n % 2) for n in range(4)]
+        for session in sessions:
+            await c[0].ask(session.key, "Hi")
+        await c[1].pause()
+        total = sum(len(worker.app.events._kept) for worker in c.workers)
+        for worker in c.workers:
+            every = await read_events(worker, total)
+            assert sorted(e["seq"] for _, e in every) == sorted(e.seq for w in c.workers for e in w.app.events._kept)
+            assert [e["kind"] for _, e in every].count("fence") == 1  # and not one of each worker
+            for n, (cursor, _) in enumerate(every):
+                rest = await read_events(c[n % 2], total - n - 1, after=cursor)
+                seen = [(e["session"], e["seq"]) for _, e in every[: n + 1] + rest]
+                assert len(set(seen)) == len(seen) == total
+        cursor = every[-1][0]
+        assert len(cursor.split(".")) == 2
+        await c[0].resume(1)
+        [(_, newest)] = await read_events(c[1], 1, path=f"/admin/events?after={cursor}")
+        assert newest["kind"] == "fence" and newest["data"]["version"] == 1
+        bad = await c[0].admin.get("/admin/events?after=x.1")
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "after"
+        assert (await c[0].http("wrong").get("/admin/events")).status_code == 401
+
+
+async def test_one_session_s_events_come_from_its_owner() -> None:
+    async with crew() as c:
+        session = await c.open_at(1)
+        await c[1].ask(session.key, "Hi")
+        found = await read_events(c[0], 2, f"/admin/sessions/{session.id}/events")
+        assert [e["kind"] for _, e in found] == ["opened", "turn"]
+        assert all(cursor.isdigit() for cursor, _ in found)
+
+
+def test_cursors_of_another_number_of_workers() -> None:
+    assert read_cursor("", 2) == [0, 0]
+    assert read_cursor("5.7", 2) == [5, 7]
+    assert read_cursor("9", 2) == [9, 9]
+    assert read_cursor("5.7.6", 2) == [7, 7]
+
+
+# ── the store ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_workers_write_in_turns_and_never_find_the_database_busy() -> None:
+    async with crew([Scripted(lambda request, index: say("Hello.")) for _ in range(3)]) as c:
+        sessions = [await c[n % 3].open() for n in range(12)]
+        for _ in range(3):
+            await asyncio.gather(*(c[n % 3].ask(s.key, f"Question {n}") for n, s in enumerate(sessions)))
+        assert c[0].rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(36,)]
+        assert [worker.app.store._checkpoints is not None for worker in c.workers] == [True, False, False]
+
+
+async def test_a_connection_that_says_nothing_useful_is_refused_and_no_more() -> None:
+    async with crew() as c:
+        port = int(c[0].root.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as wire:
+            wire.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(wire, b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+            assert (await asyncio.wait_for(loop.sock_recv(wire, 1000), 5)).startswith(b"HTTP/1.1 400")
+        assert (await c[0].admin.get("/health")).status_code == 200

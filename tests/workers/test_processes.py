@@ -1,0 +1,437 @@
+"""`turngate serve --workers N` as processes: how it starts and stops, what the front does with odd callers, and workers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import turngate
+from tests.cli.test_serve import slow_engine
+from tests.crash.storm import children, storm
+from tests.kit import MEMORY, gateway, until, user
+from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.slots import slot
+
+ROOT = Path(turngate.__file__).parents[1]
+HI = [user("Hi")]
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TURNGATE")}, "PYTHONPATH": str(ROOT)}
+
+
+class Serving:
+    """A front and its workers."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, data: Path) -> None:
+        self.process, self.log, self.data = process, log, data
+        self.url = ""
+
+    @property
+    def workers(self) -> list[int]:
+        """Their ids, by their numbers; one that is being started again is missing."""
+        return sorted(children(self.process.pid), key=lambda pid: _command(pid).rstrip("\0").rpartition("\0")[2])
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def admin(self) -> dict[str, str]:
+        return {"authorization": "Bearer " + (self.data / "admin-key").read_text().strip()}
+
+    def ask(self, method: str, path: str, **request: Any) -> Any:
+        response = httpx.request(method, self.url + path, headers=self.admin, trust_env=False, timeout=60, **request)
+        assert response.is_success, response.text
+        return response.json()
+
+    def open(self, owner: int | None = None, **config: Any) -> Any:
+        while True:
+            opened = self.ask("POST", "/admin/sessions", json=config)
+            if owner is None or slot(opened["id"]) % 2 == owner:
+                return opened
+
+    def say(self, key: str, messages: Any = HI) -> str:
+        with openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=3, timeout=60) as client:
+            return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
+
+
+@contextmanager
+def served(data: Path, *arguments: str | Path, workers: int = 2) -> Iterator[Serving]:
+    data.parent.mkdir(parents=True, exist_ok=True)
+    log = data.with_name(data.name + ".log")
+    command = [sys.executable, "-m", "turngate", "serve", "--port", "0", "--workers", str(workers), "--data", str(data)]
+    with log.open("w") as stderr:
+        process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr, stdout=stderr, cwd=ROOT, env=ENV)
+    running = Serving(process, log, data)
+    pids: list[int] = []
+    try:
+        end = time.monotonic() + 30
+        while not (found := re.search(r"listens on (http://\S+)", log.read_text())):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.02)
+        running.url = found[1]
+        pids = running.workers
+        yield running
+    finally:
+        if process.poll() is None:
+            pids = running.workers
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        assert gone(pids, 15), "a worker was left behind"
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while any(_lives(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z" and "turngate.server.worker" in _command(pid)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    except OSError:
+        return ""
+
+
+def wait_for(holds: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"still not so after {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def data() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY) as folder:
+        yield Path(folder) / "data"
+
+
+def written(path: Path, texts: list[str]) -> Path:
+    path.write_text(json.dumps(texts))
+    return path
+
+
+# ── starting and stopping ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_serves_stops_and_leaves_nothing_behind(data: Path) -> None:
+    script = written(data.with_name("script.json"), ["Hello.", "And again."])
+    with served(data, "--script", script, "--model", "m") as s:
+        assert len(s.workers) == 2
+        note = json.loads((data / "gateway.json").read_bytes())
+        assert note == {"url": s.url, "pid": s.process.pid}
+        sessions = [s.open() for _ in range(4)]
+        assert sorted(slot(o["id"]) % 2 for o in sessions) == [0, 0, 1, 1]
+        for opened in sessions:
+            assert [s.say(opened["api_key"]), s.say(opened["api_key"])] == ["Hello.", "And again."]
+        key = s.admin["authorization"].removeprefix("Bearer ")
+        commands = "".join(_command(pid) for pid in (s.process.pid, *s.workers))
+        assert key not in commands and (data / "sockets").stat().st_mode & 0o077 == 0
+        pids = s.workers
+        s.process.terminate()
+        assert s.process.wait(15) == 0
+        assert gone(pids, 0)
+    assert not (data / "sockets").exists() and not (data / "gateway.json").exists()
+    log = s.log.read_text()
+    left = b"".join(f.read_bytes() for f in data.iterdir() if f.name != "admin-key")
+    assert "2 workers" in log and log.count("certified") == 1 and "Traceback" not in log
+    for secret in (key, *(opened["api_key"] for opened in sessions)):
+        assert secret not in log and secret.encode() not in left
+
+
+def test_ctrl_c_reaches_every_process_and_still_ends_in_order(data: Path) -> None:
+    with served(data) as s:
+        pids = s.workers
+        for pid in (*pids, s.process.pid):
+            os.kill(pid, signal.SIGINT)
+        assert s.process.wait(15) == 0 and gone(pids, 0)
+    assert "Traceback" not in s.log.read_text() and "started again" not in s.log.read_text()
+
+
+def test_workers_whose_front_is_killed_end_too_and_the_folder_can_be_served_again(data: Path) -> None:
+    with served(data) as s:
+        opened = s.open()
+        pids = s.workers
+        s.process.kill()
+        s.process.wait()
+        with served(data, workers=3) as again:  # at once: it waits until they are gone
+            assert gone(pids, 0)
+            assert "scripted" in again.say(opened["api_key"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--tokenizer", "/nowhere"], "/nowhere"),
+        (["--script", "/nowhere.json"], "script: /nowhere.json"),
+        (["--workers", "0"], "workers: 0 is not between 1 and 256"),
+        (["--host", "203.0.113.1"], "port: cannot listen"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(data: Path, arguments: list[str], named: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "turngate",
+        "serve",
+        "--workers",
+        "2",
+        "--port",
+        "0",
+        "--data",
+        str(data),
+        *arguments,
+    ]
+    failed = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=30)
+    assert failed.returncode == 2
+    [line] = failed.stderr.splitlines()
+    assert line.startswith("turngate: ") and named in line
+
+
+async def test_a_folder_that_is_in_use(data: Path) -> None:
+    command = [sys.executable, "-m", "turngate", "serve", "--workers", "2", "--port", "0", "--data", str(data)]
+    async with gateway(data=data):
+        failed = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert failed.returncode == 2 and "in use by another turngate" in failed.stderr
+
+
+def test_a_folder_whose_path_is_too_long_for_a_socket(data: Path) -> None:
+    deep = data / ("x" * 60) / ("y" * 60)
+    with served(deep) as s:
+        sessions = [s.open() for _ in range(4)]
+        with httpx.Client(base_url=s.url, headers=s.admin, trust_env=False) as http:  # one connection for all of them
+            for opened in sessions:
+                assert http.get(f"/admin/sessions/{opened['id']}").status_code == 200
+
+
+# ── the front and odd callers ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _head(path: str, key: str = "") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n\r\n".encode()
+
+
+def test_slow_silent_and_odd_callers_keep_nobody_else_waiting(data: Path) -> None:
+    with served(data) as s, ExitStack() as stack:
+        key = s.open()["api_key"]
+
+        def connect() -> socket.socket:
+            wire = stack.enter_context(socket.create_connection(("127.0.0.1", s.port)))
+            wire.settimeout(15)
+            return wire
+
+        silent = [connect() for _ in range(40)]
+        slow = connect()
+        slow.sendall(b"GET /health HTT")
+        began = time.monotonic()
+        assert "scripted" in s.say(key)
+        assert time.monotonic() - began < 3
+        garbage = connect()
+        garbage.sendall(os.urandom(20_000) + b"\r\n\r\n")
+        assert garbage.recv(100).startswith(b"HTTP/1.1 400")
+        huge = connect()
+        huge.sendall(b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert re.match(rb"HTTP/1.1 4\d\d", huge.recv(100))
+        for wire in (connect(), connect()):  # gone before they said anything, or after half a word
+            wire.sendall(b"GE")
+            wire.close()
+        half = connect()  # has said everything, and says so; uvicorn takes that for a hang-up
+        half.sendall(_head("/health"))
+        half.shutdown(socket.SHUT_WR)
+        half.recv(100)
+        in_pieces = connect()
+        for byte in _head("/health"):
+            in_pieces.sendall(bytes([byte]))
+        assert in_pieces.recv(100).startswith(b"HTTP/1.1 200")
+        two = connect()  # one after the other, in one packet
+        two.sendall(_head("/health") * 2)
+        wait_for(lambda: two.recv(4096, socket.MSG_PEEK).count(b"HTTP/1.1 200") == 2)
+        time.sleep(max(0.0, began + 6 - time.monotonic()))  # by now the slow ones were handed over
+        slow.sendall(b"P/1.1\r\nhost: x\r\n\r\n")
+        assert slow.recv(100).startswith(b"HTTP/1.1 200")
+        silent[0].sendall(_head("/health"))
+        assert silent[0].recv(100).startswith(b"HTTP/1.1 200")
+        body = b'{"model": "m", "messages": [{"role": "user", "content": "' + b"x" * 100_000 + b'"}]}'
+        large = connect()
+        large.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n%b"
+            % (key.encode(), len(body), body)
+        )
+        assert large.recv(100).startswith(b"HTTP/1.1 200")
+    assert "Traceback" not in s.log.read_text()
+
+
+# ── workers that die ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_connection_to_a_worker_that_is_being_started_again_waits(data: Path) -> None:
+    with served(data) as s:
+        sessions = [s.open(owner=n) for n in (0, 1)]
+        for owner, opened in enumerate(sessions):
+            before = s.workers
+            os.kill(before[owner], signal.SIGKILL)
+            time.sleep(0.1)  # so that the front knows
+            with openai.OpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"], max_retries=0, timeout=30) as client:
+                reply = client.chat.completions.create(model="m", messages=HI)  # type: ignore[arg-type]
+            assert reply.choices[0].message.content
+            wait_for(lambda before=before: len(s.workers) == 2 and s.workers != before)
+            # And by way of the other worker, which passes it on.
+            with httpx.Client(base_url=s.url, headers=s.admin, trust_env=False, timeout=30) as http:
+                for other in sessions:
+                    assert http.get(f"/admin/sessions/{other['id']}").status_code == 200
+        assert s.log.read_text().count("is started again") == 2
+
+
+def test_a_worker_that_dies_in_a_pause_comes_back_paused_and_at_the_right_version(data: Path) -> None:
+    with served(data) as s:
+        sessions = [s.open(owner=n) for n in (0, 1)]
+        s.ask("POST", "/admin/fence/resume", json={"version": 5})
+        assert s.ask("POST", "/admin/fence/pause", json={"mode": "drain"})["paused"] is True
+        for owner in (1, 0):
+            before = s.workers
+            os.kill(before[owner], signal.SIGKILL)
+            wait_for(lambda before=before: len(s.workers) == 2 and s.workers != before)
+            assert s.ask("GET", "/admin/fence") == {"version": 5, "paused": True, "in_flight": 0}
+        for opened in sessions:
+            with (
+                pytest.raises(openai.APITimeoutError),
+                openai.OpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"], max_retries=0, timeout=1) as client,
+            ):
+                client.chat.completions.create(model="m", messages=HI)  # type: ignore[arg-type]
+        assert s.ask("POST", "/admin/fence/resume", json={"version": 6})["version"] == 6
+        for opened in sessions:
+            s.say(opened["api_key"])
+            nodes = s.ask("GET", f"/admin/sessions/{opened['id']}/trace")["nodes"]
+            assert {n["version_start"] for n in nodes if n["kind"] == "sampled" and n["ids"]} == {6}
+        s.ask("POST", "/admin/fence/pause")
+        s.process.terminate()
+        s.process.wait(15)
+    with served(data) as again:
+        assert again.ask("GET", "/admin/fence") == {"version": 6, "paused": False, "in_flight": 0}
+
+
+async def test_events_go_on_when_a_worker_dies(data: Path) -> None:
+    with ExitStack() as stack:
+        s = await asyncio.to_thread(stack.enter_context, served(data))
+        seen: list[Any] = []
+
+        async def follow() -> None:
+            async with (
+                httpx.AsyncClient(base_url=s.url, headers=s.admin, trust_env=False, timeout=None) as http,
+                http.stream("GET", "/admin/events") as response,
+            ):
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        seen.append(json.loads(line[6:]))
+
+        following = asyncio.create_task(follow())
+        first = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
+        await until(lambda: {e["session"] for e in seen} >= {o["id"] for o in first})
+        # The stream is told by one of the two. It ends with that one, and goes on when it is the other that dies.
+        os.kill(s.workers[1], signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        told_by_it = following.done()
+        if told_by_it:
+            following = asyncio.create_task(follow())
+        more = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
+        await until(lambda: {e["session"] for e in seen} >= {o["id"] for o in more}, 20)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        if not told_by_it:
+            keys = [(e["session"], e["seq"]) for e in seen]
+            assert len(keys) == len(set(keys))
+        await asyncio.to_thread(stack.close)
+
+
+async def test_a_caller_that_hangs_up_at_a_worker_aborts_the_engine_s_call(data: Path) -> None:
+    async with slow_engine() as engine:
+        with ExitStack() as stack:
+            arguments = (
+                "--engine",
+                "vllm",
+                "--engine-url",
+                engine.url,
+                "--model",
+                "m",
+                "--tokenizer",
+                BUILTIN_TOKENIZER,
+            )
+            s = await asyncio.to_thread(stack.enter_context, served(data, *arguments))
+            opened = await asyncio.to_thread(s.open)
+            async with openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"]) as client:
+                stream: Any = await client.chat.completions.create(model="m", messages=HI, stream=True)  # type: ignore[arg-type]
+                async for chunk in stream:
+                    if chunk.choices[0].delta.content:
+                        break
+                await stream.close()
+            await asyncio.wait_for(engine.hung_up.wait(), 5)
+            await asyncio.to_thread(stack.close)
+
+
+async def test_a_passed_on_reply_whose_owner_dies_breaks_off_and_the_session_goes_on(data: Path) -> None:
+    async with slow_engine() as engine:
+        with ExitStack() as stack:
+            arguments = (
+                "--engine",
+                "vllm",
+                "--engine-url",
+                engine.url,
+                "--model",
+                "m",
+                "--tokenizer",
+                BUILTIN_TOKENIZER,
+            )
+            s = await asyncio.to_thread(stack.enter_context, served(data, *arguments))
+            near, far = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
+            one = httpx.Limits(max_connections=1)
+            async with httpx.AsyncClient(base_url=s.url, limits=one, trust_env=False, timeout=40) as http:
+                # The connection belongs to worker 0 by its first request.
+                assert (await http.get(f"/admin/sessions/{near['id']}", headers=s.admin)).status_code == 200
+                body = {"model": "m", "messages": HI, "stream": True}
+                key = {"authorization": f"Bearer {far['api_key']}"}
+                with pytest.raises(httpx.RemoteProtocolError):
+                    async with http.stream("POST", "/v1/chat/completions", json=body, headers=key) as reply:
+                        assert reply.status_code == 200
+                        async for _ in reply.aiter_bytes():
+                            if s.workers[1:]:
+                                os.kill(s.workers[1], signal.SIGKILL)
+                # The same worker, asked again, waits for the owner's next life.
+                shown = await http.get(f"/admin/sessions/{far['id']}", headers=s.admin)
+                assert shown.status_code == 200 and shown.json()["turns"] == 0
+            log = s.log.read_text()
+            assert "in the middle of a reply" in log and "Traceback" not in log
+            await asyncio.to_thread(stack.close)
+
+
+@pytest.mark.parametrize(("durability", "kills"), [("process", 12), ("disk", 5)])
+async def test_nothing_that_an_agent_received_is_lost(durability: str, kills: int) -> None:
+    print(await storm(kills, durability=durability, seed=kills, workers=2))

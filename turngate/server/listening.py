@@ -1,0 +1,82 @@
+"""Where a gateway listens, and the note in the data folder by which others on the machine find it. Light: the front needs it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
+
+_NOTE = "gateway.json"
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """Left in the data folder by a gateway that serves it, for others on the machine to find it."""
+
+    url: str
+    pid: int
+
+
+def serving(data: Path) -> Serving | None:
+    """The gateway that serves this data folder at present, as far as it can be told."""
+    try:
+        found = msgspec.json.decode((data / _NOTE).read_bytes(), type=Serving)
+        os.kill(found.pid, 0)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found
+
+
+def left_behind(data: Path) -> bool:
+    """Whether the note is of a gateway that is no more."""
+    return (data / _NOTE).exists() and serving(data) is None
+
+
+@contextmanager
+def noted(data: Path, listener: socket.socket) -> Iterator[None]:
+    """Leaves the note for as long as the block runs."""
+    note = data / _NOTE
+    note.write_bytes(msgspec.json.encode(Serving(url_of(listener), os.getpid())))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            note.unlink(missing_ok=True)
+
+
+def url_of(listener: socket.socket) -> str:
+    """As seen from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --port",
+            param="port",
+        ) from None
+    return listener
+
+
+def announcement(config: ServeConfig, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    workers = f"{config.workers} workers · " if config.workers > 1 else ""
+    return (
+        f"turngate listens on http://{host}:{port} · {workers}engine {config.engine} · model {config.model or 'any'} · "
+        f"data {config.data}"
+    )

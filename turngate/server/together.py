@@ -1,0 +1,219 @@
+"""What concerns all workers: the fence, which worker 0 puts up and takes down for everyone, and the events of all in one stream.
+
+A worker that is started again in the middle of a pause comes up paused and at the right version, because the fence is written to
+the store before anybody is told. Whoever is not there when it changes is waited for. `routes` is what the world asks for,
+`worker_routes` what the workers ask of each other over their private sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import aiohttp
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from turngate.errors import BadRequest, Stopping
+from turngate.events import Event
+from turngate.server.admin import PauseBody, ResumeBody
+from turngate.server.app import Gateway
+from turngate.server.http import body, reply, route, whole_number
+from turngate.server.siblings import Siblings
+from turngate.types import Json
+
+_PAUSED = "paused"  # the setting: by which run of the gateway
+_HELD = 1000  # events that wait for a slow reader
+_AGAIN_S = 0.2
+
+
+class State(msgspec.Struct, frozen=True):
+    """One worker's fence."""
+
+    version: int
+    paused: bool
+    in_flight: int
+
+
+class Together:
+    def __init__(self, gateway: Gateway, siblings: Siblings, run: str) -> None:
+        self._gateway = gateway
+        self._siblings = siblings
+        self._run = run
+        self._changing = asyncio.Lock()  # one change of the fence after the other
+
+    def routes(self) -> list[Route]:
+        auth = self._gateway.auth
+        return [
+            route("/admin/fence", "GET", self.fence, auth),
+            route("/admin/fence/pause", "POST", self.pause, auth),
+            route("/admin/fence/resume", "POST", self.resume, auth),
+            route("/admin/events", "GET", self.events, auth),
+        ]
+
+    def worker_routes(self) -> list[Route]:
+        return [
+            route("/worker/fence", "GET", self.worker_fence, None),
+            route("/worker/fence/pause", "POST", self.worker_pause, None),
+            route("/worker/fence/drained", "GET", self.worker_drained, None),
+            route("/worker/fence/resume", "POST", self.worker_resume, None),
+            route("/worker/events", "GET", self.worker_events, None),
+        ]
+
+    async def take_up(self) -> None:
+        """Before serving: where the fence stands, as the store has it."""
+        fence, store = self._gateway.fence, self._gateway.store
+        fence.resume(int(store.setting("policy_version") or 0))
+        if store.setting(_PAUSED) == self._run:
+            await fence.pause("hold")
+
+    # ── the fence of all ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def fence(self, request: Request) -> Response:
+        return reply(self._stands(await self._each("GET", "/worker/fence")))
+
+    async def pause(self, request: Request) -> Response:
+        wanted = await body(request, PauseBody)
+        async with self._changing:
+            self._gateway.store.set_setting(_PAUSED, self._run)
+            await self._gateway.fence.pause("hold")
+            states = await self._each("POST", "/worker/fence/pause")
+        if wanted.mode == "drain":
+            states, _ = await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
+        self._gateway.events.add("", "fence", {"paused": True, "mode": wanted.mode})
+        return reply(self._stands(states))
+
+    async def resume(self, request: Request) -> Response:
+        wanted = await body(request, ResumeBody)
+        fence, control, store = self._gateway.fence, self._gateway.control, self._gateway.store
+        async with self._changing:
+            fence.check(wanted.version)
+            version = fence.version if wanted.version is None else wanted.version
+            store.set_setting("policy_version", str(version))
+            store.set_setting(_PAUSED, "")
+            fence.version = version  # if somebody cannot be told, there is no way back behind it
+            states = await self._each("POST", "/worker/fence/resume", ResumeBody(version))
+            control.resume(version)
+        return reply(self._stands(states))
+
+    async def _each(self, method: str, target: str, sent: object = None) -> list[State]:
+        """What every other worker answers; all of them, or it fails."""
+
+        content = None if sent is None else msgspec.json.encode(sent)
+
+        async def one(number: int) -> State:
+            try:
+                return await self._ask(number, method, target, content)
+            except Stopping:  # it died in between: its next life may be asked the same
+                return await self._ask(number, method, target, content)
+
+        return list(await asyncio.gather(*map(one, self._siblings.others)))
+
+    async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> State:
+        async with self._siblings.ask(number, method, target, (), content) as response:
+            try:
+                answer = await response.read()
+            except (aiohttp.ClientError, OSError):
+                raise Stopping("a worker was stopped meanwhile; repeat the call in a moment") from None
+        if response.status != 200:
+            raise Stopping(f"worker {number} could not do it ({response.status}); repeat the call in a moment")
+        return msgspec.json.decode(answer, type=State)
+
+    def _stands(self, others: list[State]) -> dict[str, Json]:
+        ours = self._gateway.control.fence()
+        in_flight = self._gateway.fence.in_flight + sum(state.in_flight for state in others)
+        return {**ours, "in_flight": in_flight}
+
+    # ── this worker's own, asked for by worker 0 ────────────────────────────────────────────────────────────────
+
+    async def worker_fence(self, request: Request) -> Response:
+        return self._state()
+
+    async def worker_pause(self, request: Request) -> Response:
+        await self._gateway.fence.pause("hold")
+        return self._state()
+
+    async def worker_drained(self, request: Request) -> Response:
+        await self._gateway.fence.drained()
+        return self._state()
+
+    async def worker_resume(self, request: Request) -> Response:
+        self._gateway.fence.resume((await body(request, ResumeBody)).version)
+        return self._state()
+
+    def _state(self) -> Response:
+        fence = self._gateway.fence
+        return reply(State(fence.version, fence.paused, fence.in_flight))
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def worker_events(self, request: Request) -> Response:
+        after = whole_number(request, "after", 0) or 0
+        return StreamingResponse(self._own_lines(after), media_type="application/x-ndjson")
+
+    async def _own_lines(self, after: int) -> AsyncIterator[bytes]:
+        async for event in self._gateway.events.follow("", after):
+            yield b"\n" if event is None else msgspec.json.encode(event) + b"\n"
+
+    async def events(self, request: Request) -> Response:
+        asked = request.headers.get("last-event-id", "") or request.query_params.get("after", "")
+        places = read_cursor(asked, self._siblings.place.workers)
+        return StreamingResponse(
+            self._merged(places), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+
+    async def _merged(self, places: list[int]) -> AsyncIterator[bytes]:
+        """Every worker's events as they come. The id of each says how far the reader has come with each worker."""
+        arrived: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue(_HELD)
+        readers = [asyncio.create_task(self._read(n, after, arrived)) for n, after in enumerate(places)]
+        try:
+            yield b": events\n\n"
+            while True:
+                try:
+                    came = await asyncio.wait_for(arrived.get(), timeout=15)
+                except TimeoutError:
+                    yield b": alive\n\n"
+                    continue
+                if came is None:
+                    return
+                number, event = came
+                places[number] = event.seq
+                cursor = ".".join(map(str, places)).encode()
+                yield b"id: %s\nevent: %s\ndata: %s\n\n" % (cursor, event.kind.encode(), msgspec.json.encode(event))
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, number: int, after: int, arrived: asyncio.Queue[tuple[int, Event] | None]) -> None:
+        """One worker's events, through all its lives; `None` when this worker, who tells them, comes to its end."""
+        if number == self._siblings.place.number:
+            async for event in self._gateway.events.follow("", after):
+                if event is not None:
+                    await arrived.put((number, event))
+            await arrived.put(None)
+            return
+        while True:
+            with suppress(Stopping, aiohttp.ClientError, OSError):
+                async with self._siblings.ask(number, "GET", f"/worker/events?after={after}") as response:
+                    async for line in response.content:
+                        if line.strip():
+                            event = msgspec.json.decode(line, type=Event)
+                            await arrived.put((number, event))
+                            after = event.seq
+            await asyncio.sleep(_AGAIN_S)
+
+
+def read_cursor(text: str, workers: int) -> list[int]:
+    """How far a reader has come with each worker: `12.7`. A single number, or a cursor of so many workers as there are no
+    longer, is older than anything that they have now, or counts for all."""
+    if not text:
+        return [0] * workers
+    parts = text.split(".")
+    if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
+        raise BadRequest(f"after: {text!r} is not the id of an event", param="after")
+    places = [int(part) for part in parts]
+    return places if len(places) == workers else [max(places)] * workers

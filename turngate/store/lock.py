@@ -1,0 +1,28 @@
+"""One gateway per data folder: two would hand out the same node ids. Taken by the store, or by the front of several workers."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+from turngate.errors import ConfigError, DataInUse
+
+
+def lock(folder: Path) -> IO[bytes]:
+    """Makes the folder if need be. The lock holds for as long as the file is open, in this process or one that inherited it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = open(folder / "lock", "wb")  # noqa: SIM115  # held open for as long as the store is
+    except OSError as error:
+        raise ConfigError(
+            f"data: {folder} cannot be written ({error.strerror}); choose another --data folder", param="data"
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise DataInUse(
+            f"data: {folder} is in use by another turngate; stop it or choose another --data folder", param="data"
+        ) from None
+    return file
