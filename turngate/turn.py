@@ -441,13 +441,9 @@ class Turns:
         trace = session.trace
         reading = prompt.located.reading
         context = prompt.located.context or trace.same_context(prompt.parent, prompt.added, reading, prompt.start)
+        cause = self._cause(trace, prompt, context, call, draft.started)
         if context is None:
-            context = Context(
-                trace.reserve(),
-                prompt.parent,
-                prompt.added,
-                context_info(prompt, self._cause(trace, prompt, call), call),
-            )
+            context = Context(trace.reserve(), prompt.parent, prompt.added, context_info(prompt, cause, call))
             context.stored = False
             # Known from now on, so that an equal call that ends meanwhile hangs itself there too.
             trace.add_context(context)
@@ -466,7 +462,7 @@ class Turns:
             biases=draft.biases + sampling.biases() + _constrained(call),
             sampling=msgspec.json.encode(sampling),
             reasoning_open=reasoning_open,
-            cause=prompt.cause,
+            cause=cause,
             idempotency_key=call.idempotency_key,
             capture=draft.capture,
             fault=fault,
@@ -518,17 +514,25 @@ class Turns:
                 "finish": finish,
                 "prompt_tokens": context.length,
                 "sampled_tokens": len(sampled.ids),
-                "cause": prompt.cause,
+                "cause": cause,
                 "message": message,
             },
         )
         return sampled.id
 
-    def _cause(self, trace: Trace, prompt: Prompt, call: Call) -> Cause | None:
-        """Why this context forks, as of now: calls that began together do not know of each other when they are located."""
-        if prompt.cause is None and prompt.parent is None and trace.roots:
-            return fork.new_root(trace, prompt.located.reading, bool(prompt.preamble.tools), call.told)
-        return prompt.cause
+    def _cause(self, trace: Trace, prompt: Prompt, context: Context | None, call: Call, started: float) -> Cause | None:
+        """Why this turn forks, as of now: what had begun and not ended when it was located was not known of then."""
+        if prompt.cause in ("retry", "resample") or (context is None and prompt.cause is not None):
+            return prompt.cause
+        return fork.cause(
+            trace,
+            Located(prompt.parent, prompt.start, context, prompt.located.reading),
+            has_tools=bool(prompt.preamble.tools),
+            retried=call.retried,
+            idempotency_key=call.idempotency_key,
+            told=call.told,
+            started=started,
+        )
 
 
 class Heard:

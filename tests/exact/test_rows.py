@@ -117,8 +117,28 @@ async def test_a_title_call_without_tools_is_a_side_call_and_not_trained(world: 
     agent.messages = [SYSTEM, user("Fix the bug in main.py")]
     await talk(agent, "a", "b")
     assert role_list(agent) == ["side", "main", "main"]
+    assert causes(agent) == []
     (row,) = samples(agent.session.trace)
     assert {span.role for span in row.spans} == {"main"}
+
+
+@pytest.mark.parametrize("before", [1, 2])
+async def test_titles_with_the_same_question_are_no_later_form_of_each_other(world: World, before: int) -> None:
+    agent = world.agent()
+
+    async def title(n: int) -> None:
+        agent.tools = None
+        agent.messages = [{"role": "system", "content": f"Write a title, of kind {n}."}, user("Fix the bug in main.py")]
+        await talk(agent, "Bug fix")
+
+    for n in range(before):
+        await title(n)
+    agent.tools = TOOLS
+    agent.messages = [SYSTEM, user("Fix the bug in main.py")]
+    await talk(agent, "a", "b")
+    await title(3)
+    assert role_list(agent) == [*["side"] * before, "main", "main", "side"]
+    assert causes(agent)[before - 1 :] == ["side"]
 
 
 async def test_a_subagent_has_its_own_row(world: World) -> None:

@@ -73,18 +73,7 @@ def test_there_is_one_row_wherever_the_history_goes_on(result: Result) -> None:
     assert more == {}
 
 
-# Faults of today's Turngate; whoever mends one takes the mark away.
-_FIRST = pytest.mark.xfail(strict=True, reason="after a title call, the main line is called a sub-agent's")
-_RACE = pytest.mark.xfail(
-    strict=False,
-    reason="a call that comes before the one it replaces is recorded has no cause, though it says that it is a retry",
-)
-_KNOWN = {"side-calls": [_FIRST], "lost-reply": [_RACE], "aborted": [_RACE]}
-_THINKING = pytest.mark.xfail(strict=True, reason="drift says that thinking was dropped wherever the turn had any")
-_KNOWN_DRIFT = {"odd-tokens": [_THINKING], "whitespace-trimmed": [_THINKING]}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_KNOWN.get(name, [])) for name in BY_NAME])
+@pytest.mark.parametrize("name", BY_NAME)
 def test_the_cause_of_every_fork_is_named_right(result: Result, name: str) -> None:
     score = total(rollout.score for rollout in result.rollouts if rollout.scenario == name)
     must = any(call.causes and call.forks for call in BY_NAME[name].calls())
@@ -92,7 +81,7 @@ def test_the_cause_of_every_fork_is_named_right(result: Result, name: str) -> No
     assert score.forks_right == score.forks
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_KNOWN_DRIFT.get(name, [])) for name in DRIFTS])
+@pytest.mark.parametrize("name", DRIFTS)
 def test_a_session_that_follows_the_template_says_why_it_forks(dropped: Result, name: str) -> None:
     assert not dropped.trouble
     score = total(rollout.score for rollout in dropped.rollouts if rollout.scenario == name)

@@ -45,6 +45,19 @@ def test_the_second_start_probes_nothing_and_is_the_same(
     assert second.tokenizer._slow("Hello") == second.tokenizer.encode("Hello")
 
 
+def test_the_vocabulary_is_known_whatever_it_was_loaded_for(folder: Path, tmp_path: Path) -> None:
+    assert known.recall_any(folder) is None
+    renderer, _ = load(folder, model="some-model", family="template")
+    found = known.recall_any(folder)
+    assert found is not None and found.vocabulary == renderer.tokenizer.vocabulary and found.fast
+    records(tmp_path)[0].write_bytes(b"nonsense")
+    assert known.recall_any(folder) is None
+    load(folder)
+    assert known.recall_any(folder) == found
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert known.recall_any(folder) is None
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_another_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: str) -> None:
     load(folder)

@@ -141,6 +141,43 @@ async def test_a_client_that_loses_patience_and_asks_again_by_itself() -> None:
         assert (first["role"], second["role"], second["cause"]) == ("aborted", "main", "retry")
 
 
+async def test_a_call_that_comes_before_the_hung_up_one_is_recorded_has_its_cause_all_the_same() -> None:
+    engine = Gated([say(text) for text in ("Hello.", "One.", "Two.", "Three.", "Four.")])
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        engine.gate.set()
+        here = [*HI, {"role": "assistant", "content": (await g.ask(session.key, HI)).content}]
+        engine.gate.clear()
+        go, stop = [*here, user("Go on")], [*here, user("Stop")]
+        lost = await begin(g, session, stream=False, messages=go)
+        tasks = [await begin(g, session, stream=False, messages=messages) for messages in (go, stop)]
+        await hang_up(lost)
+        await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(2,)])
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+        turns = await g.turns(session.id)
+        assert [turn["role"] for turn in turns] == ["main", "aborted", "main", "main"]
+        assert [turn["cause"] for turn in turns[:2]] == [None, None]
+        assert {turn["cause"] for turn in turns[2:]} == {"retry", "branch"}
+
+
+async def test_of_calls_at_once_the_one_that_was_whole_is_not_set_aside_for_those_that_were_stopped() -> None:
+    """An agent that asks three times and takes the first answer."""
+    engine = Gated([say("One."), say("Two."), say("Three.")])
+    async with gateway(engine=engine) as g:
+        session = await g.open()
+        tasks = [await begin(g, session, stream=False) for _ in range(3)]
+        engine.gate.set()
+        await asyncio.wait(tasks[:1])
+        engine.gate.clear()
+        for task in tasks[1:]:
+            await hang_up(task)
+        await until(lambda: g.app.control.find(session.id).in_flight == 0)
+        turns = await g.turns(session.id)
+        assert len(turns) == 3 and turns[0]["role"] == "main"
+        assert "retry" not in {turn["cause"] for turn in turns}
+
+
 async def test_equal_questions_asked_at_once_are_two_answers_to_one_question() -> None:
     engine = Gated([say("Left."), say("Right."), say("On.")])
     async with gateway(engine=engine) as g:

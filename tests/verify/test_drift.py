@@ -14,6 +14,7 @@ from tests.exact.test_rows import SYSTEM, say, talk, user
 from tests.kit import calls
 from tests.render.test_template import CHATML, folder_with
 from tests.verify.kit import all_fine
+from turngate.engines.scripted import Turn
 from turngate.render import Renderer, load
 from turngate.verify import Fork
 
@@ -50,6 +51,28 @@ async def test_json_that_the_template_spells_anew(renderers: Any, tmp_path: Path
     [fork] = await forks(tmp_path, renderers("builtin"), story, thinking="drop")
     assert (fork.recorded, fork.cause, fork.detail) == ("template", "JSON spelling", "of turn 2, by the template")
     assert (fork.was, fork.now) == ('"read","arguments":', ' "read", "arguments":')
+
+
+@pytest.mark.parametrize(
+    ("sampled", "cause", "detail"),
+    [
+        ("<think>\nthought\n</think>\n\n\n\nanswer", "whitespace", "of turn 2, by the template"),
+        ("<think>\nthought\n</think>\n\nans|wer", "template", "writes turn 2 with other ids than were sampled"),
+    ],
+)
+async def test_thinking_that_the_template_kept_is_not_what_it_changed(
+    sampled: str, cause: str, detail: str, renderers: Any, tmp_path: Path
+) -> None:
+    renderer = renderers("qwen3")
+    ids = [i for piece in sampled.split("|") for i in renderer.tokenizer.encode(piece)]
+
+    async def story(agent: Agent, world: World) -> None:
+        call = renderer.tokenizer.encode("\n" + calls(("read", {"path": "a"})))
+        follow(agent, await agent.call(Turn([*ids, *call, renderer.stop_ids[0]])), "content")
+        await talk(agent, "done")
+
+    [fork] = await forks(tmp_path, renderer, story, thinking="drop")
+    assert (fork.recorded, fork.cause, fork.detail) == ("template", cause, detail)
 
 
 async def test_past_turns_that_the_template_writes_otherwise(tmp_path: Path) -> None:

@@ -31,7 +31,13 @@ class Known(msgspec.Struct, frozen=True):
 
 def name_of(folder: Path, model: str, family: str) -> str:
     """The record's name. A folder that cannot be read has one too: what is wrong with it is said when it is loaded."""
-    digest = blake2b(f"{model}\0{family}\0{sys.version}".encode(), digest_size=16)
+    loaded_for = blake2b(f"{model}\0{family}".encode(), digest_size=8)
+    return f"{_read_as(folder)}-{loaded_for.hexdigest()}"
+
+
+def _read_as(folder: Path) -> str:
+    """The part of the name that tells the tokenizer and what reads it."""
+    digest = blake2b(sys.version.encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.name.encode() + b"\0")
         if path.is_file():
@@ -42,8 +48,18 @@ def name_of(folder: Path, model: str, family: str) -> str:
 
 
 def recall(name: str) -> Known | None:
+    return _record(_folder() / f"{name}.msgpack")
+
+
+def recall_any(folder: Path) -> Known | None:
+    """Whatever model and family it was loaded for: the vocabulary is the same."""
+    records = map(_record, _folder().glob(f"{_read_as(folder)}-*.msgpack"))
+    return next((known for known in records if known is not None), None)
+
+
+def _record(path: Path) -> Known | None:
     try:
-        return msgspec.msgpack.decode((_folder() / f"{name}.msgpack").read_bytes(), type=Known)
+        return msgspec.msgpack.decode(path.read_bytes(), type=Known)
     except (OSError, msgspec.DecodeError):
         return None
 

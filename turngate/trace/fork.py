@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from turngate.trace.meaning import DIGEST, Reading
-from turngate.trace.tree import Cause, Context, Located, Trace
+from turngate.trace.tree import Cause, Context, Located, Sampled, Trace
 from turngate.types import Told
 
 
@@ -15,16 +17,14 @@ def cause(
     retried: bool,
     idempotency_key: str = "",
     told: Told = Told(),
+    started: float = inf,
 ) -> Cause | None:
-    """None: this call extends the tip of a branch, or is the first one."""
-    if located.context is not None and not located.context.children:
-        return None  # the same call, made at the same moment, is being answered
+    """None: this call extends the tip of a branch, or is the first one. `started`: when it began, of one that has ended by now."""
     if located.context is not None:
-        # Equal bodies alone prove nothing (a compacting agent repeats itself): only the client's word or a lost reply does.
-        answers = located.context.children
-        lost = any(not s.delivered or s.info.finish == "abort" for s in answers)
+        # Answers that began after it are no reason for it, though they may have come first.
+        answers = [s for s in located.context.children if s.info.started <= started]
         same_key = bool(idempotency_key) and any(s.info.idempotency_key == idempotency_key for s in answers)
-        return "retry" if retried or lost or same_key else "resample"
+        return _again(answers, started, told_so=retried or same_key)
     if located.node is not None:
         if told.role == "side":
             return "side"  # a summary of the conversation so far, say
@@ -37,6 +37,17 @@ def cause(
         foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
         return "edited" if foreign else ("branch" if goes_on else None)
     return new_root(trace, located.reading, has_tools, told) if trace.roots else None
+
+
+def _again(answers: list[Sampled], started: float, *, told_so: bool) -> Cause | None:
+    """Another answer to the same question, after these. None: there are none yet."""
+    if not answers:
+        return None  # the same call, made at the same moment, may be being answered
+    # Equal bodies alone prove nothing (a compacting agent repeats itself): only the client's word or a lost reply does. One that was
+    # lost meanwhile does if nothing else was there: else they were asked for side by side.
+    lost = [not s.delivered or s.info.finish == "abort" for s in answers]
+    before = any(gone and s.info.ended <= started for gone, s in zip(lost, answers, strict=True))
+    return "retry" if told_so or before or all(lost) else "resample"
 
 
 def _same_line(one: Told, other: Told) -> bool:
@@ -53,6 +64,8 @@ def new_root(trace: Trace, reading: Reading, has_tools: bool, told: Told = Told(
     if not roots:
         return None  # titles came first: this is where the work begins
     cause = _looks_like(trace, reading, has_tools)
+    if cause == "subagent" and has_tools and not any(root.info.has_tools for root in roots):
+        return None  # so they did, though nothing said it of them
     known = [root.info.told.thread for root in roots if root.info.told.thread]
     if not told.thread or not known:
         return cause
@@ -65,8 +78,9 @@ def new_root(trace: Trace, reading: Reading, has_tools: bool, told: Told = Told(
 def _looks_like(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
     head = reading.meaning(0)
     asks = _first_question(reading)
-    # A title or a summary is no conversation that another one could be a later form of.
-    for root in [root for root in trace.roots if root.info.cause != "side" and root.info.told.role != "side"]:
+    # A title or a summary is no conversation that another one could be a later form of; nor is what came without tools before the work.
+    known = [root for root in trace.roots if root.info.cause != "side" and root.info.told.role != "side"]
+    for root in [root for root in known if root.info.has_tools] or known:
         meanings = root.info.meanings
         known_ask = _first_user(root)
         if root.info.preamble != reading.preamble and meanings[:DIGEST] == head and (asks is None or known_ask == asks):

@@ -51,7 +51,9 @@ def _lines(trace: Trace) -> dict[int, TurnRole]:
     main = next((root for root in own if root.info.has_tools), longest)
     found: dict[int, TurnRole] = {}
     for root in trace.roots:
-        if root is main or root.info.cause in ("compaction", "system", "tools", "template", "edited"):
+        goes_on = root.info.cause in ("compaction", "system", "tools", "template", "edited")
+        # A second title may look like a later form of the first one, until it is known what the work is.
+        if root is main or (goes_on and (root.info.has_tools or not (main and main.info.has_tools))):
             found[root.id] = "main"
         elif root.info.cause == "subagent":
             found[root.id] = "subagent"

@@ -110,12 +110,19 @@ class _Cause:
     def _uncaused(self) -> str:
         if self._root:
             others = [root.id for root in self._earlier if root.info.told.role != "side"]
+            if self._begins_work():
+                return ""
             return f"a second conversation has no cause, beside that of context {others[0]}" if others else ""
         if self._speaks and not self._anew():
             return "it holds words of the assistant's that were not sampled, and has no cause"
         if self._told.role == "side":
             return "it was told to be a side call, and has no cause"
         return ""
+
+    def _begins_work(self) -> bool:
+        """Whether it is the first one with tools, of an agent that asked for titles or the like before."""
+        offering = [root for root in self._earlier if root.info.told.role != "side" and self._words.tools(root)]
+        return bool(self._words.tools(self._context)) and not offering
 
     def _anew(self) -> bool:
         return self._session.config.mode == "observe"
@@ -218,6 +225,7 @@ class _Teller:
     def __init__(self, session: Session, words: Words, renderer: Renderer | None, trained: Collection[int]) -> None:
         self._session, self._words = session, words
         self._tokenizer = renderer.tokenizer if renderer is not None else None
+        self._stops = frozenset(renderer.stop_ids) if renderer is not None else frozenset[int]()
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
     def _shared(self, node: Node, prompt: Ids, tokens: int) -> int:
@@ -305,30 +313,31 @@ class _Teller:
             how = change(old, new)
             if how in ("spelling", "whitespace"):
                 return _CHANGES[how], f"message {n + 1}, {new.role}, by the agent"
-        return ("edited", "") if recorded == "edited" else self._rewritten(left, token, now)
+        return ("edited", "") if recorded == "edited" else self._rewritten(left, token, context, now)
 
-    def _rewritten(self, left: Node | None, token: int, now: list[Message]) -> tuple[str, str]:
-        """The template itself wrote the past anew."""
-        at, start = None, 0
+    def _rewritten(self, left: Node | None, token: int, context: Context, now: list[Message]) -> tuple[str, str]:
+        """The template itself wrote the past anew. Held against its own version of the turn, which begins at the same token."""
+        at = None
         for node in path(left):
-            if start <= token <= start + len(node.ids) and isinstance(node, Sampled):
+            if isinstance(node, Sampled) and node.parent.length <= token <= node.length:
                 at = node
-            start += len(node.ids)
-        if at is None:
+        if at is None or self._tokenizer is None:
             return "template", ""
         message = self._words.turn(at)
-        if message.reasoning:
+        rest = path_ids(context)[at.parent.length :].tolist()
+        end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
+        said, written = self._tokenizer.decode(at.ids.tolist()), self._tokenizer.decode(rest[:end])
+        if said == written:
+            return "template", f"writes turn {at.id} with other ids than were sampled"
+        if message.reasoning.split() and " ".join(message.reasoning.split()) not in " ".join(written.split()):
             kept = any(
                 answer.reasoning.strip() == message.reasoning.strip() for answer in now if answer.role == "assistant"
             )
             return "thinking dropped", f"of turn {at.id}, by the {'template' if kept else 'agent'}"
+        if said.split() == written.split():
+            return "whitespace", f"of turn {at.id}, by the template"
         if message.tool_calls:
             return "JSON spelling", f"of turn {at.id}, by the template"
-        if (
-            self._tokenizer is not None
-            and self._tokenizer.encode(self._tokenizer.decode(at.ids.tolist())) != at.ids.tolist()
-        ):
-            return "template", f"writes turn {at.id} with other ids than were sampled"
         return "template", f"writes turn {at.id} otherwise"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import Renderer, TemplateRenderer, Tokenizer
+from turngate.render.known import recall_any
 from turngate.render.parse import HERMES, Parsed
 from turngate.types import Constraint, Ids, Json, Message, Tool, ToolCall
 from turngate.verify.findings import Book, Check, Difference
@@ -68,7 +69,8 @@ def _known_family(model: str) -> str:
 
 
 def _renderer(folder: Path, family: str) -> Renderer:
-    tokenizer = Tokenizer(folder)
+    known = recall_any(folder)  # of the vocabulary alone: what was found out about the template is not taken on trust
+    tokenizer = Tokenizer(folder) if known is None else Tokenizer(folder, vocabulary=known.vocabulary, fast=known.fast)
     if family in ("template", "auto"):
         return TemplateRenderer(tokenizer)
     if find_spec("renderers") is None:

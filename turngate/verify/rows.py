@@ -77,7 +77,8 @@ def _role(turn: Sampled, main: Context | None, words: Words) -> str:
     if "" not in (told.thread, begun.thread) and told.thread != begun.thread and _offers(turn.parent, words):
         return "subagent"
     cause = turn.root.info.cause
-    if turn.root is main or cause in _GOES_ON:
+    quiet = main is not None and _offers(main, words) and not _offers(turn.root, words)  # beside work with tools
+    if turn.root is main or (cause in _GOES_ON and not quiet):
         return "main"
     return "subagent" if cause == "subagent" else "side"
 
