@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import logging
 import os
-import resource
 import secrets
 import shutil
 import signal
@@ -34,7 +33,7 @@ import uvloop
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, DataInUse
 from turngate.server.auth import admin_key
-from turngate.server.listening import announcement, left_behind, listen, noted
+from turngate.server.listening import allow_many_connections, announcement, left_behind, listen, noted
 from turngate.slots import hinted
 from turngate.store.lock import lock
 
@@ -69,7 +68,7 @@ class Told(msgspec.Struct, frozen=True):
 
 def run(config: ServeConfig) -> None:
     data = Path(config.data)
-    _allow_many_connections()
+    allow_many_connections()
     with _locked(data) as held:
         admin_key(data)  # made here, once, for all of them
         listener = listen(config)
@@ -358,13 +357,6 @@ class Worker:
         now = time.monotonic()
         while self._waiting and now - self._waiting[0][2] >= WAIT_S - 0.1:
             self._waiting.popleft()[0].close()
-
-
-def _allow_many_connections() -> None:
-    """As many open files as the system lets us have; the workers inherit it."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

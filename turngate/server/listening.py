@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -80,3 +81,10 @@ def announcement(config: ServeConfig, listener: socket.socket) -> str:
         f"turngate listens on http://{host}:{port} · {workers}engine {config.engine} · model {config.model or 'any'} · "
         f"data {config.data}"
     )
+
+
+def allow_many_connections() -> None:
+    """As many open files as the system lets us have: a session takes two. Whatever we start inherits it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

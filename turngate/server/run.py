@@ -21,7 +21,7 @@ from turngate.errors import ConfigError
 from turngate.render import Certificate, Renderer
 from turngate.server.app import Gateway
 from turngate.server.asgi import App
-from turngate.server.listening import announcement, listen, noted, url_of
+from turngate.server.listening import allow_many_connections, announcement, listen, noted, url_of
 
 log = logging.getLogger("turngate")
 
@@ -34,6 +34,7 @@ def run(config: ServeConfig) -> None:
         gateway.store.close()
         raise
     settle_memory()
+    allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(gateway, Server(settings(gateway), gateway), listener))
 
