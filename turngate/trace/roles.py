@@ -52,8 +52,9 @@ def _lines(trace: Trace) -> dict[int, TurnRole]:
     found: dict[int, TurnRole] = {}
     for root in trace.roots:
         goes_on = root.info.cause in ("compaction", "system", "tools", "template", "edited")
-        # A second title may look like a later form of the first one, until it is known what the work is.
-        if root is main or (goes_on and (root.info.has_tools or not (main and main.info.has_tools))):
+        # A second title, with another system prompt, may look like a later form of the first one, until it is known what the work is.
+        title = root.info.cause == "system" and not root.info.has_tools and main is not None and main.info.has_tools
+        if root is main or (goes_on and not title):
             found[root.id] = "main"
         elif root.info.cause == "subagent":
             found[root.id] = "subagent"

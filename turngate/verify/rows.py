@@ -78,7 +78,7 @@ def _role(turn: Sampled, main: Context | None, words: Words) -> str:
         return "subagent"
     cause = turn.root.info.cause
     quiet = main is not None and _offers(main, words) and not _offers(turn.root, words)  # beside work with tools
-    if turn.root is main or (cause in _GOES_ON and not quiet):
+    if turn.root is main or (cause in _GOES_ON and not (quiet and cause == "system")):
         return "main"
     return "subagent" if cause == "subagent" else "side"
 
