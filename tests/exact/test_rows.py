@@ -155,6 +155,15 @@ async def test_a_subagent_has_its_own_row(world: World) -> None:
     assert len(samples(agent.session.trace)) == 2
 
 
+async def test_an_edited_first_question_is_an_edit_and_no_summary(world: World) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("Fix the failing test.")]
+    await talk(agent, "one", "two", "three")
+    agent.messages[1] = user("Fix the BROKEN test.")
+    await talk(agent, "four")
+    assert causes(agent) == ["edited"]
+
+
 async def test_edited_words_of_the_model_fork_and_are_not_trained(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]

@@ -103,7 +103,17 @@ def _looks_like(trace: Trace, reading: Reading, has_tools: bool) -> Cause:
     if any(_first_user(root) == asks for root in same_head):
         # Some agents keep what the user said when they sum up the rest.
         return "compaction" if longest > len(reading) + 1 and not _answered(reading) else "edited"
+    if any(_repeats_first_answer(root, reading) for root in same_head):
+        return "edited"  # all of it goes on as before, after another question: no summary keeps the very first answer
     return "compaction" if longest > len(reading) or _answered(reading) else "subagent"
+
+
+def _repeats_first_answer(root: Context, reading: Reading) -> bool:
+    """Whether the first answer in it is one that was given to `root`, at its place."""
+    first = root.count
+    if len(reading) <= first or any(reading.assistant(index) is not None for index in range(first)):
+        return False
+    return reading.assistant(first) is not None and any(s.info.meaning == reading.meaning(first) for s in root.children)
 
 
 def _answered(reading: Reading) -> bool:

@@ -142,11 +142,22 @@ class _Cause:
     def _compaction(self) -> str:
         thread = self._told.thread
         goes_on = any(thread and root.info.told.thread == thread for root in self._earlier)
-        begun = any(self._offered(root) and self._head(root) for root in self._earlier)
+        begun = [root for root in self._earlier if self._offered(root) and self._head(root)]
+        if not (self._root and (goes_on or begun)):
+            return "it is said to sum up a conversation, and none before it begins like it"
+        kept = [root.id for root in begun if not goes_on and not self._asks(root) and self._keeps_first_answer(root)]
         return (
-            ""
-            if self._root and (goes_on or begun)
-            else "it is said to sum up a conversation, and none before it begins like it"
+            f"it is said to sum up a conversation, and keeps all that followed the question of context {kept[0]}"
+            if kept
+            else ""
+        )
+
+    def _keeps_first_answer(self, root: Context) -> bool:
+        size = len(self._words.of(root))
+        if len(self._said) <= size or any(message.role == "assistant" for message in self._said[:size]):
+            return False
+        return any(
+            same(self._words.turn(turn), self._said[size]) for turn in root.children if turn.id < self._context.id
         )
 
     def _subagent(self) -> str:
@@ -240,7 +251,9 @@ class _Teller:
         same_ids = _common(turn.ids, left.ids)
         prompt = turn.parent.length
         recorded = turn.info.cause or ""
-        wasted = len(left.ids) if not left.children else 0
+        lost = (
+            recorded == "retry" or left.info.finish == "abort" or not left.delivered
+        )  # else both are answers, and trained
         return Fork(
             node=turn.id,
             recorded=recorded,
@@ -254,7 +267,7 @@ class _Teller:
             now=self._shown(turn.ids[same_ids : same_ids + _AROUND]),
             shared=self._shared(turn, path_ids(turn.parent), prompt),
             sent=0,
-            wasted=wasted,
+            wasted=len(left.ids) if lost and not left.children else 0,
         )
 
     def context(self, context: Context) -> Fork:
