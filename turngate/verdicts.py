@@ -137,8 +137,11 @@ def main(data: Path) -> None:
             answer = Answer(error=error.message)
         except Exception as error:  # a fault of ours in a check must not end the checks
             answer = Answer(error=f"{type(error).__name__}: {error}")
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the gateway is gone, and with it whoever wanted to know
 
 
 if __name__ == "__main__":

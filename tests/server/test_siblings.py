@@ -18,16 +18,18 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from starlette.requests import Request
 
 from tests import kit
 from tests.kit import Gated, Opened, Running, say, until, user
 from tests.sdk_agents import DIALECTS, agent
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted
+from turngate.errors import BadRequest
 from turngate.server import siblings
 from turngate.server.app import Gateway
+from turngate.server.http import read_cursor
 from turngate.server.siblings import socket_of
-from turngate.server.together import read_cursor
 from turngate.server.worker import Worker
 from turngate.slots import Place, hinted, slot
 from turngate.store.lock import lock
@@ -504,10 +506,18 @@ async def test_one_session_s_events_come_from_its_owner() -> None:
 
 
 def test_cursors_of_another_number_of_workers() -> None:
-    assert read_cursor("", 2) == [0, 0]
-    assert read_cursor("5.7", 2) == [5, 7]
-    assert read_cursor("9", 2) == [9, 9]
-    assert read_cursor("5.7.6", 2) == [7, 7]
+    def read(cursor: str, workers: int) -> list[int]:
+        return read_cursor(
+            Request({"type": "http", "headers": [], "query_string": f"after={cursor}".encode()}), workers
+        )
+
+    assert read("", 2) == [0, 0]
+    assert read("5.7", 2) == [5, 7]
+    assert read("9", 2) == [9, 9]
+    assert read("5.7.6", 2) == [7, 7]
+    assert read("5.7", 1) == [7]
+    with pytest.raises(BadRequest, match="after: '5.x' is not the id of an event"):
+        read("5.x", 2)
 
 
 # ── the store ───────────────────────────────────────────────────────────────────────────────────────────────────────

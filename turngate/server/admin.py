@@ -14,7 +14,7 @@ from turngate.control import Control
 from turngate.errors import BadRequest
 from turngate.fence import Pause
 from turngate.server.auth import Auth
-from turngate.server.http import body, reply, route, whole_number
+from turngate.server.http import body, read_cursor, reply, route, whole_number
 from turngate.trace.session import SessionConfig
 from turngate.types import Mode
 
@@ -107,8 +107,7 @@ class Admin:
         session_id = request.path_params.get("id", "")
         if session_id:
             self._control.find(session_id)
-        resumed = request.headers.get("last-event-id", "")
-        after = int(resumed) if resumed.isascii() and resumed.isdigit() else whole_number(request, "after", 0) or 0
+        (after,) = read_cursor(request)
         return StreamingResponse(
             self._events(session_id, after), media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )

@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from turngate.errors import BadRequest, Stopping
+from turngate.errors import Stopping
 from turngate.events import Event
 from turngate.server.admin import PauseBody, ResumeBody
 from turngate.server.app import Gateway
-from turngate.server.http import body, reply, route, whole_number
+from turngate.server.http import body, read_cursor, reply, route, whole_number
 from turngate.server.siblings import Siblings
 from turngate.types import Json
 
@@ -159,8 +159,7 @@ class Together:
             yield b"\n" if event is None else msgspec.json.encode(event) + b"\n"
 
     async def events(self, request: Request) -> Response:
-        asked = request.headers.get("last-event-id", "") or request.query_params.get("after", "")
-        places = read_cursor(asked, self._siblings.place.workers)
+        places = read_cursor(request, self._siblings.place.workers)
         return StreamingResponse(
             self._merged(places), media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
@@ -205,15 +204,3 @@ class Together:
                             await arrived.put((number, event))
                             after = event.seq
             await asyncio.sleep(_AGAIN_S)
-
-
-def read_cursor(text: str, workers: int) -> list[int]:
-    """How far a reader has come with each worker: `12.7`. A single number, or a cursor of so many workers as there are no
-    longer, is older than anything that they have now, or counts for all."""
-    if not text:
-        return [0] * workers
-    parts = text.split(".")
-    if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
-        raise BadRequest(f"after: {text!r} is not the id of an event", param="after")
-    places = [int(part) for part in parts]
-    return places if len(places) == workers else [max(places)] * workers
