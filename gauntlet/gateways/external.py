@@ -1,9 +1,7 @@
 """A gateway that somebody else has started: known by its address, asked by commands.
 
-`open` and `record` are shell commands with `{rollout}` in them. The first prints `{"key": …, "base_url": …}`, both optional; the
-second prints `{"turns": [[ids …] …], "rows": [{"ids": […], "mask": […], "logprobs": […]} …], "forks": [{"ids": […], "cause": "…"} …]}`,
-all optional too: `ids` of a fork are what was sampled first after it, causes are those of `scenario.Cause`. Without `record` only
-what an agent notices is judged.
+`--open` and `--record` are command lines with `{rollout}` in them, run without a shell. What they print is JSON: `Opened` and `Told`
+below are its shape. Without `--record` only what an agent notices is judged.
 """
 
 from __future__ import annotations
@@ -11,13 +9,23 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 
 import aiohttp
+import msgspec
 
 from gauntlet.gateways.base import CannotStart, Gateway, Record, Row, Session, Turn
+
+Printed = TypeVar("Printed", "Opened", "Told")
+Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class CommandFailed(Exception):
+    """What `--open` or `--record` names did not do its part in a rollout. Says which of them, and why."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,37 @@ class Address:
     key: str = "gauntlet"
     open: str = ""
     record: str = ""
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """What `--open` prints."""
+
+    key: str | None = None  # that of `--key` unless told
+    base_url: str | None = None  # that of `--url` unless told
+
+
+class ToldRow(msgspec.Struct, frozen=True):
+    ids: list[Id]
+    mask: list[int | bool]
+    logprobs: list[float | None]
+
+    def __post_init__(self) -> None:
+        sizes = len(self.ids), len(self.mask), len(self.logprobs)
+        if len(set(sizes)) > 1:
+            raise ValueError("`ids`, `mask` and `logprobs` are not of one length: {}, {}, {}".format(*sizes))
+
+
+class ToldFork(msgspec.Struct, frozen=True):
+    ids: list[Id]  # what was sampled first after the fork
+    cause: str | None  # one of `scenario.Cause`
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What `--record` prints."""
+
+    turns: list[list[Id]] | None = None  # what was sampled, turn by turn
+    rows: list[ToldRow] | None = None
+    forks: list[ToldFork] | None = None  # None: this gateway does not say why its record forks
 
 
 class External(Gateway):
@@ -50,25 +89,68 @@ class External(Gateway):
             raise CannotStart(f"nothing answers at {self._address.url}: {error}") from None
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
-        opened = await _said(self._address.open, rollout) if self._address.open else {}
-        base_url = str(opened.get("base_url", self._address.url)).rstrip("/")
-        return Session(rollout, base_url, str(opened.get("key", self._address.key)))
+        command = self._address.open
+        opened = await _printed("--open", command, rollout, Opened) if command else Opened()
+        base_url = (opened.base_url or self._address.url).rstrip("/")
+        return Session(rollout, base_url, opened.key or self._address.key)
 
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
         if not self._address.record:
             return Record()
-        told = await _said(self._address.record, session.id)
-        rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in told.get("rows", [])]
-        self.names_causes = self.names_causes or "forks" in told
-        forks = {tuple(fork["ids"]): str(fork["cause"]) for fork in told.get("forks", [])}
-        return Record([Turn(tuple(ids)) for ids in told.get("turns", [])], rows, forks)
+        told = await _printed("--record", self._address.record, session.id, Told)
+        self.names_causes = self.names_causes or told.forks is not None
+        return Record(
+            [Turn(tuple(ids)) for ids in told.turns or []],
+            [Row(row.ids, row.mask, row.logprobs) for row in told.rows or []],
+            {tuple(fork.ids): fork.cause or "" for fork in told.forks or []},
+        )
 
 
-async def _said(command: str, rollout: str) -> dict[str, Any]:
-    words = [word.replace("{rollout}", rollout) for word in shlex.split(command)]
-    process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-    out, _ = await process.communicate()
+def unusable(command: str) -> str:
+    """Why a command line cannot be run at all, if so."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return str(error)
+    if not words:
+        return "names no command"
+    if "{rollout}" not in words[0] and shutil.which(words[0]) is None:
+        return f"there is no command {words[0]}"
+    return ""
+
+
+async def _printed(option: str, command: str, rollout: str, kind: type[Printed]) -> Printed:
+    """What a command prints for a rollout, in the shape that it should have."""
+    try:
+        out = await _run([word.replace("{rollout}", rollout) for word in shlex.split(command)])
+        return msgspec.convert(_json(out), kind)
+    except (CommandFailed, msgspec.ValidationError) as error:
+        raise CommandFailed(f"{option} {command!r}: {error}") from None
+
+
+async def _run(words: list[str]) -> bytes:
+    """What a command prints. What it says on stderr is passed on; of one that fails, the last line is the reason."""
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe)
+    except OSError as error:
+        raise CommandFailed(f"{words[0]}: {error.strerror}") from None
+    try:
+        out, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = said.decode(errors="replace").strip().splitlines()
     if process.returncode:
-        raise CannotStart(f"{words[0]} ended with {process.returncode}")
-    said: dict[str, Any] = json.loads(out)
-    return said
+        raise CommandFailed(f"ended with {process.returncode}: {lines[-1] if lines else 'it said nothing'}")
+    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
+    return out
+
+
+def _json(out: bytes) -> object:
+    try:
+        return json.loads(out)
+    except ValueError:
+        said = out.decode(errors="replace").strip()
+        raise CommandFailed(f"printed {said[:60]!r}, which is not JSON" if said else "printed nothing") from None
