@@ -18,12 +18,14 @@ from gauntlet import paper, report
 from gauntlet.costs import Shape
 from gauntlet.gateways import GATEWAYS
 from gauntlet.gateways.base import CannotStart, Gateway
-from gauntlet.gateways.external import Address, External
+from gauntlet.gateways.external import Address, External, unusable
 from gauntlet.run import Result, count_costs, put_through
 from gauntlet.scenarios import BY_NAME
 from gauntlet.tokens import tokenizer
 from gauntlet.trial import engine
 from gauntlet.voices import VOICES
+
+LOAD = "16x20,4x100"
 
 
 def main() -> int:
@@ -37,7 +39,7 @@ def main() -> int:
         return 0
     wrong = _wrong(args)
     if wrong:
-        parser.error(wrong)
+        parser.exit(2, f"gauntlet: {wrong}\n")
     try:
         results = asyncio.run(_until_told(_run(args)))
     except asyncio.CancelledError:
@@ -48,6 +50,8 @@ def main() -> int:
         print(f"gauntlet: {error}", file=sys.stderr)
         return 1
     _tell(args, results)
+    if any(result.misused for result in results):
+        return 2
     return 1 if all(result.trouble for result in results) else 0
 
 
@@ -56,13 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     for what, known in (("gateway", list(GATEWAYS)), ("dialect", list(VOICES)), ("scenario", list(BY_NAME))):
         told = f"a {what}; repeat for more, leave out for all"
         parser.add_argument(f"--{what}", choices=known, action="append", default=[], help=told)
-    parser.add_argument(
-        "--load", default="16x20,4x100", help="sessions x turns of the cost part, with commas; '' leaves it out"
-    )
+    told = f"sessions x turns of the cost part, with commas ({LOAD}); '' leaves it out; not with --url"
+    parser.add_argument("--load", help=told)
     parser.add_argument("--repeats", type=int, default=2, help="how often each cost is measured; the best counts")
-    parser.add_argument(
-        "--compare", default="turngate", help="the gateway that is set beside the cheapest of the others"
-    )
+    told = "the gateway that is set beside the cheapest of the others"
+    parser.add_argument("--compare", choices=list(GATEWAYS), default="turngate", help=told)
     parser.add_argument(
         "--url", default="", help="a gateway that runs already, in place of those we start; see docs/gauntlet.md"
     )
@@ -81,8 +83,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _wrong(args: argparse.Namespace) -> str:
     """What cannot be, before anything is started."""
-    if not re.fullmatch(r"(\d+x\d+(,\d+x\d+)*)?", args.load) or "0" in re.split("[x,]", args.load):
-        return f"--load {args.load}: not of the form 16x20,4x100"
+    load = args.load or ""
+    if not re.fullmatch(r"(\d+x\d+(,\d+x\d+)*)?", load) or "0" in re.split("[x,]", load):
+        return f"--load {load}: not of the form {LOAD}"
+    if load and args.url:
+        return f"--load {load}: costs are not measured for a gateway that is not started here (--url)"
     if args.repeats < 1:
         return "--repeats must be at least 1"
     if args.url and args.gateway:
@@ -91,6 +96,11 @@ def _wrong(args: argparse.Namespace) -> str:
         return f"--url {args.url}: not an http address"
     if (args.open or args.record) and not args.url:
         return "--open and --record need --url"
+    for option, command in (("--open", args.open), ("--record", args.record)):
+        if command and (why := unusable(command)):
+            return f"{option} {command!r}: {why}"
+    if not 0 <= args.engine_port < 65536:
+        return f"--engine-port {args.engine_port}: not a port"
     if args.readme and not paper.marked(args.readme):
         return f"--readme {args.readme}: no {paper.BEGIN} … {paper.END} in it"
     if args.results and not args.results.absolute().parent.is_dir():
@@ -127,7 +137,8 @@ def _gateways(args: argparse.Namespace, dialects: list[str]) -> list[Gateway]:
 async def _run(args: argparse.Namespace) -> list[Result]:
     scenarios = [BY_NAME[name] for name in args.scenario or BY_NAME]
     dialects = args.dialect or list(VOICES)
-    shapes = [Shape(*map(int, shape.split("x"))) for shape in args.load.split(",") if shape]
+    load = LOAD if args.load is None else args.load
+    shapes = [Shape(*map(int, shape.split("x"))) for shape in load.split(",") if shape]
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=60)
     results: list[Result] = []

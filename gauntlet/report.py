@@ -11,6 +11,7 @@ from typing import Any
 from gauntlet.costs import Cell, Cost, Costs
 from gauntlet.run import Result
 from gauntlet.score import Score, total
+from gauntlet.trial import Rollout
 
 DASH = "–"
 MARKS = (
@@ -78,7 +79,7 @@ def by_scenario(results: Sequence[Result]) -> str:
     for name in names:
         cells = [name]
         for result in able:
-            cells.append(_cell(result, [r.score for r in result.rollouts if r.scenario == name]))
+            cells.append(_cell(result, [rollout for rollout in result.rollouts if rollout.scenario == name]))
         rows.append(cells)
     return _markdown(("scenario", *(result.gateway for result in able)), rows)
 
@@ -93,7 +94,7 @@ def trouble(results: Sequence[Result]) -> list[str]:
             if rollout.trouble:
                 way = "streamed" if rollout.streamed else "whole"
                 where = f"{result.gateway}, {rollout.scenario}, {rollout.dialect}, {way}"
-                lines.append(f"{where}: {' '.join(rollout.trouble.split())[:200]}")
+                lines.append(f"{where}: {' '.join(rollout.trouble.split())[:400]}")
         if result.costs is not None:
             if result.costs.trouble:
                 lines.append(f"{result.gateway}, costs: {result.costs.trouble}")
@@ -133,8 +134,9 @@ def _marks(result: Result, score: Score) -> list[str]:
     ]
 
 
-def _cell(result: Result, scores: Sequence[Score]) -> str:
-    score = total(scores)
+def _cell(result: Result, rollouts: Sequence[Rollout]) -> str:
+    score = total(rollout.score for rollout in rollouts)
+    failed = sum(rollout.failed for rollout in rollouts)
     if not score.rollouts:
         return DASH
     said = f"{score.rows}/{score.best_rows}" if result.trains else f"{score.finished}/{score.rollouts} finished"
@@ -146,7 +148,13 @@ def _cell(result: Result, scores: Sequence[Score]) -> str:
         said += f", {score.forks_right}/{score.forks} causes"
     if score.faults_told < score.faults:
         said += f", {score.faults_told}/{score.faults} errors"
-    for count, what in ((score.twice, "twice"), (score.side, "side"), (score.lost, "lost"), (score.unseen, "unseen")):
+    for count, what in (
+        (score.twice, "twice"),
+        (score.side, "side"),
+        (score.lost, "lost"),
+        (score.unseen, "unseen"),
+        (failed, "failed"),
+    ):
         if count:
             said += f", {count} {what}"
     return said

@@ -11,6 +11,7 @@ import aiohttp
 
 from gauntlet.costs import Costs, Shape, measure
 from gauntlet.gateways.base import CannotStart, Gateway
+from gauntlet.gateways.external import CommandFailed
 from gauntlet.scenario import Scenario
 from gauntlet.score import Score, total
 from gauntlet.trial import Mock, Rollout, Trial, started
@@ -31,6 +32,7 @@ class Result:
     costs: Costs | None = None
     ready_s: float = 0.0
     trouble: str = ""
+    misused: bool = False  # the trouble is with `--open` or `--record`: every rollout failed for them
 
     @property
     def score(self) -> Score:
@@ -56,7 +58,8 @@ async def put_through(
         async with started(gateway, http, mock) as trial:
             result.ready_s = trial.ready_s
             await _rollouts(result, trial, scenarios, [dialect for dialect in dialects if dialect in gateway.dialects])
-    except (CannotStart, aiohttp.ClientError) as error:
+    except (CannotStart, CommandFailed, aiohttp.ClientError) as error:
+        result.misused = isinstance(error, CommandFailed)
         result.trouble = " ".join(str(error).split()) or type(error).__name__
     return result
 
@@ -89,6 +92,8 @@ async def _rollouts(result: Result, trial: Trial, scenarios: Sequence[Scenario],
                 group.create_task(one_after_another())
     except* CannotStart as errors:
         raise errors.exceptions[0] from None
+    if done and all(rollout.failed for rollout in done.values()):
+        raise CommandFailed(done[0].trouble)
     result.rollouts = [done[place] for place in sorted(done)]
     result.names_causes = trial.gateway.names_causes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,8 @@ from typing import Any
 import aiohttp
 
 from gauntlet.agent import Agent, Played, script
-from gauntlet.gateways.base import CannotStart, Gateway, free_port
+from gauntlet.gateways.base import CannotStart, Gateway, Record, Session, free_port
+from gauntlet.gateways.external import CommandFailed
 from gauntlet.scenario import Scenario
 from gauntlet.score import Score, judge
 from gauntlet.voices import VOICES
@@ -34,6 +36,7 @@ class Rollout:
     score: Score
     trouble: str = ""
     silent: bool = False  # the gateway did not answer in time
+    failed: bool = False  # `--open` or `--record` did: nothing is known of what was recorded
 
 
 class Mock:
@@ -59,6 +62,8 @@ class Mock:
 
 @asynccontextmanager
 async def engine(http: aiohttp.ClientSession, port: int = 0) -> AsyncIterator[Mock]:
+    if port:
+        _must_be_free(port)
     port = port or free_port()
     command = [sys.executable, "-m", "gauntlet.engine", "--port", str(port)]
     process = subprocess.Popen(command, cwd=_ROOT)  # noqa: ASYNC220, S603  # our own command, and it returns at once
@@ -78,6 +83,16 @@ async def engine(http: aiohttp.ClientSession, port: int = 0) -> AsyncIterator[Mo
     finally:
         process.kill()
         process.wait()
+
+
+def _must_be_free(port: int) -> None:
+    """Before the engine is started: its own words would be a traceback, and whoever has the port might answer in its place."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engine itself does
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise CannotStart(f"the mock engine does not start on port {port}: {error.strerror}") from None
 
 
 @dataclass
@@ -108,7 +123,10 @@ class Trial:
                     self.http, VOICES[dialect], scenario, name, session.base_url, session.key, stream=streamed
                 )
                 played = await agent.play()
-                record = await self.gateway.record(self.http, session)
+                record = await self._record(session, rollout)
+        except CommandFailed as error:
+            rollout.trouble, rollout.failed = str(error), True
+            return rollout
         except (TimeoutError, aiohttp.ClientConnectionError) as error:
             rollout.trouble, rollout.silent = f"{type(error).__name__}: {error}", True
             return rollout
@@ -117,7 +135,7 @@ class Trial:
             return rollout
         log = await self.mock.log(name)
         await self.mock.forget(name)
-        rollout.trouble = played.trouble
+        rollout.trouble = rollout.trouble or played.trouble
         rollout.score = judge(
             scenario,
             log,
@@ -127,6 +145,14 @@ class Trial:
             names_causes=self.gateway.names_causes,
         )
         return rollout
+
+    async def _record(self, session: Session, rollout: Rollout) -> Record:
+        """What the gateway has; nothing where the command that should tell fails, so that it counts against the rollout."""
+        try:
+            return await self.gateway.record(self.http, session)
+        except CommandFailed as error:
+            rollout.trouble, rollout.failed = str(error), True
+            return Record(rows=[])
 
     async def live(self, scenario: Scenario, dialect: str, streamed: bool) -> Played:
         """A rollout whose session stays open. Its latencies are without the engine's own time."""

@@ -56,7 +56,7 @@ class ToldRow(msgspec.Struct, frozen=True):
 
 class ToldFork(msgspec.Struct, frozen=True):
     ids: list[Id]  # what was sampled first after the fork
-    cause: str | None  # one of `scenario.Cause`
+    cause: str | None  # one of `scenario.Cause`; null where the gateway does not know
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -142,9 +142,10 @@ async def _run(words: list[str]) -> bytes:
             process.kill()
             await process.wait()
     lines = said.decode(errors="replace").strip().splitlines()
+    if lines:
+        print(*lines, sep="\n", file=sys.stderr)
     if process.returncode:
         raise CommandFailed(f"ended with {process.returncode}: {lines[-1] if lines else 'it said nothing'}")
-    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
     return out
 
 

@@ -8,7 +8,18 @@ import urllib.request
 from typing import Any
 
 ADMIN = {"authorization": "Bearer outside-the-gauntlet", "content-type": "application/json"}
-CAUSES = {"edited": "edited"}
+CAUSES = {  # Turngate's words for why a record forks, in the Gauntlet's
+    "compaction": "compaction",
+    "subagent": "sub-agent",
+    "side": "side call",
+    "retry": "retry",
+    "resample": "retry",
+    "branch": "branch",
+    "edited": "edited",
+    "system": "system prompt changed",
+    "tools": "tools changed",
+    "template": "template",
+}
 
 
 def call(url: str, body: dict[str, Any] | None = None) -> Any:

@@ -80,6 +80,18 @@ def test_the_page_has_a_json_beside_it(tmp_path: Path) -> None:
         (["--repeats", "0"], "at least 1"),
         (["--url", "localhost"], "not an http address"),
         (["--record", "cat"], "need --url"),
+        (["--compare", "nope"], "choose from 'turngate'"),
+        (["--url", "http://here", "--load", "1x2"], "--load 1x2: costs are not measured"),
+        (
+            ["--url", "http://here", "--open", "my-open {rollout}"],
+            "--open 'my-open {rollout}': there is no command my-open",
+        ),
+        (
+            ["--url", "http://here", "--record", "./my-record"],
+            "--record './my-record': there is no command ./my-record",
+        ),
+        (["--url", "http://here", "--record", "cat '"], "No closing quotation"),
+        (["--engine-port", "70000"], "not a port"),
         (["--readme", "/nowhere/README.md"], "<!-- gauntlet -->"),
         (["--results", "/nowhere/results.md"], "no such folder"),
     ],

@@ -516,7 +516,7 @@ def test_cursors_of_another_number_of_workers() -> None:
     assert read("9", 2) == [9, 9]
     assert read("5.7.6", 2) == [7, 7]
     assert read("5.7", 1) == [7]
-    with pytest.raises(BadRequest, match="after: '5.x' is not the id of an event"):
+    with pytest.raises(BadRequest, match=r"after: '5.x' is not the id of an event"):
         read("5.x", 2)
 
 
