@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -73,8 +73,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"engine_url: the engine {self.engine!r} needs at least one --engine-url", param="engine_url"
             )
         for url in self.engine_url:
-            if not re.fullmatch(r"https?://[^\s/]+(/[^\s]*)?", url):
-                raise ConfigError(f"engine_url: {url!r} is not an http(s) URL", param="engine_url")
+            if not _is_url(url):
+                raise ConfigError(
+                    f"engine_url: {url!r} is not an http(s) URL such as http://127.0.0.1:8000", param="engine_url"
+                )
         if self.capture not in OBSERVED.get(self.engine, (self.capture,)):
             raise ConfigError(
                 f"capture: the engine {self.engine!r} cannot be asked for {self.capture}; "
@@ -92,6 +94,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.engine == "vllm" and not self.model:
             raise ConfigError("model: give --model NAME, the name under which vLLM serves the model", param="model")
         return self
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        whole = bool(parts.hostname) and parts.port != 0  # a port that is none raises
+    except ValueError:
+        return False
+    plain = text.isascii() and text.isprintable() and " " not in text
+    return whole and plain and parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
 
 
 def load(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:

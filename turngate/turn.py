@@ -248,6 +248,9 @@ class Turns:
         sampling: Sampling,
     ) -> AsyncGenerator[Sequence[ReplyEvent], None]:
         finish: Finish = "abort"
+        whole = (
+            False  # the engine was left in order; it can still be cancelled while what is left of a reply is drained
+        )
         fault = ""
         try:
             async with aclosing(_until(session.deadline(), engine.generate(request))) as chunks:
@@ -260,14 +263,15 @@ class Turns:
                     if reader.satisfied or session.tokens_left == 0 or chunk.finish is not None:
                         finish = "stop" if reader.satisfied else chunk.finish or "length"
                         break
+            whole = finish != "abort"
         except TimeoutError:
-            finish = "length"  # the session's wall clock ran out: what was sampled stands
+            finish, whole = "length", True  # the session's wall clock ran out: what was sampled stands
         except TurngateError as error:
             fault = error.message
             raise
         finally:
             # An engine that failed before its first token sampled nothing that could be recorded.
-            if finish == "abort" and (draft.ids or not fault):
+            if not whole and (draft.ids or not fault):
                 message = reader.finish()[1].message
                 await self._commit(session, call, prompt, draft, message, "abort", sampling, fault=fault or "aborted")
         if finish == "length" and not draft.ids:
@@ -371,6 +375,7 @@ class Turns:
         located, preamble, cause = place
         heard = Heard()
         finish: Finish = "abort"
+        whole = False
         fault = ""
         try:
             async with aclosing(_until(session.deadline(), reply)) as chunks:
@@ -382,8 +387,9 @@ class Turns:
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the endpoint gave this generation up")
                     finish = chunk.finish or finish
+            whole = finish != "abort"
         except TimeoutError:
-            finish = "length"
+            finish, whole = "length", True
         except TurngateError as error:
             fault = error.message
             raise
@@ -392,7 +398,7 @@ class Turns:
             prompt = observed(located, heard.prompt, preamble, cause)
             if draft.capture == "tokens" and not heard.accounts_for(draft.ids):
                 draft.capture = "logprobs"  # ids that hang in the air, or not all of them: evidence, but no row
-            if finish == "abort" and (not heard.empty or not fault):
+            if not whole and (not heard.empty or not fault):
                 await self._commit(session, call, prompt, draft, message, "abort", sampling, fault=fault or "aborted")
         node = await self._commit(session, call, prompt, draft, message, finish, sampling, fault=heard.fault)
         yield [Done(finish, message, heard.usage, node, heard.stopped_by)]

@@ -82,7 +82,8 @@ class Apart:
 
     def _begun(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603  # ourselves
-            [sys.executable, "-m", "turngate.verdicts", str(self._data)],
+            # -P: an agent may be able to write to the current folder, and nothing is imported from there.
+            [sys.executable, "-P", "-m", "turngate.verdicts", str(self._data)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the gateway's affair

@@ -11,7 +11,7 @@ import json
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -541,3 +541,37 @@ async def test_a_connection_that_says_nothing_useful_is_refused_and_no_more() ->
             await loop.sock_sendall(wire, b"\x16\x03\x01 this is no HTTP\r\n\r\n")
             assert (await asyncio.wait_for(loop.sock_recv(wire, 1000), 5)).startswith(b"HTTP/1.1 400")
         assert (await c[0].admin.get("/health")).status_code == 200
+
+
+# ── what is the workers' own ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("target", ["/worker/fence", "/worker/events", "/%77orker/fence", "/worker/fence/resume"])
+async def test_nobody_gets_at_the_workers_own_affairs(target: str) -> None:
+    """Neither with the secret of a session that another worker has, nor with the admin key, nor with a made-up number of the run."""
+    async with crew() as c:
+        session = await c.open_at(1)
+        for key in (session.key, "k" * 40):
+            for run in ({}, {"x-turngate-run": "0" * 16}):
+                for method in ("GET", "POST"):
+                    reply = await c[0].http(key).request(method, target, headers=run, json={"version": 999})
+                    assert reply.status_code == 404, (method, key, run)
+        assert c[1].app.fence.version == 0
+
+
+async def test_who_may_not_is_told_before_the_body_is_read() -> None:
+    async with crew() as c:
+        session = await c.open_at(1)
+        sent = 0
+
+        async def body() -> AsyncIterator[bytes]:
+            nonlocal sent
+            for _ in range(60):
+                sent += 1
+                yield b"x" * 1_000_000
+                await asyncio.sleep(0.02)
+
+        with suppress(httpx.WriteError, httpx.ReadError):  # or it is hung up on in the middle
+            reply = await c[0].http("nobody").post(f"/s/{session.id}/v1/chat/completions", content=body())
+            assert reply.status_code == 401
+        assert not c[1].app.control.find(session.id).trace.nodes

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from tests.exact.agent import World
 from tests.exact.test_rows import SYSTEM, talk, user
 from tests.verify.kit import tampering, wrong
 from tests.verify.stories import rich
+from turngate.cli import verify as command
 from turngate.cli.verify import Asked, report
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
@@ -30,6 +34,13 @@ Recorded = tuple[Path, str, str]
 @pytest.fixture
 def recorded(tmp_path: Path) -> Recorded:
     data = tmp_path / "data"
+    return data, *asyncio.run(rich(data, kit.renderer()))
+
+
+@pytest.fixture(scope="module")
+def recorded_once(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """To be copied."""
+    data = tmp_path_factory.mktemp("recorded")
     return data, *asyncio.run(rich(data, kit.renderer()))
 
 
@@ -54,7 +65,13 @@ def test_a_person_reads_the_verdict_the_checks_and_the_forks(recorded: Recorded,
         assert words in text
     for cause in ("retry", "side call (summary)", "sub-agent (helper)", "tools changed", "compaction"):
         assert cause in text.replace("\n", " ") or cause.split()[0] in text
-    assert "sampled for nothing" in text
+    assert "– transcript was not looked at: no agent is recorded" in text
+    start = text.index("  Forks")
+    assert all(len(line) <= 80 for line in text[start : text.index("In all")].splitlines()), "it fits a terminal"
+    fork = text[text.index("  node 5  retry") :].splitlines()
+    assert fork[1].strip() == "left node 4 at token 325 · sent 0 · shared 0 · wasted 5"
+    assert fork[2].strip().startswith("was …") and "▸lost on the way" in fork[2]
+    assert fork[3].strip().startswith("now …") and "▸<tool_call>" in fork[3]
 
 
 def test_what_is_wrong_is_named_with_its_place(recorded: Recorded, capsys: Any) -> None:
@@ -99,7 +116,21 @@ def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys:
         ({"session": "nobody"}, "is not recorded here"),
         ({"engine": "sglang"}, "cannot score a prompt"),
         ({"engine": "vllm"}, "needs --engine-url and --model"),
-        ({"engine_url": "http://127.0.0.1:1"}, "say which one"),
+        ({"engine_url": "http://127.0.0.1:1"}, "engine_url: --engine-url is for scoring; say with what: --engine"),
+        ({"engine": "vllm", "engine_url": "nonsense", "model": "m"}, "engine_url: 'nonsense' is not"),
+        ({"engine": "vllm", "engine_url": "http://h:port", "model": "m"}, "engine_url: 'http://h:port' is not"),
+        (
+            {"engine": "vllm", "engine_url": "http://h", "model": "m", "engine_key_env": "TURNGATE_NOPE"},
+            "engine_key_env: the environment variable TURNGATE_NOPE is not set",
+        ),
+        ({"version": 7}, "policy_version: --policy-version is for scoring"),
+        ({"tolerance": 0.5}, "tolerance: --tolerance is for scoring"),
+        ({"tolerance": -1.0, "engine": "scripted"}, "tolerance: -1 must be 0 or more"),
+        ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance: nan must be"),
+        ({"session": "abc", "every": True}, "session: give an id or --all"),
+        ({"tokenizer": "/nope"}, "tokenizer: /nope is no tokenizer"),
+        ({"family": "bogus"}, "family: 'bogus' is none of template, .*qwen3"),
+        ({"rollouts": "/nope"}, "rollouts: there is no folder /nope"),
     ],
 )
 def test_what_cannot_be_done_is_said(recorded: Recorded, options: Any, words: str) -> None:
@@ -113,6 +144,108 @@ def test_a_folder_without_a_store_is_said(tmp_path: Path) -> None:
     (tmp_path / "turngate.db").write_bytes(b"no database at all, but long enough to be taken for one" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
         ask(tmp_path)
+
+
+def test_a_copy_without_its_log_is_hinted_at(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "turngate.db")) as db:
+        db.execute("PRAGMA journal_mode=WAL")
+    with pytest.raises(ConfigError, match=r"no such table: sessions\); .* turngate.db-wal"):
+        ask(tmp_path)
+
+
+# ── what was asked for, and could not be done ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_an_engine_that_scores_nothing_is_said(every: bool, recorded: Recorded, capsys: Any) -> None:
+    options = {"every": every, "engine": "scripted", "version": 7}
+    with pytest.raises(ConfigError, match=r"^nothing was scored: no turn is of policy version 7$"):
+        ask(recorded[0], **options)
+    text = capsys.readouterr().out
+    assert "✓ sound (replay not looked at)" in text and "exact" not in text
+    assert not every or "– 2 sessions with replay not looked at: no turn is of policy version 7" in text
+    with pytest.raises(ConfigError):
+        ask(recorded[0], as_json=True, **options)
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and found["undone"] == ["nothing was scored: no turn is of policy version 7"]
+
+
+def test_a_tokenizer_that_fits_no_session_is_said(recorded: Recorded, tmp_path: Path, capsys: Any) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(kit.renderer().tokenizer.folder, other)
+    known = json.loads((other / "tokenizer.json").read_text())
+    known["added_tokens"][-1]["content"] = "<|another|>"
+    (other / "tokenizer.json").write_text(json.dumps(known))
+    with pytest.raises(ConfigError, match=r"^nothing was rendered: the tokenizer at .* is another than"):
+        ask(recorded[0], every=True, tokenizer=str(other))
+    assert "✓ sound (render not looked at)" in capsys.readouterr().out
+
+
+def test_what_is_wrong_comes_before_what_was_not_done(recorded: Recorded, capsys: Any) -> None:
+    data, session, _ = recorded
+    with tampering(data, session) as t:
+        t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
+    assert not ask(data, every=True, engine="scripted", version=7)
+    assert "nothing was scored: no turn is of policy version 7" in capsys.readouterr().out
+
+
+def test_what_an_engine_said_of_all_sessions_is_summed_up(recorded: Recorded, capsys: Any) -> None:
+    assert ask(recorded[0], every=True, engine="scripted", tolerance=0.0)
+    text = capsys.readouterr().out
+    assert text.count("✓ exact") == 2 and "2 sessions, none with something wrong" in text
+    assert "156 tokens of 18 turns scored again by scripted: difference at most 0, 0 beyond 0" in text
+    assert "1 row, 6 tokens to train" in text
+
+
+# ── damaged cells ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+_CELLS = [
+    ("nodes", column, value)
+    for column in ("ids", "logprobs", "info", "messages", "kind")
+    for value in ("cast({}||x'ff' as text)", "cast('abc' as text)", "7", "x'c1ff'")
+]
+_CELLS += [("nodes", column, "'abc'") for column in ("parent", "delivered", "checksum")]
+_CELLS += [("sessions", "config", value) for value in ("x'ff'", "'['", "7")]
+_CELLS += [("sessions", column, "x'ff'") for column in ("status", "stop", "opened", "id")]
+_CELLS += [("sessions", "id", "cast(x'ff' as text)"), ("nodes", "id", "'abc'")]
+
+
+@pytest.mark.parametrize(("table", "column", "value"), _CELLS)
+def test_a_damaged_cell_is_one_failed_verdict(
+    table: str, column: str, value: str, recorded_once: Recorded, tmp_path: Path, capsys: Any
+) -> None:
+    folder, session, other = recorded_once
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(folder / "turngate.db", data)
+    with tampering(data, session) as t:
+        where = "session=? AND id=4" if table == "nodes" else "key=?"
+        t.sql(f"UPDATE {table} SET {column}={value.format(column)} WHERE {where}", t.key)
+    assert not ask(data, every=True, engine="scripted", as_json=True)
+    fine, damaged = json.loads(capsys.readouterr().out)["sessions"]
+    assert fine["session"] == other and fine["ok"]
+    found = [finding for finding in damaged["findings"] if not finding["ok"]]
+    assert found and not any("falls over" in finding["what"] for finding in found if finding["check"] == "readable")
+    if table == "nodes" and column != "id":
+        assert 4 in {finding["node"] for finding in found}
+    assert not ask(data, every=True)
+    assert "2 sessions, 1 with something wrong" in capsys.readouterr().out
+
+
+def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, monkeypatch: Any, capsys: Any) -> None:
+    data, session, _ = recorded
+    real = verify
+
+    def falls(folder: Folder, session_id: str, means: Means) -> Verdict:
+        if session_id == session:
+            raise RuntimeError("a fault of ours")
+        return real(folder, session_id, means)
+
+    monkeypatch.setattr(command, "verify", falls)
+    assert not ask(data, every=True)
+    text = capsys.readouterr().out
+    assert "readable  verify falls over it: RuntimeError: a fault of ours" in text
+    assert "2 sessions, 1 with something wrong" in text
 
 
 # ── an engine ───────────────────────────────────────────────────────────────────────────────────────────────────────

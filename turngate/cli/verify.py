@@ -1,20 +1,26 @@
-"""What `turngate verify` prints: a verdict per session, with its forks and what they cost. Exit code 1 if anything is wrong."""
+"""What `turngate verify` prints: a verdict per session, with its forks and what they cost.
+
+Exit code 1 if anything is wrong, 2 if something that was asked for could not be done.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from turngate.agents.spec import find as find_agent
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
-from turngate.errors import ConfigError, TurngateError
+from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
 from turngate.render import find
 from turngate.rollout.agreement import differences
 from turngate.types import Json
@@ -24,16 +30,27 @@ from turngate.verify import (
     VLLM,
     Derived,
     Folder,
+    Fork,
     Means,
+    Part,
     Renderers,
+    Replay,
     Scorer,
     Session,
     Transcript,
     Verdict,
+    unreadable,
     verify,
 )
 
-_LONG = 32  # characters of an excerpt
+_LONG = 30  # characters of an excerpt
+_UNDER = " " * 10  # what is said of a fork stands under its cause
+_PARTS: tuple[Part, ...] = ("structure", "rows", "render", "replay", "transcript")
+_DONE = {  # what an option asked for, if it was not done at all
+    "render": "nothing was rendered",
+    "replay": "nothing was scored",
+    "transcript": "nothing was compared with --rollouts",
+}
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,35 +70,110 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: str = ""
     as_json: bool = False
 
+    @property
+    def requested(self) -> tuple[Part, ...]:
+        """Parts that were asked for by an option."""
+        asked: dict[Part, bool] = {
+            "render": bool(self.tokenizer or self.family),
+            "replay": bool(self.engine),
+            "transcript": bool(self.rollouts),
+        }
+        return tuple(part for part in asked if asked[part])
+
 
 def report(asked: Asked) -> bool:
-    """Print the verdicts; True if nothing is wrong."""
+    """Print the verdicts; True if nothing is wrong. Raises where something that was asked for could not be done at all."""
     data = Path(asked.data)
-    scorer = _scorer(asked)
+    _refuse(asked)
+    scorer, renderers = _scorer(asked), _renderers(asked)
+    console = None if asked.as_json else new_console()
+    verdicts = []
     with Folder(data) as folder, stored_rows(data) as rows:
         means = Means(
             rows=rows,
-            renderers=Renderers(tokenizer=find(asked.tokenizer) if asked.tokenizer else None, family=asked.family),
+            renderers=renderers,
             scorer=scorer,
             tolerance=asked.tolerance,
             version=asked.version,
             transcript=transcripts(Path(asked.rollouts) if asked.rollouts else data / "rollouts"),
         )
-        wanted = folder.sessions() if asked.every else [folder.chosen(asked.session)]
-        console = new_console()
-        verdicts = []
-        for session_id in wanted:
-            verdict = verify(folder, session_id, means)
+        for verdict in _looked(folder, asked, means):
             verdicts.append(verdict)
-            if not asked.as_json:
-                show(verdict, console, brief=asked.every and verdict.ok)
-    ok = all(verdict.ok for verdict in verdicts)
-    if asked.as_json:
-        print(msgspec.json.encode({"ok": ok, "sessions": verdicts}).decode())
+            if console is not None:
+                show(verdict, console, brief=asked.every and verdict.ok, requested=asked.requested)
+    return _ended(verdicts, asked, console)
+
+
+def _looked(folder: Folder, asked: Asked, means: Means) -> Iterator[Verdict]:
+    if not asked.every:
+        yield verify(folder, folder.chosen(asked.session), means)
+        return
+    for session_id in folder.sessions():
+        try:
+            yield verify(folder, session_id, means)
+        except NotFound as error:
+            if session_id in folder.sessions():  # else it was deleted meanwhile
+                yield unreadable(session_id, error.message)
+        except EngineError:
+            raise
+        except Exception as error:  # what makes us fall over one session must not hide the others
+            yield unreadable(session_id, f"verify falls over it: {type(error).__name__}: {error}")
+
+
+def _ended(verdicts: list[Verdict], asked: Asked, console: Console | None) -> bool:
+    """What there is to say at the end of all."""
+    fine = all(verdict.ok for verdict in verdicts)
+    undone = [f"{_DONE[part]}: {why}" for part in asked.requested if (why := _undone(part, verdicts))]
+    if console is None:
+        print(msgspec.json.encode({"ok": fine and not undone, "sessions": verdicts, "undone": undone}).decode())
     elif asked.every:
-        wrong = sum(not verdict.ok for verdict in verdicts)
-        say(console, f"{len(verdicts)} sessions, {wrong or 'none'} with something wrong", "red" if wrong else "green")
-    return ok
+        _totals(verdicts, console)
+    if undone and fine:
+        raise ConfigError("; ".join(undone))
+    if console is not None:
+        for what in undone:
+            say(console, what, "red")
+    return fine
+
+
+def _undone(part: str, verdicts: list[Verdict]) -> str:
+    """Why a part was looked at in no session; empty if it was in one."""
+    if any(finding.part == part for verdict in verdicts for finding in verdict.findings):
+        return ""
+    reasons = Counter(u.why for verdict in verdicts for u in verdict.unchecked if u.part == part)
+    return _one_of(reasons) or "there is no session that can be read"
+
+
+def _one_of(reasons: Counter[str]) -> str:
+    """The most common reason, and how many others there are."""
+    if not reasons:
+        return ""
+    [(why, _)] = reasons.most_common(1)
+    more = len(reasons) - 1
+    return f"{one_line(why)} (and {_n(more, 'other reason')})" if more else one_line(why)
+
+
+def _totals(verdicts: list[Verdict], console: Console) -> None:
+    wrong = sum(not verdict.ok for verdict in verdicts)
+    counted = f"{_n(len(verdicts), 'session')}, {wrong or 'none'} with something wrong"
+    say(console, counted, "red" if wrong else "green")
+    for part in _PARTS:
+        reasons = [next(u.why for u in v.unchecked if u.part == part) for v in verdicts if part in _missing(v)]
+        if reasons:
+            say(console, f"  – {_n(len(reasons), 'session')} with {part} not looked at: {_one_of(Counter(reasons))}")
+    scored = [verdict.replay for verdict in verdicts if verdict.replay is not None]
+    if scored:
+        turns, tokens, outliers = map(sum, zip(*((r.turns, r.tokens, r.outliers) for r in scored), strict=True))
+        say(
+            console,
+            f"  {_n(tokens, 'token')} of {_n(turns, 'turn')} scored again by {scored[0].engine}: "
+            f"difference at most {_largest(scored):.2g}, {outliers} beyond {scored[0].tolerance:g}",
+        )
+
+
+def _largest(scored: list[Replay]) -> float:
+    """One that is no number is larger than all."""
+    return float(np.max([replay.largest for replay in scored]))
 
 
 def transcripts(folder: Path) -> Transcript:
@@ -102,28 +194,70 @@ def transcripts(folder: Path) -> Transcript:
     return compare
 
 
+def _refuse(asked: Asked) -> None:
+    """Raise for options that do not go together, or mean nothing."""
+    if asked.every and asked.session != "last":
+        raise ConfigError("session: give an id or --all, not both", param="session")
+    if not (math.isfinite(asked.tolerance) and asked.tolerance >= 0):
+        raise ConfigError(f"tolerance: {asked.tolerance:g} must be 0 or more", param="tolerance")
+    if asked.rollouts and not Path(asked.rollouts).is_dir():
+        raise ConfigError(f"rollouts: there is no folder {asked.rollouts}", param="rollouts")
+    scoring = {
+        "engine_url": bool(asked.engine_url),
+        "engine_key_env": bool(asked.engine_key_env),
+        "model": bool(asked.model),
+        "policy_version": asked.version is not None,
+        "tolerance": asked.tolerance != TOLERANCE,
+    }
+    for name in scoring if not asked.engine else ():
+        if scoring[name]:
+            option = name.replace("_", "-")
+            raise ConfigError(f"{name}: --{option} is for scoring; say with what: --engine vllm", param=name)
+
+
+def _renderers(asked: Asked) -> Renderers:
+    return Renderers(tokenizer=find(asked.tokenizer) if asked.tokenizer else None, family=asked.family)
+
+
 def _scorer(asked: Asked) -> Scorer | None:
     match asked.engine:
         case "":
-            if asked.engine_url:
-                raise ConfigError("engine: say which one it is: --engine vllm", param="engine")
             return None
         case "scripted":
             return Derived()
         case "vllm":
             if not asked.engine_url or not asked.model:
                 raise ConfigError("engine: vllm needs --engine-url and --model", param="engine_url")
-            key = os.environ.get(asked.engine_key_env, "") if asked.engine_key_env else ""
-            return VLLM(asked.engine_url, asked.model, key=key)
+            if not _is_url(asked.engine_url):
+                raise ConfigError(f"engine_url: {asked.engine_url!r} is not an http(s) URL", param="engine_url")
+            return VLLM(asked.engine_url, asked.model, key=_key(asked.engine_key_env))
         case other:
             raise ConfigError(f"engine: {other!r} cannot score a prompt; vllm and scripted can", param="engine")
 
 
-def show(verdict: Verdict, console: Console, *, brief: bool = False) -> None:
-    """`brief`: one line."""
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port or an address that is none
+        return False
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable, "") if variable else ""
+    if variable and not key:
+        raise ConfigError(f"engine_key_env: the environment variable {variable} is not set", param="engine_key_env")
+    return key
+
+
+def show(verdict: Verdict, console: Console, *, brief: bool = False, requested: Collection[str] = ()) -> None:
+    """`brief`: one line. `requested`: parts that were asked for, besides those that every session has."""
     counts = verdict.counts
-    facts = f"{counts.turns} turns, {counts.sampled_tokens} sampled tokens, {counts.rows} rows, {counts.trained_tokens} tokens to train"
-    mark = ("✓ exact", "bold green") if verdict.ok else ("✗ wrong", "bold red")
+    facts = (
+        f"{_n(counts.turns, 'turn')}, {_n(counts.sampled_tokens, 'sampled token')}, {_n(counts.rows, 'row')}, "
+        f"{_n(counts.trained_tokens, 'token')} to train"
+    )
+    mark = (f"✓ {_word(verdict, requested)}", "bold green") if verdict.ok else ("✗ wrong", "bold red")
     say(console, Text.assemble(mark, f"  {one_line(verdict.session)}  ", (f"{verdict.status}, {facts}", "dim")))
     if brief:
         return
@@ -138,57 +272,66 @@ def show(verdict: Verdict, console: Console, *, brief: bool = False) -> None:
     _differences(verdict, console)
 
 
+def _word(verdict: Verdict, requested: Collection[str]) -> str:
+    """What a session without fault may be called: exact only if all of it was looked at."""
+    owed = [part for part in _missing(verdict) if part != "transcript" or part in requested]
+    return f"sound ({', '.join(owed)} not looked at)" if owed else "exact"
+
+
+def _missing(verdict: Verdict) -> list[str]:
+    """Parts of which no check was made."""
+    made = {finding.part for finding in verdict.findings}
+    return list(dict.fromkeys(u.part for u in verdict.unchecked if u.part not in made))
+
+
+def _n(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _parts(verdict: Verdict, console: Console) -> None:
     lines: dict[str, Text] = {}
     for (part, check), ok in _outcomes(verdict).items():
         line = lines.setdefault(part, Text(f"  {part:11}"))
-        line.append(f" {check}", "dim" if ok is None else "green" if ok else "red")
+        line.append(f" {check}" if ok else f" ✗{check}", "green" if ok else "red")
     for line in lines.values():
         say(console, line)
-    for why in dict.fromkeys((u.part, u.why) for u in verdict.unchecked):
-        say(console, Text(f"    {why[0]} was not looked at: {one_line(why[1])}", "dim"))
+    whole = _missing(verdict)
+    for name, why in dict.fromkeys((u.part if u.part in whole else u.check, u.why) for u in verdict.unchecked):
+        say(console, Text(f"  – {name} was not looked at: {one_line(why)}", "dim"))
     if verdict.replay is not None:
         r = verdict.replay
         say(
             console,
-            f"    {r.tokens} tokens of {r.turns} turns scored again by {r.engine}: difference at most {r.largest:.2g}, "
-            f"mean {r.mean:.2g}, {r.outliers} beyond {r.tolerance:g}",
+            f"    {_n(r.tokens, 'token')} of {r.turns} of {_n(verdict.counts.turns, 'turn')} scored again by {r.engine}: "
+            f"difference at most {r.largest:.2g}, mean {r.mean:.2g}, {r.outliers} beyond {r.tolerance:g}",
         )
 
 
-def _outcomes(verdict: Verdict) -> dict[tuple[str, str], bool | None]:
-    """Of each check, whether it holds; None: it was not made."""
-    found: dict[tuple[str, str], bool | None] = {(f.part, f.check): f.ok for f in verdict.findings}
-    return found | {(missing.part, missing.check): None for missing in verdict.unchecked}
+def _outcomes(verdict: Verdict) -> dict[tuple[str, str], bool]:
+    """Of each check that was made, whether it holds."""
+    return {(f.part, f.check): f.ok for f in verdict.findings}
 
 
 def _forks(verdict: Verdict, console: Console) -> None:
     if not verdict.forks:
         return
-    table = Table(title="Forks", title_justify="left")
-    for heading in ("node", "cause", "left", "at token", "was / now", "in two rows", "sent anew", "wasted"):
-        table.add_column(heading, overflow="fold")
+    say(console, "  Forks")
     for fork in verdict.forks:
         cause = fork.cause + (f" ({fork.detail})" if fork.detail else "")
+        left = "" if fork.left is None else f"left node {fork.left} "
         before = _short(fork.before, end=True)
-        here = f"{before}▸{_short(fork.was)}\n{before}▸{_short(fork.now)}"
-        left = "" if fork.left is None else str(fork.left)
-        table.add_row(
-            str(fork.node),
-            one_line(cause),
-            left,
-            str(fork.token),
-            here,
-            str(fork.shared),
-            str(fork.sent),
-            str(fork.wasted),
-        )
-    console.print(table)
+        say(console, Text.assemble(f"  {f'node {fork.node}':<7} ", (one_line(cause), "bold")))
+        say(console, f"{_UNDER}{left}at token {fork.token} · {_price((fork,))}")
+        say(console, Text.assemble(_UNDER, ("was ", "dim"), (before, "dim"), "▸", _short(fork.was)))
+        say(console, Text.assemble(_UNDER, ("now ", "dim"), (before, "dim"), "▸", _short(fork.now)))
     causes = Counter(fork.cause for fork in verdict.forks)
     counted = ", ".join(f"{count} × {cause}" for cause, count in causes.most_common())
-    anew, twice, wasted = map(sum, zip(*((f.sent, f.shared, f.wasted) for f in verdict.forks), strict=True))
-    price = f"{anew} prompt tokens read anew, {twice} in more than one row, {wasted} sampled for nothing"
-    say(console, Text(f"  {counted}: {price}", "dim"))
+    say(console, Text(f"  In all: {counted}: {_price(verdict.forks)}", "dim"))
+
+
+def _price(forks: Sequence[Fork]) -> str:
+    sent, shared, wasted = map(sum, zip(*((f.sent, f.shared, f.wasted) for f in forks), strict=True))
+    return f"sent {sent} · shared {shared} · wasted {wasted}"
 
 
 def _differences(verdict: Verdict, console: Console) -> None:

@@ -87,11 +87,10 @@ class Connections:
     async def _connected(self) -> _Connection:
         loop = asyncio.get_running_loop()
         secure = ssl.create_default_context() if self._secure else None
+        connection = _Connection(self)
         try:
             async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self), self._host, self._port, ssl=secure
-                )
+                await loop.create_connection(lambda: connection, self._host, self._port, ssl=secure)
         except TimeoutError:
             raise Unreached("it could not be reached in time") from None
         except ssl.SSLCertVerificationError as error:
@@ -100,6 +99,9 @@ class Connections:
             raise Unreached("it does not speak TLS as expected") from error
         except OSError as error:
             raise Unreached(error.errno, error.strerror) from error
+        except BaseException:
+            connection.abort()  # it may have been made already
+            raise
         return connection
 
     def made(self, connection: _Connection) -> None:
@@ -277,7 +279,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
             response.came(len(data))
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             response.fail(Malformed(str(error)))
             self.abort()
             return
@@ -321,7 +323,8 @@ class _Connection(asyncio.Protocol):
             return
         self.response = None
         response.end()
-        if self._parser.should_keep_alive() and self.open and not self.waiting:
+        heard_out = self._transport.get_write_buffer_size() == 0  # else it answered before it had read all
+        if self._parser.should_keep_alive() and self.open and heard_out and not self.waiting:
             self._pool.back(self)
         else:
             self._transport.close()

@@ -318,7 +318,7 @@ class Reply:
                 async with asyncio.timeout(DRAIN_S):
                     while await _readany(self._response):
                         pass
-        except (TimeoutError, aiohttp.ClientError, CutOff):
+        except (TimeoutError, aiohttp.ClientError, CutOff, Malformed):
             pass  # the answer is complete; only its connection is lost
         finally:
             self._response.close()
@@ -333,8 +333,12 @@ class Reply:
             response.close()
             raise EngineUnavailable(f"the call to {self._client.engine} was abandoned")
         if response.status != 200:
-            with boundary(self._client.engine):
-                body = await response.read()
+            try:
+                with boundary(self._client.engine):
+                    body = await response.read()
+            except BaseException:
+                response.close()
+                raise
             self.finished = True
             raise self._client.failure(response.status, body)
         self._response = response

@@ -48,19 +48,28 @@ def _read_as(folder: Path) -> str:
 
 
 def recall(name: str) -> Known | None:
-    return _record(_folder() / f"{name}.msgpack")
+    try:
+        return _record(_folder() / f"{name}.msgpack")
+    except RuntimeError:  # there is no home folder
+        return None
 
 
 def recall_any(folder: Path) -> Known | None:
     """Whatever model and family it was loaded for: the vocabulary is the same."""
-    records = map(_record, _folder().glob(f"{_read_as(folder)}-*.msgpack"))
-    return next((known for known in records if known is not None), None)
+    try:
+        records = map(_record, _folder().glob(f"{_read_as(folder)}-*.msgpack"))
+        return next((known for known in records if known is not None), None)
+    except RuntimeError:
+        return None
 
 
 def _record(path: Path) -> Known | None:
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=Known)
-    except (OSError, msgspec.DecodeError):
+        digest, record = path.read_bytes().split(b"\n", 1)
+        if digest != _sum(record):
+            return None
+        return msgspec.msgpack.decode(record, type=Known)
+    except (OSError, ValueError, msgspec.DecodeError):
         return None
 
 
@@ -69,13 +78,18 @@ def note(name: str, known: Known) -> None:
     try:
         _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         part = _folder() / f"{name}.{os.getpid()}"
-        part.write_bytes(msgspec.msgpack.encode(known))
+        record = msgspec.msgpack.encode(known)
+        part.write_bytes(_sum(record) + b"\n" + record)
         part.replace(_folder() / f"{name}.msgpack")
-        newest = sorted(_folder().glob("*.msgpack"), key=lambda record: record.stat().st_mtime, reverse=True)
-        for record in newest[_KEPT:]:
-            record.unlink(missing_ok=True)
-    except OSError:
+        newest = sorted(_folder().glob("*.msgpack"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for old in newest[_KEPT:]:
+            old.unlink(missing_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return
+
+
+def _sum(record: bytes) -> bytes:
+    return blake2b(record, digest_size=16).hexdigest().encode()
 
 
 def _folder() -> Path:

@@ -263,6 +263,7 @@ class Worker:
             )
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # nothing is imported from the current folder, where an agent may be able to write
                 "-m",
                 "turngate.server.worker",
                 str(self._number),  # for whoever reads a list of processes

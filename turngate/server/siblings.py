@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,9 +32,12 @@ from turngate.slots import NAMED, Place
 log = logging.getLogger("turngate")
 RETURN_S = 30.0  # how long a worker that is being started again is waited for
 CLIENT = b"x-turngate-client"  # who calls, told to the owner; means nothing outside a private socket
+RUN = b"x-turngate-run"  # a number that only the workers of this run know: by it they know each other's own requests
+OWN = "/worker/"  # what workers ask of each other; nobody else's request is ever served there, or passed on
 _OF_A_CONNECTION = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"}
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _OPEN = ("POST", "/admin/sessions")
+_AREA = re.compile(r"^/(s|v1/rollouts)/[^/]+")
 FENCE = {("GET", "/admin/fence"), ("POST", "/admin/fence/pause"), ("POST", "/admin/fence/resume")}
 EVENTS = ("GET", "/admin/events")
 
@@ -41,8 +45,9 @@ EVENTS = ("GET", "/admin/events")
 class Siblings:
     """The other workers, reached over their private sockets."""
 
-    def __init__(self, place: Place, folder: Path) -> None:
+    def __init__(self, place: Place, folder: Path, run: str) -> None:
         self.place = place
+        self.own = ((RUN.decode(), run),)  # the header of our own requests
         self.others = [n for n in range(place.workers) if n != place.number]
         self._clients = {n: _client(socket_of(folder, n)) for n in self.others}
 
@@ -98,7 +103,9 @@ class Doors:
             await self._gateway(scope, receive, send)
             return
         asked = (scope["method"], scope["path"])
-        if asked == EVENTS:
+        if scope["path"].startswith(OWN):
+            await self._gateway(scope, receive, send)  # which has nothing of the kind
+        elif asked == EVENTS:
             await self._together(scope, receive, send)
         elif asked in FENCE:
             await self._at(0, scope, receive, send, here=self._together)
@@ -116,6 +123,16 @@ class Doors:
         key = dialect.key(headers_of(scope), query_of(scope))
         session_id = self._gateway.control.id_of_secret(key) if key else None
         return self._place.number if session_id is None else self._place.owner(session_id)
+
+    def _may(self, scope: Scope) -> bool:
+        """Whether somebody with this key may ask for anything at all."""
+        found = self._paths.find(_AREA.sub("", scope["path"]))
+        dialect = found.dialect if found is not None else speaks(Request(scope))
+        key = dialect.key(headers_of(scope), query_of(scope))
+        auth = self._gateway.auth
+        if auth.is_admin(key) or auth.trusts(key, client_of(scope)):
+            return True
+        return bool(key) and self._gateway.control.id_of_secret(key) is not None
 
     async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A session that is given no id goes to each worker in turn; one with an id to whom it belongs, so that none has it twice."""
@@ -137,6 +154,9 @@ class Doors:
     async def _at(self, number: int, scope: Scope, receive: Receive, send: Send, *, here: App) -> None:
         if number == self._place.number:
             await here(scope, receive, send)
+            return
+        if not self._may(scope):  # is told so here, before a long body is read for nothing
+            await self._gateway(scope, receive, send)
             return
         try:
             body = await read_body(receive, headers_of(scope), self._max_body)
@@ -160,7 +180,7 @@ class Doors:
         headers = [
             (name.decode("latin-1"), _text(value))
             for name, value in scope["headers"]
-            if name not in _OF_A_CONNECTION and name not in (b"content-length", CLIENT)
+            if name not in _OF_A_CONNECTION and name not in (b"content-length", CLIENT, RUN)
         ]
         headers.append((CLIENT.decode(), client_of(scope)))
         sent = body if body or scope["method"] == "POST" else None

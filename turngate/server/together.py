@@ -22,7 +22,7 @@ from turngate.events import Event
 from turngate.server.admin import PauseBody, ResumeBody
 from turngate.server.app import Gateway
 from turngate.server.http import body, read_cursor, reply, route, whole_number
-from turngate.server.siblings import Siblings
+from turngate.server.siblings import RETURN_S, Siblings
 from turngate.types import Json
 
 _PAUSED = "paused"  # the setting: by which run of the gateway
@@ -113,11 +113,18 @@ class Together:
         return list(await asyncio.gather(*map(one, self._siblings.others)))
 
     async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> State:
-        async with self._siblings.ask(number, method, target, (), content) as response:
-            try:
+        # Draining takes as long as the longest answer; everything else is done at once, by a worker that is not stuck.
+        limit = None if target.endswith("/drained") else RETURN_S
+        try:
+            async with (
+                asyncio.timeout(limit),
+                self._siblings.ask(number, method, target, self._siblings.own, content) as response,
+            ):
                 answer = await response.read()
-            except (aiohttp.ClientError, OSError):
-                raise Stopping("a worker was stopped meanwhile; repeat the call in a moment") from None
+        except TimeoutError:
+            raise Stopping(f"worker {number} does not answer; repeat the call in a moment") from None
+        except (aiohttp.ClientError, OSError):
+            raise Stopping("a worker was stopped meanwhile; repeat the call in a moment") from None
         if response.status != 200:
             raise Stopping(f"worker {number} could not do it ({response.status}); repeat the call in a moment")
         return msgspec.json.decode(answer, type=State)
@@ -197,7 +204,9 @@ class Together:
             return
         while True:
             with suppress(Stopping, aiohttp.ClientError, OSError):
-                async with self._siblings.ask(number, "GET", f"/worker/events?after={after}") as response:
+                async with self._siblings.ask(
+                    number, "GET", f"/worker/events?after={after}", self._siblings.own
+                ) as response:
                     async for line in response.content:
                         if line.strip():
                             event = msgspec.json.decode(line, type=Event)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -25,7 +26,7 @@ from turngate.server.app import Gateway
 from turngate.server.asgi import App, Receive, Scope, Send, answered
 from turngate.server.front import HEAD_BYTES, Start, Told
 from turngate.server.run import Server, announce_renderer, settings, settle_memory
-from turngate.server.siblings import FENCE, Doors, Siblings, private, socket_of
+from turngate.server.siblings import FENCE, OWN, RUN, Doors, Siblings, private, socket_of
 from turngate.server.together import Together
 from turngate.slots import Place
 
@@ -69,7 +70,8 @@ class Worker:
     def __init__(self, gateway: Gateway, place: Place, folder: Path, run: str) -> None:
         self.gateway = gateway
         self._number = place.number
-        self._siblings = Siblings(place, folder)
+        self._siblings = Siblings(place, folder, run)
+        self._run = run.encode()
         self._together = Together(gateway, self._siblings, run)
         self._of_all = _starlette(self._together.routes())
         self._own = _starlette(self._together.worker_routes())
@@ -86,12 +88,17 @@ class Worker:
 
     async def _inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Workers' own affairs, the fence of all at worker 0, and requests that were passed on."""
-        if scope["path"].startswith("/worker/"):
+        if scope["path"].startswith(OWN) and self._is_own(scope):
             await self._own(scope, receive, send)
         elif self._number == 0 and (scope["method"], scope["path"]) in FENCE:
             await self._of_all(scope, receive, send)
         else:
             await self.gateway(scope, receive, send)
+
+    def _is_own(self, scope: Scope) -> bool:
+        """Of another worker of this run, and not passed on for somebody."""
+        told = [value for name, value in scope["headers"] if name == RUN]
+        return len(told) == 1 and secrets.compare_digest(told[0], self._run)
 
 
 def _starlette(routes: list[Route]) -> App:

@@ -18,12 +18,24 @@ import msgspec
 
 from turngate.types import Json
 from turngate.verify.drift import drift
-from turngate.verify.findings import Book, Counts, Difference, Finding, Fork, Note, Replay, Unchecked, Verdict
+from turngate.verify.findings import (
+    Book,
+    Counts,
+    Difference,
+    Finding,
+    Fork,
+    Note,
+    Part,
+    Replay,
+    Unchecked,
+    Verdict,
+    unreadable,
+)
 from turngate.verify.render import Renderers, render
 from turngate.verify.replay import TOLERANCE, VLLM, Derived, Scorer, replay
 from turngate.verify.rows import Rows, Sample, roles, rows
 from turngate.verify.sampler import Sampler, summed_up
-from turngate.verify.stored import Context, Folder, Session
+from turngate.verify.stored import Context, Folder, Session, Unreadable
 from turngate.verify.structure import structure
 from turngate.verify.words import Words
 
@@ -37,6 +49,7 @@ __all__ = [
     "Fork",
     "Means",
     "Note",
+    "Part",
     "Renderers",
     "Replay",
     "Rows",
@@ -48,6 +61,7 @@ __all__ = [
     "Unchecked",
     "Verdict",
     "summed_up",
+    "unreadable",
     "verify",
 ]
 
@@ -68,9 +82,12 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify(folder: Folder, session_id: str, means: Means) -> Verdict:
-    """The verdict on one session. Raises only where it cannot be read at all, or an engine cannot be asked."""
+    """The verdict on one session. Raises only where there is none of that id, or an engine cannot be asked."""
     for _ in range(_TRIES):
-        session = folder.read(session_id)
+        try:
+            session = folder.read(session_id)
+        except Unreadable as error:
+            return unreadable(session_id, error.message)
         verdict = _verdict(session, means)
         # A session that goes on may have got a turn between the reading of its nodes and of its rows.
         if session.status != "open" or not folder.changed(session):

@@ -107,6 +107,12 @@ class Verdict(msgspec.Struct, frozen=True):
         return tuple(finding for finding in self.findings if not finding.ok)
 
 
+def unreadable(session: str, why: str) -> Verdict:
+    """The verdict on a session of which nothing can be told."""
+    finding = Finding("structure", "readable", False, why)
+    return Verdict(session=session, ok=False, status="unreadable", counts=Counts(), findings=(finding,))
+
+
 class Check:
     """One check while it is made."""
 

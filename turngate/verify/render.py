@@ -33,8 +33,15 @@ class Renderers:
     """Tokenizers that sessions were recorded with, each loaded once."""
 
     def __init__(self, *, tokenizer: Path | None = None, family: str = "", given: Renderer | None = None) -> None:
-        self._tokenizer, self._family, self._given = tokenizer, family, given
+        """`tokenizer`, `family`: instead of what is recorded. Raises ConfigError where one is not what its name says."""
+        self._tokenizer, self._family, self._given = tokenizer, "" if family == "auto" else family, given
         self._made: dict[tuple[str, str], Renderer] = {}
+        if self._family:
+            _known(self._family)
+        if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"tokenizer: {tokenizer} is no tokenizer; give a folder that holds tokenizer.json", param="tokenizer"
+            )
 
     def of(self, session: Session) -> Renderer:
         """Raises ConfigError where there is none for it."""
@@ -58,6 +65,25 @@ class Renderers:
                 param="tokenizer",
             )
         return renderer
+
+
+def _known(family: str) -> None:
+    """Raises ConfigError where nothing renders as `family`."""
+    if family == "template":
+        return
+    if find_spec("renderers") is None:
+        raise ConfigError(
+            f"family: {family!r} would be one of the `renderers` package, which is not installed; template needs none",
+            param="family",
+        )
+    from renderers import config_from_name
+    from renderers.base import MODEL_RENDERER_MAP
+
+    try:
+        config_from_name(family)
+    except ValueError:
+        choices = ", ".join(["template", *sorted(set(MODEL_RENDERER_MAP.values()))])
+        raise ConfigError(f"family: {family!r} is none of {choices}", param="family") from None
 
 
 def _known_family(model: str) -> str:
@@ -92,7 +118,7 @@ def render(session: Session, words: Words, renderers: Renderers, book: Book) -> 
     if exact:
         try:
             renderer = renderers.of(session)
-        except ConfigError as error:
+        except (ConfigError, BadRequest) as error:
             why = error.message
     reading = None if renderer is None else _Reading(session, words, renderer)
     with book.check(

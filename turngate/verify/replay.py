@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import orjson
 
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import EngineError, EngineUnavailable
-from turngate.types import Ids, Logprobs
+from turngate.types import Ids, Json, Logprobs
 from turngate.verify.findings import Book, Replay
-from turngate.verify.stored import Sampled, Session, path, path_ids
+from turngate.verify.stored import UNREADABLE, Sampled, Session, path, path_ids
 
 _MOST = 5  # tokens of one turn that are told one by one
 TOLERANCE = 0.02  # for engines that compute in bfloat16: reading a prompt and sampling it are different kernels
@@ -91,9 +93,10 @@ def replay(session: Session, scorer: Scorer, book: Book, *, tolerance: float, ve
     with book.check(
         "replay", "logprobs", "the engine gives the recorded tokens the recorded log-probabilities"
     ) as check:
-        due = {turn.id for turn in session.turns if _fit(turn, scorer, version)}
+        unfit = {turn.id: _unfit(turn, scorer, version) for turn in session.turns}
+        due = {turn.id for turn in session.turns if not unfit[turn.id]}
         if not due:
-            check.skip("no turn has log-probabilities that this engine could give again")
+            check.skip(_most_common(unfit.values()))
             return
         apart: list[Logprobs] = []
         for leaf in sorted(session.leaves, key=lambda leaf: -leaf.length):
@@ -129,11 +132,28 @@ def replay(session: Session, scorer: Scorer, book: Book, *, tolerance: float, ve
             )
 
 
-def _fit(turn: Sampled, scorer: Scorer, version: int | None) -> bool:
+def _most_common(reasons: Iterable[str]) -> str:
+    """Why none of a session's turns can be scored, as for most of them."""
+    counted = Counter(reasons).most_common(1)
+    return f"no turn {counted[0][0]}" if counted else "nothing was sampled"
+
+
+def _unfit(turn: Sampled, scorer: Scorer, version: int | None) -> str:
+    """What a turn lacks to be scored; empty if nothing."""
     info, scores = turn.info, turn.logprobs
+    if version is not None and not info.version_start == info.version_end == version:
+        return f"is of policy version {version}"
     if scores is None or info.capture != "tokens" or len(scores) != len(turn.ids) or not len(scores):
-        return False
-    if np.isnan(scores).any() or (version is not None and not info.version_start == info.version_end == version):
-        return False
-    plain = not info.biases and orjson.loads(info.sampling or b"{}").get("temperature", 1.0) == 1.0
-    return scorer.tempered or plain
+        return "has a log-probability for each of its tokens"
+    if np.isnan(scores).any():
+        return "has a log-probability for each of its tokens"
+    if scorer.tempered or (not info.biases and _temperature(info.sampling) == 1.0):
+        return ""
+    return f"was sampled without a bias at temperature 1, which is all that {scorer.name} can score"
+
+
+def _temperature(sampling: bytes) -> Json:
+    try:
+        return msgspec.json.decode(sampling or b"{}", type=dict[str, Json]).get("temperature", 1.0)
+    except UNREADABLE:
+        return None  # told where the structure is looked at

@@ -6,16 +6,16 @@ from the nodes and from what the agent's program told, by code that shares nothi
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from turngate.errors import TurngateError
 from turngate.types import Ids
 from turngate.verify.findings import Book, Check
-from turngate.verify.stored import Context, Sampled, Session, path, path_ids
+from turngate.verify.stored import UNREADABLE, Context, Sampled, Session, path, path_ids
 from turngate.verify.words import Words
 
 _GOES_ON = ("compaction", "system", "tools", "template", "edited")  # causes under which the main line begins anew
@@ -115,14 +115,14 @@ def rows(session: Session, words: Words, given: Rows, book: Book, *, sound: bool
     try:
         every = given(session.id, True)
         trained = given(session.id, False)
-    except (TurngateError, msgspec.DecodeError) as error:
+    except (TurngateError, sqlite3.Error, *UNREADABLE) as error:
         said = error.message if isinstance(error, TurngateError) else f"it falls over it ({error})"
         for name in names:
             with book.check("rows", name, "") as check:
                 if sound:
                     check.hold(False, f"the gateway refuses this session: {said}")
                 else:
-                    check.skip(f"the gateway refuses this session, as it should: {said}")
+                    check.skip(f"what is wrong with the trace keeps the gateway from making any ({said})")
         return {}
     _chains(session, every, trained, book)
     _masks(session, every, book)

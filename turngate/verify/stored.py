@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +22,12 @@ from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
 SCHEMA = 2
+UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
 _UNDELIVERED = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
+
+
+class Unreadable(ConfigError):
+    """A session is there, and cannot be read."""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +130,32 @@ class Row(msgspec.Struct, frozen=True):
         return value if self.delivered else value ^ _UNDELIVERED
 
 
+# What the cells of a node have to be, and what stands in for one that is something else: SQLite keeps whatever it is given.
+_CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
+    "parent": ((int, NoneType), None),
+    "kind": (str, ""),
+    "ids": (bytes, b""),
+    "logprobs": ((bytes, NoneType), None),
+    "info": (bytes, b""),
+    "messages": (bytes, b""),
+    "delivered": (int, 1),
+    "checksum": (int, -1),
+}
+
+
+def _row(cells: dict[str, Any]) -> tuple[Row, str]:
+    """A node's row, and what is wrong with the kind of its cells."""
+    damaged = [name for name, (kind, _) in _CELLS.items() if not isinstance(cells[name], kind)]
+    row = Row(**{**cells, **{name: _CELLS[name][1] for name in damaged}})
+    wrong = ", ".join(f"`{name}` is stored as {_stored_as(cells[name])}" for name in damaged)
+    return row, wrong and f"it is damaged on disk: {wrong}"
+
+
+def _stored_as(value: object) -> str:
+    names = {str: "text", bytes: "bytes", int: "a number", float: "a number with a fraction", NoneType: "nothing"}
+    return names[type(value)]
+
+
 class Preamble(msgspec.Struct, frozen=True):
     tools: bytes
     kwargs: bytes
@@ -162,7 +194,10 @@ Node = Context | Sampled
 class Session:
     """A session as it lies in the store, and as much of a tree as its rows make."""
 
-    def __init__(self, known: dict[str, Any], rows: list[Row], preambles: dict[bytes, Preamble]) -> None:
+    def __init__(
+        self, known: dict[str, Any], rows: list[Row], preambles: dict[bytes, Preamble], damaged: dict[int, str]
+    ) -> None:
+        """`damaged`: nodes with cells that are not what they have to be."""
         self.key: int = known["key"]
         self.id: str = known["id"]
         self.opened: float = known["opened"]
@@ -175,10 +210,11 @@ class Session:
         self.config_fault = ""
         try:
             self.config = msgspec.json.decode(known["config"], type=Config)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             self.config, self.config_fault = Config(), str(error)
         self.rows = rows
         self.preambles = preambles
+        self._damaged = damaged
         self.contexts: list[Context] = []
         self.turns: list[Sampled] = []
         self.loose: dict[int, str] = {}  # rows that are on no way from a root, and why
@@ -202,6 +238,8 @@ class Session:
                 node.parent.children.append(node)
 
     def _node(self, row: Row, nodes: dict[int, Node]) -> Node | str:
+        if row.id in self._damaged:
+            return self._damaged[row.id]
         if row.kind not in ("context", "sampled"):
             return f"its kind is {row.kind!r}"
         if len(row.ids) % 4:
@@ -211,7 +249,7 @@ class Session:
                 context = msgspec.msgpack.decode(row.info, type=ContextFacts)
             else:
                 turn = msgspec.msgpack.decode(row.info, type=SampledFacts)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return f"its facts cannot be read: {error}"
         if row.parent is None:
             return Context(row, None, context) if row.kind == "context" else "a turn hangs on nothing"
@@ -265,7 +303,11 @@ _SESSIONS = (
 _NODES = (
     "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id"
 )
+_PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
 _STATE = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
+
+
+_NO_WAL = "; if it is a copy, was turngate.db-wal beside it copied too?"
 
 
 class Folder:
@@ -278,10 +320,12 @@ class Folder:
             raise ConfigError(f"data: there is no {file}; give the --data folder of a gateway", param="data")
         self._db = _opened(file)
         self._db.row_factory = sqlite3.Row
+        self._db.text_factory = _text
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA:
             self._db.close()
-            raise ConfigError(f"data: {file} has schema {version}, this version knows {SCHEMA}", param="data")
+            hint = "" if version else _NO_WAL
+            raise ConfigError(f"data: {file} has schema {version}, this version knows {SCHEMA}{hint}", param="data")
 
     def close(self) -> None:
         self._db.close()
@@ -295,7 +339,8 @@ class Folder:
     def sessions(self, *, sealed: bool = False) -> list[str]:
         """Ids, the newest first."""
         where = " WHERE status != 'open'" if sealed else ""
-        return [row[0] for row in self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")]
+        found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")
+        return [str(row[0]) for row in found]  # one that is no text finds no session, which is told then
 
     def chosen(self, wanted: str) -> str:
         """A session by its id, by the beginning of it, or `last`."""
@@ -315,14 +360,15 @@ class Folder:
             known = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
             if known is None:
                 raise NotFound(f"session: there is no {session_id!r} here")
-            rows = [Row(*row) for row in self._db.execute(_NODES, (known["key"],))]
-            preambles = {
-                digest: Preamble(tools, kwargs)
-                for digest, tools, kwargs in self._db.execute(
-                    "SELECT digest, tools, kwargs FROM preambles WHERE session=?", (known["key"],)
-                )
-            }
-        return Session(dict(known), rows, preambles)
+            nodes = self._db.execute(_NODES, (known["key"],)).fetchall()
+            stored = self._db.execute(_PREAMBLES, (known["key"],)).fetchall()
+        if not all(isinstance(node["id"], int) for node in nodes):
+            raise Unreadable(f"session: {session_id} is damaged on disk: the number of a node is none")
+        rows = [_row(dict(node)) for node in nodes]
+        # Those that are no bytes are missed where a context refers to them.
+        preambles = {cells[0]: Preamble(*cells[1:]) for cells in stored if all(isinstance(c, bytes) for c in cells)}
+        damaged = {row.id: wrong for row, wrong in rows if wrong}
+        return Session(_sound(dict(known)), [row for row, _ in rows], preambles, damaged)
 
     def changed(self, session: Session) -> bool:
         """Whether something was recorded since it was read."""
@@ -340,10 +386,26 @@ class Folder:
             self._db.execute("BEGIN")
             yield
         except sqlite3.DatabaseError as error:
-            raise ConfigError(f"data: {self.path} cannot be read ({error})", param="data") from None
+            raise Unreadable(f"data: {self.path} cannot be read ({error})", param="data") from None
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
+
+
+def _text(raw: bytes) -> str:
+    """Text of the store, however damaged: what is none shows its bytes."""
+    return raw.decode("utf-8", "backslashreplace")
+
+
+def _sound(known: dict[str, Any]) -> dict[str, Any]:
+    """A session's own row, if its cells are of the kinds that they have to be."""
+    for name in ("status", "stop", "vocabulary"):
+        if not isinstance(known[name], str):
+            raise Unreadable(f"session: {known['id']} is damaged on disk: `{name}` is no text")
+    times = isinstance(known["opened"], float) and isinstance(known["closed"], (float, NoneType))
+    if not times:
+        raise Unreadable(f"session: {known['id']} is damaged on disk: it was opened or closed at no time")
+    return {**known, **{name: known[name] if isinstance(known[name], str) else "" for name in ("folder", "renderer")}}
 
 
 def _opened(file: Path) -> sqlite3.Connection:
@@ -360,4 +422,5 @@ def _opened(file: Path) -> sqlite3.Connection:
             db.close()
             raise ConfigError(f"data: {file} cannot be read ({error})", param="data") from None
         return db
-    raise ConfigError(f"data: {file} cannot be read ({last})", param="data")
+    hint = _NO_WAL if "no such table" in str(last) else ""
+    raise ConfigError(f"data: {file} cannot be read ({last}){hint}", param="data")

@@ -10,7 +10,7 @@ import numpy as np
 
 from turngate.types import Json
 from turngate.verify.findings import Book, Check
-from turngate.verify.stored import Context, Sampled, Session, path
+from turngate.verify.stored import UNREADABLE, Context, Sampled, Session, path
 from turngate.verify.words import Words
 
 _FINISHES = ("stop", "length", "tool_calls", "abort")
@@ -100,7 +100,7 @@ def _call_ids(turn: Sampled) -> list[str]:
     try:
         message = msgspec.json.decode(turn.row.messages)
         return [call["id"] for call in message.get("tool_calls", ())]
-    except (msgspec.DecodeError, AttributeError, KeyError, TypeError):
+    except (*UNREADABLE, AttributeError, KeyError):
         return []  # told where messages are read
 
 
@@ -168,7 +168,7 @@ def _sampling(session: Session, book: Book) -> None:
         for turn in session.turns:
             try:
                 used = {**_NEUTRAL, **(msgspec.json.decode(turn.info.sampling) if turn.info.sampling else {})}
-            except (msgspec.DecodeError, TypeError):
+            except UNREADABLE:
                 check.hold(False, "how it was sampled cannot be read", node=turn.id)
                 continue
             due = {name for name, value in used.items() if name not in _FREE and value != _NEUTRAL.get(name)}
@@ -242,7 +242,7 @@ def _preambles(session: Session, words: Words, book: Book) -> None:
 def _kwargs(raw: bytes) -> dict[str, Json]:
     try:
         found = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -18,12 +18,12 @@ from turngate.dialects.responses import Responses
 from turngate.dialects.responses_tools import ResponsesTools
 from turngate.errors import BadRequest
 from turngate.types import History, Json, Message, Tool
-from turngate.verify.stored import Context, Node, Preamble, Sampled, Session, path
+from turngate.verify.stored import UNREADABLE, Context, Node, Preamble, Sampled, Session, path
 
 Change = Literal["", "thinking", "spelling", "whitespace", "ids", "words"]
 _pieces = msgspec.json.Decoder(list[msgspec.Raw])
 _message = msgspec.json.Decoder(Message)
-_UNREADABLE = (BadRequest, msgspec.DecodeError, KeyError, UnicodeError, RecursionError)
+_UNREADABLE = (BadRequest, KeyError, *UNREADABLE)
 
 
 class _Allowed(msgspec.Struct):
