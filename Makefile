@@ -4,7 +4,7 @@
 # make fast   the tests that need no heavy part
 # make bench  what the gateway costs
 # make soak   two hundred kills under load
-# make gauntlet   puts Turngate and its peers through the Gauntlet (about an hour; FAST=1: three minutes, and nothing is written)
+# make gauntlet   puts Turngate and its peers through the Gauntlet (40 minutes; FAST=1: three minutes, and nothing is written)
 
 PYTHON ?= python3
 BIN := .venv/bin

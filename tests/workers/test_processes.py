@@ -372,20 +372,15 @@ async def test_events_go_on_when_a_worker_dies(data: Path) -> None:
         await asyncio.to_thread(stack.close)
 
 
+def in_front_of(engine: Any) -> tuple[str | Path, ...]:
+    where = ("--engine", "vllm", "--engine-url", engine.url)
+    return (*where, "--model", "m", "--tokenizer", BUILTIN_TOKENIZER)
+
+
 async def test_a_caller_that_hangs_up_at_a_worker_aborts_the_engine_s_call(data: Path) -> None:
     async with slow_engine() as engine:
         with ExitStack() as stack:
-            arguments = (
-                "--engine",
-                "vllm",
-                "--engine-url",
-                engine.url,
-                "--model",
-                "m",
-                "--tokenizer",
-                BUILTIN_TOKENIZER,
-            )
-            s = await asyncio.to_thread(stack.enter_context, served(data, *arguments))
+            s = await asyncio.to_thread(stack.enter_context, served(data, *in_front_of(engine)))
             opened = await asyncio.to_thread(s.open)
             async with openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"]) as client:
                 stream: Any = await client.chat.completions.create(model="m", messages=HI, stream=True)  # type: ignore[arg-type]
@@ -400,17 +395,7 @@ async def test_a_caller_that_hangs_up_at_a_worker_aborts_the_engine_s_call(data:
 async def test_a_passed_on_reply_whose_owner_dies_breaks_off_and_the_session_goes_on(data: Path) -> None:
     async with slow_engine() as engine:
         with ExitStack() as stack:
-            arguments = (
-                "--engine",
-                "vllm",
-                "--engine-url",
-                engine.url,
-                "--model",
-                "m",
-                "--tokenizer",
-                BUILTIN_TOKENIZER,
-            )
-            s = await asyncio.to_thread(stack.enter_context, served(data, *arguments))
+            s = await asyncio.to_thread(stack.enter_context, served(data, *in_front_of(engine)))
             near, far = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
             one = httpx.Limits(max_connections=1)
             async with httpx.AsyncClient(base_url=s.url, limits=one, trust_env=False, timeout=40) as http:

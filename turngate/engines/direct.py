@@ -92,6 +92,7 @@ class Connections:
             async with asyncio.timeout(self._connect_s):
                 await loop.create_connection(lambda: connection, self._host, self._port, ssl=secure)
         except TimeoutError:
+            connection.abort()  # it may have been made in the last moment
             raise Unreached("it could not be reached in time") from None
         except ssl.SSLCertVerificationError as error:
             raise Unreached("its certificate is not to be trusted") from error
@@ -100,7 +101,7 @@ class Connections:
         except OSError as error:
             raise Unreached(error.errno, error.strerror) from error
         except BaseException:
-            connection.abort()  # it may have been made already
+            connection.abort()  # likewise
             raise
         return connection
 
@@ -163,11 +164,10 @@ class Response:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Gives the connection back if all was heard, else ends it: so an engine learns that it must abort."""
-        connection = self._connection
+        """Ends the connection, unless all was heard: so an engine learns that it must abort. Else it serves another call already."""
         self._unwatch()
-        if connection.response is self:
-            connection.abort()
+        if self._connection.response is self:
+            self._connection.abort()
 
     async def _more(self) -> None:
         if self._error is not None:
