@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from turngate.errors import TaskError
-from turngate.tasks.task import load, said
+from turngate.tasks import load, said
 
 
 def folder(at: Path, **files: str) -> Path:

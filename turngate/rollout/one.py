@@ -40,6 +40,7 @@ from turngate.rollout.collect import Collected, collect, spelled
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Backend, Job, Mount, Network, Resources, Sandbox, SandboxSpec
 from turngate.sandboxes.posix import to_the_end
+from turngate.tasks import place
 from turngate.tasks.task import Task
 from turngate.types import Json
 from turngate.types import Limits as SessionLimits
@@ -51,7 +52,6 @@ Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error
 _LIMITS: Mapping[Stage, float] = {
     "sandbox": 600,
     "files": 300,
-    "setup": 900,
     "session": 30,
     "relay": 120,
     "launch": 120,
@@ -205,10 +205,9 @@ class Rollout:
         stack.push_async_callback(self._clean, sandbox)
         self._placed(sandbox.workdir)
         async with self._stage("files"):
-            if order.task.files is not None:
-                await sandbox.upload(order.task.files, sandbox.workdir)
-        async with self._stage("setup", _LIMITS["setup"] + _SPARE_S):
-            await self._set_up(sandbox)
+            await place.lay_files(sandbox, order.task)
+        async with self._stage("setup", order.task.setup_timeout_s + _SPARE_S):
+            await place.set_up(sandbox, order.task)
         async with self._stage("session"):
             opened = await self._open(stack)
         await stack.enter_async_context(self._followed(opened.id))
@@ -248,38 +247,17 @@ class Rollout:
         return None
 
     def _spec(self) -> SandboxSpec:
-        order, task = self._order, self._order.task
-        if task.dockerfile is not None and order.backend.name != "docker" and not order.image and task.files is None:
-            raise TaskError(
-                f"task: {task.id} builds its own image (environment/Dockerfile); use --sandbox docker, or --image with a ready one",
-                param="sandbox",
-            )
-        mounts = [Mount(source, target) for source, target in self._pairs]
-        image = order.image or task.image
-        given = order.resources
-        return SandboxSpec(
-            image=image,
-            dockerfile="" if image or task.dockerfile is None else str(task.dockerfile),
+        order = self._order
+        needed = place.spec(order.task, order.backend, image=order.image, resources=order.resources)
+        return msgspec.structs.replace(
+            needed,
             network=order.network,
             reachable=self._wayout.hosts,
-            mounts=tuple(mounts),
+            mounts=tuple(Mount(source, target) for source, target in self._pairs),
             env=order.env,
-            resources=Resources(
-                cpus=given.cpus or task.cpus, memory_mb=given.memory_mb or task.memory_mb, pids=given.pids
-            ),
-            life_s=order.timeout_s + sum(_LIMITS.values()),
-            labels={"task": task.id, "agent": order.agent.name},
+            life_s=order.timeout_s + order.task.setup_timeout_s + sum(_LIMITS.values()),
+            labels={**needed.labels, "agent": order.agent.name},
         )
-
-    async def _set_up(self, sandbox: Sandbox) -> None:
-        script = self._order.task.setup
-        if not script:
-            return
-        result = await sandbox.exec(["sh", "-e", "-c", script], timeout_s=_LIMITS["setup"])
-        if result.timed_out or result.exit_code:
-            how = "ran out of time" if result.timed_out else f"ended with exit code {result.exit_code}"
-            said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
-            raise TaskError(f"setup.sh {how}: {said or 'it said nothing'}", param="setup.sh")
 
     async def _open(self, stack: AsyncExitStack) -> Opened:
         """Under an id of our own: where we are cancelled before the answer comes, there is a session to end all the same."""

@@ -40,6 +40,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     image: str = ""  # a container image or a template's name; empty: the backend's default
     dockerfile: str = ""  # a folder with a Dockerfile, instead of an image
+    workdir: str = ""  # where commands run and the work lies; empty: the image's own, or the backend's
     network: Network = "none"  # none: nothing but the relay to the gateway
     reachable: tuple[str, ...] = ()  # remote: hosts that stay open all the same, because the relay has to get there
     mounts: tuple[Mount, ...] = ()

@@ -1,5 +1,6 @@
-"""What is asked of an agent."""
+"""What is asked of an agent, and who decides about the outcome."""
 
-from turngate.tasks.task import Task, load, said
+from turngate.tasks.folder import load
+from turngate.tasks.task import Task, said
 
 __all__ = ["Task", "load", "said"]

@@ -1,28 +1,82 @@
-"""A task: what is asked, and what the agent finds when it begins. Read from a folder, a text file, or said outright.
+"""The nouns of a task: what is asked, what the agent finds when it begins, and who decides about the outcome.
 
-    my-task/
-      instruction.md     what is asked (required)
-      files/             the agent's working folder at the start
-      setup.sh           run there before the agent begins
-      environment/       a Dockerfile, for the docker sandbox
-      task.toml          [agent] timeout_sec, [environment] cpus, memory_mb, docker_image
-
-The names are Harbor's where Harbor has one; `files/` and `setup.sh` are ours, for sandboxes without images.
+A task is data. Loaders (`folder`, `swe`, `rows`) make one from what people have; `place.py` lays it out in a sandbox; `grading/` decides
+about what came of it. Nothing of a grader or a solution ever enters the agent's sandbox.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 import msgspec
 
 from turngate.errors import TaskError
-from turngate.explain import explain
+from turngate.types import Json
 
-_LARGEST = 1_000_000  # characters of an instruction
+LARGEST = 1_000_000  # characters of an instruction
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
+    """A script decides, in a fresh sandbox with the agent's work. `files` are laid down there as /tests, after the work."""
+
+    files: Path | None = None
+    command: tuple[str, ...] = ("bash", "/tests/test.sh")
+    probe: tuple[
+        str, ...
+    ] = ()  # runs the agent's work in a sandbox of its own; `command` then sees only what that left
+    decides: Literal["reward file", "exit code"] = "reward file"
+    timeout_s: float = 900.0
+    env: Mapping[str, str] = {}
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
+    """A Python function on the host decides: `module:name` or `file.py:name`."""
+
+    name: str
+    timeout_s: float = 900.0
+
+
+class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
+    """Tests of a repository decide: those that failed have to pass, and those that passed have to go on doing so."""
+
+    repo: str
+    base_commit: str
+    test_patch: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    test_cmd: str  # a shell command, run in the repository
+    parser: str = "pytest"  # a name of `grading/logs.py`
+    install: str = ""  # a shell command that has to run again after the work is laid down
+    before: str = ""  # a shell prelude of both: where the right environment is activated
+    reward: Literal["resolved", "fraction"] = "resolved"
+    timeout_s: float = 1800.0
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a rubric."""
+
+    name: str
+    weight: float
+    grader: Script | Function | Swe
+
+
+class Rubric(msgspec.Struct, frozen=True, kw_only=True, tag="rubric"):
+    """Several graders, each with its weight. The reward is the weighted mean; without one of them there is none."""
+
+    parts: tuple[Part, ...]
+
+
+Grader = Script | Function | Swe | Rubric
+
+
+class Solution(msgspec.Struct, frozen=True, kw_only=True):
+    """The reference: a patch for the working folder, or files with a `solve.sh`. For proving the task, never for the agent."""
+
+    patch: str = ""
+    files: Path | None = None
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,87 +84,34 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     instruction: str
     files: Path | None = None
     setup: str = ""  # a shell script
+    setup_timeout_s: float = 900.0
     image: str = ""
     dockerfile: Path | None = None  # the folder that holds it
+    workdir: str = ""  # where the image has what is to be worked on; empty: the sandbox's own
     cpus: float | None = None
     memory_mb: int | None = None
     timeout_s: float | None = None  # the agent's time
-
-
-class _Agent(msgspec.Struct, frozen=True):
-    timeout_sec: Annotated[float, msgspec.Meta(gt=0)] | None = None
-
-
-class _Environment(msgspec.Struct, frozen=True):
-    docker_image: str = ""
-    cpus: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
-
-
-class _TaskFile(msgspec.Struct, frozen=True):
-    """Of a Harbor `task.toml`, what a run needs; the rest is for others."""
-
-    agent: _Agent = _Agent()
-    environment: _Environment = _Environment()
+    grader: Grader | None = None
+    solution: Solution | None = None
+    metadata: Mapping[str, Json] = {}
+    source: str = ""  # where it was read, for messages: a folder, or a file and its row
 
 
 def said(instruction: str) -> Task:
     """A task that is nothing but its instruction."""
-    return Task(id="prompt", instruction=_checked(instruction, "prompt"))
+    return Task(id="prompt", instruction=checked(instruction, "prompt"), source="--prompt")
 
 
-def load(path: Path) -> Task:
-    if path.is_file():
-        return Task(id=_id(path.stem), instruction=_checked(_text(path), str(path)))
-    if not path.is_dir():
-        raise TaskError(f"task: there is no {path}; give a folder with an instruction.md, or a text file", param="task")
-    instruction = path / "instruction.md"
-    if not instruction.is_file():
-        raise TaskError(f"task: {path} has no instruction.md, which says what is asked", param="task")
-    settings = _settings(path / "task.toml")
-    setup, files, environment = path / "setup.sh", path / "files", path / "environment"
-    return Task(
-        id=_id(path.absolute().name),
-        instruction=_checked(_text(instruction), str(instruction)),
-        files=files if files.is_dir() else None,
-        setup=_text(setup) if setup.is_file() else "",
-        image=settings.environment.docker_image,
-        dockerfile=environment if (environment / "Dockerfile").is_file() else None,
-        cpus=settings.environment.cpus,
-        memory_mb=settings.environment.memory_mb,
-        timeout_s=settings.agent.timeout_sec,
-    )
-
-
-def _settings(path: Path) -> _TaskFile:
-    if not path.is_file():
-        return _TaskFile()
-    try:
-        return msgspec.convert(tomllib.loads(_text(path)), _TaskFile)
-    except tomllib.TOMLDecodeError as error:
-        raise TaskError(f"task: {path} is not valid TOML: {error}", param="task") from None
-    except msgspec.ValidationError as error:
-        raise TaskError(f"task: {path}: {explain(error, _TaskFile, 'setting')[0]}", param="task") from None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise TaskError(f"task: {path} is not UTF-8 text", param="task") from None
-    except OSError as error:
-        raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="task") from None
-
-
-def _checked(instruction: str, where: str) -> str:
+def checked(instruction: str, where: str) -> str:
     if not instruction.strip():
         raise TaskError(f"task: {where} is empty; it has to say what is asked", param="task")
-    if len(instruction) > _LARGEST:
-        raise TaskError(f"task: {where} has {len(instruction)} characters, more than {_LARGEST}", param="task")
+    if len(instruction) > LARGEST:
+        raise TaskError(f"task: {where} has {len(instruction)} characters, more than {LARGEST}", param="task")
     if "\0" in instruction:
         raise TaskError(f"task: {where} holds a null character, which no command line can carry", param="task")
     return instruction
 
 
-def _id(name: str) -> str:
+def named(name: str) -> str:
+    """A task's id from any name: letters, digits and a few signs, so that it can be a folder and a label."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "task"
