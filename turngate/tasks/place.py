@@ -19,6 +19,7 @@ def spec(task: Task, backend: Backend, *, image: str = "", resources: Resources 
         image=chosen,
         dockerfile="" if chosen or task.dockerfile is None else str(task.dockerfile),
         workdir=task.workdir,
+        env=task.env,
         resources=Resources(
             cpus=resources.cpus or task.cpus, memory_mb=resources.memory_mb or task.memory_mb, pids=resources.pids
         ),

@@ -77,6 +77,16 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 
     patch: str = ""
     files: Path | None = None
+    env: Mapping[str, str] = {}  # for solve.sh
+
+
+class HostTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the agent calls at the gateway and the host answers, always with the same `reply`: it says nothing about a reward."""
+
+    name: str
+    description: str
+    schema: Mapping[str, Json]  # JSON Schema of the arguments
+    reply: Json = "Received."
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +103,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # the agent's time
     grader: Grader | None = None
     solution: Solution | None = None
+    tools: tuple[HostTool, ...] = ()
+    env: Mapping[str, str] = {}  # for every command in the sandbox
     metadata: Mapping[str, Json] = {}
     source: str = ""  # where it was read, for messages: a folder, or a file and its row
 
