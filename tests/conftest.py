@@ -17,10 +17,11 @@ _REAL = (
     "tests/real",
     "tests/agents_real",
     "tests/rollout",
+    "tests/batch",
     "tests/cli/test_run",
     "tests/gauntlet/test_turngate",
 )
-_LIGHT = ("test_archive.py", "test_door.py")
+_LIGHT = ("test_archive.py", "test_door.py", "test_ledger.py", "test_plan.py", "test_summary.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,218 @@
+"""The ledger of a batch: what it says is on the disk, however its writer ended, and nobody else writes it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from turngate.errors import ConfigError
+from turngate.rollout.ledger import NAME, RESERVE, Begun, Ended, Entry, Finished, Head, Ledger, LedgerError, read
+
+HEAD = Head(batch="b", terms={"n": "2"}, tasks={"t": "1"}, made=1.0)
+
+
+def begun(index: int, attempt: int = 1) -> Begun:
+    return Begun(rollout=f"b.t.{index}", attempt=attempt, session=f"s{index}-{attempt}", at=2.0)
+
+
+def finished(index: int, **fields: object) -> Finished:
+    return Finished(rollout=f"b.t.{index}", task="t", index=index, kind="graded", at=3.0, **fields)  # type: ignore[arg-type]
+
+
+async def wrote(folder: Path, *entries: Entry) -> None:
+    ledger = Ledger.opened(folder)
+    for entry in entries:
+        await ledger.add(entry)
+    await ledger.close()
+
+
+async def test_what_was_added_is_known_again(tmp_path: Path) -> None:
+    lost = Ended(rollout="b.t.1", attempt=1, session="s1-1", why="fault", message="no", at=2.5)
+    await wrote(tmp_path, HEAD, begun(0), begun(1), finished(0, reward=0.0), lost, begun(1, 2))
+    known = read(tmp_path)
+    assert known.head == HEAD
+    assert list(known.finished) == ["b.t.0"] and known.finished["b.t.0"].reward == 0.0
+    assert known.open == {"b.t.1": begun(1, 2)}
+    assert (known.attempts, known.faults) == ({"b.t.0": 1, "b.t.1": 2}, {"b.t.1": 1})
+
+
+async def test_a_reward_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
+    await wrote(tmp_path, HEAD, finished(0), finished(1, reward=0.0))
+    found = read(tmp_path).finished
+    assert found["b.t.0"].reward is None and found["b.t.0"].passed is None
+    assert found["b.t.1"].reward == 0.0 and found["b.t.1"].passed is False
+
+
+async def test_a_ledger_that_was_cut_at_any_byte_has_all_lines_before(tmp_path: Path) -> None:
+    """As a kill leaves it. What is added afterwards stands on a line of its own."""
+    await wrote(tmp_path, HEAD, begun(0), finished(0, message="ü\n"), begun(1))
+    data = (tmp_path / NAME).read_bytes()
+    ends = [n + 1 for n, byte in enumerate(data) if byte == ord("\n")]
+    for cut in range(ends[0], len(data) + 1):
+        (tmp_path / NAME).write_bytes(data[:cut])
+        whole = sum(end <= cut for end in ends)
+        await wrote(tmp_path, begun(7))
+        known = read(tmp_path)
+        assert ("b.t.0" in known.finished, "b.t.1" in known.open) == (whole >= 3, whole >= 4)
+        assert known.open["b.t.7"] == begun(7)
+
+
+async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Path) -> None:
+    await wrote(tmp_path, HEAD)
+    data = (tmp_path / NAME).read_bytes()
+    for cut in (0, 1, len(data) - 1):
+        (tmp_path / NAME).write_bytes(data[:cut])
+        ledger = Ledger.opened(tmp_path)
+        assert ledger.known.head is None
+        await ledger.close()
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b'{"type":"begun"}\n', b'{"type":"other"}\n'])
+async def test_a_line_that_nobody_of_us_wrote_is_told_by_its_number(line: bytes, tmp_path: Path) -> None:
+    await wrote(tmp_path, HEAD, begun(0))
+    with open(tmp_path / NAME, "ab") as file:
+        file.write(line)
+    with pytest.raises(LedgerError, match="line 3 is no line of a ledger"):
+        Ledger.opened(tmp_path)
+
+
+async def test_lines_without_a_first_are_not_a_batch(tmp_path: Path) -> None:
+    await wrote(tmp_path, begun(0))
+    with pytest.raises(LedgerError, match="does not say which batch it is of"):
+        read(tmp_path)
+
+
+async def test_two_runners_do_not_have_one_folder(tmp_path: Path) -> None:
+    ledger = Ledger.opened(tmp_path)
+    with pytest.raises(ConfigError, match="another batch is running in"):
+        Ledger.opened(tmp_path)
+    await ledger.close()
+    await wrote(tmp_path, HEAD)  # and now it is free
+
+
+async def test_many_at_once_are_all_there_and_whole(tmp_path: Path) -> None:
+    ledger = Ledger.opened(tmp_path)
+    await ledger.add(HEAD)
+    await asyncio.gather(*(ledger.add(begun(n)) for n in range(500)))
+    assert len(ledger.known.open) == 500
+    await ledger.close()
+    assert read(tmp_path).open == ledger.known.open
+
+
+async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_path: Path) -> None:
+    ledger = Ledger.opened(tmp_path)
+    await ledger.add(HEAD)
+    adding = asyncio.create_task(ledger.add(begun(0)))
+    await asyncio.sleep(0)
+    adding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await adding
+    await ledger.close()
+    assert read(tmp_path).open == {"b.t.0": begun(0)}
+
+
+def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_path: Path) -> None:
+    """`kill -9` at a moment of nobody's choice: what was acknowledged is in the file, and the folder is free."""
+    program = textwrap.dedent("""
+        import asyncio, itertools, sys
+        from pathlib import Path
+        from tests.batch.test_ledger import HEAD, Ledger, begun
+        async def main():
+            ledger = Ledger.opened(Path(sys.argv[1]))
+            await ledger.add(HEAD)
+            for n in itertools.count():
+                await ledger.add(begun(n))
+                print(n, flush=True)
+        asyncio.run(main())
+    """)
+    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    told = [int(child.stdout.readline()) for _ in range(50)]
+    child.send_signal(signal.SIGKILL)
+    told += map(int, child.stdout.read().splitlines())
+    child.wait()
+    child.stdout.close()
+    ledger = Ledger.opened(tmp_path)
+    os.close(ledger._fd)
+    assert set(ledger.known.open) >= {f"b.t.{n}" for n in told}
+
+
+# ── a full disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A disk of 3 MB. Where we may not have one, there is nothing that is really full."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if made.returncode:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"needs root to mount: {made.stderr.strip()}")
+    yield disk  # type: ignore[misc]
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "filler", "wb", 0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while file.write(b"x" * size):
+                    pass
+            except OSError:
+                pass
+
+
+async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
+    """The reserve takes what is still to be said; when that is gone too, the line is refused and half of it is not there."""
+    ledger = Ledger.opened(small_disk / "out")
+    await ledger.add(HEAD)
+    fill(small_disk)
+    written = 0
+    with pytest.raises(LedgerError, match="No space left on device"):
+        while True:
+            await ledger.add(finished(written, message="m" * 20_000))
+            written += 1
+    assert ledger.full and not (small_disk / "out" / RESERVE).exists()
+    assert written > 20
+    with pytest.raises(LedgerError):  # and so is every other, even where it would fit
+        await ledger.add(begun(0))
+    await ledger.close()
+    (small_disk / "filler").unlink()
+    await wrote(small_disk / "out", finished(written))
+    assert list(read(small_disk / "out").finished) == [f"b.t.{n}" for n in range(written + 1)]
+
+
+async def test_a_disk_that_is_full_from_the_start_is_refused(small_disk: Path) -> None:
+    (small_disk / "out").mkdir()
+    fill(small_disk)
+    with pytest.raises(ConfigError, match=r"has no room \(No space left on device\)"):
+        Ledger.opened(small_disk / "out")
+
+
+@pytest.mark.parametrize("limit", [1000, 5000])
+async def test_a_write_that_comes_only_half_way_is_taken_back(limit: int, tmp_path: Path) -> None:
+    """A limit on the size of files cuts a line in the middle, as a disk does."""
+    ledger = Ledger.opened(tmp_path)
+    await ledger.add(HEAD)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored: Callable[..., object] | int | None = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(LedgerError, match="File too large"):
+            for n in range(1000):
+                await ledger.add(begun(n))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)  # type: ignore[arg-type]
+    await ledger.close()
+    data = (tmp_path / NAME).read_bytes()
+    assert data.endswith(b"}\n") and len(read(tmp_path).open) == n

@@ -1,0 +1,212 @@
+"""What a batch is: its order, its names, and by what it is known again. And the gates that bound its phases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from turngate.agents.install import Installed
+from turngate.agents.spec import find
+from turngate.errors import ConfigError
+from turngate.rollout.gates import Bounds, Gates
+from turngate.rollout.ledger import Head
+from turngate.rollout.plan import BatchPlan, differences
+from turngate.sandboxes.local import LocalBackend
+from turngate.tasks.task import Script, Task
+
+
+def plan(folder: Path, **fields: Any) -> BatchPlan:
+    given = {
+        "tasks": tuple(Task(id=f"t{n}", instruction="x") for n in range(20)),
+        "agent": find("shell").spec,
+        "installed": Installed(),
+        "backend": LocalBackend(),
+        "model": "m",
+        "folder": folder,
+        "n": 4,
+        **fields,
+    }
+    return BatchPlan(**given)
+
+
+def told(before: BatchPlan, after: BatchPlan) -> list[str]:
+    head = Head(batch="b", terms=before.terms(), tasks=before.digests(), made=0.0)
+    return differences(head, after.terms(), after.digests())
+
+
+def test_groups_stay_together_and_a_seed_orders_them_anew(tmp_path: Path) -> None:
+    given = plan(tmp_path)
+    assert given.in_order() == given.tasks
+    shuffled = plan(tmp_path, seed=1).in_order()
+    assert shuffled != given.tasks and set(t.id for t in shuffled) == set(t.id for t in given.tasks)
+    assert shuffled == plan(tmp_path, seed=1).in_order() != plan(tmp_path, seed=2).in_order()
+
+
+def test_with_a_seed_each_rollout_samples_by_one_of_its_own_that_stays(tmp_path: Path) -> None:
+    given = plan(tmp_path, seed=3, session={"limits": {"turns": 5}})
+    seeds = [
+        given.order(task, index, "b", attempt).session["sampling"]["seed"]
+        for task in given.tasks
+        for index in range(4)
+        for attempt in (1, 2)
+    ]
+    assert len(set(seeds)) == 80 and seeds[::2] == seeds[1::2]
+    assert given.order(given.tasks[0], 0, "b", 1).session["limits"] == {"turns": 5}
+    assert "sampling" not in plan(tmp_path).order(given.tasks[0], 0, "b", 1).session
+
+
+def test_names_are_made_of_batch_task_and_index(tmp_path: Path) -> None:
+    given = plan(tmp_path, timeout_s=None, tasks=(Task(id="t", instruction="x", timeout_s=7.0),))
+    order = given.order(given.tasks[0], 3, "b", 2)
+    assert (order.rollout, order.group, order.attempt, order.timeout_s) == ("b.t.3", "b.t", 2, 7.0)
+
+
+def test_how_fast_it_runs_is_not_what_it_is(tmp_path: Path) -> None:
+    faster = plan(tmp_path / "x", bounds=Bounds(running=99, warm=3), retries=7, keep_work=True)
+    assert told(plan(tmp_path), faster) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"n": 8}, "n: was 4, is now 8"),
+        ({"model": "other"}, "model: was m, is now other"),
+        ({"seed": 1}, "seed: was None, is now 1"),
+        ({"agent": find("pi").spec}, "agent: was shell, is now pi"),
+        ({"network": "open"}, "network: was none, is now open"),
+        ({"session": {"limits": {"turns": 1}}}, 'session: was {}, is now {"limits":{"turns":1}}'),
+        ({"timeout_s": 5.0}, "timeout: was None, is now 5.0"),
+        ({"image": "x"}, "image: was not given, is now x"),
+        ({"tasks": (Task(id="t0", instruction="x"),)}, "tasks: t1 is gone, and so are 18 more"),
+        ({"tasks": tuple(Task(id=f"t{n}", instruction="x") for n in range(21))}, "tasks: t20 is new"),
+        ({"tasks": tuple(Task(id=f"t{n}", instruction="xy"[n == 3]) for n in range(20))}, "tasks: t3 has changed"),
+    ],
+)
+def test_what_differs_is_named(fields: dict[str, Any], line: str, tmp_path: Path) -> None:
+    found = told(plan(tmp_path), plan(tmp_path, **fields))
+    assert any(one.startswith(line) for one in found), found
+
+
+def test_a_task_is_what_lies_in_its_folders_wherever_those_are(tmp_path: Path) -> None:
+    def made(name: str, text: str, link: str = "a") -> BatchPlan:
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "test.sh").write_text(text)
+        (tmp_path / name / "link").symlink_to(link)
+        task = Task(id="t", instruction="x", grader=Script(files=tmp_path / name), source=name)
+        return plan(tmp_path, tasks=(task,))
+
+    assert told(made("one", "exit 0"), made("two", "exit 0")) == []
+    assert told(made("three", "exit 0"), made("four", "exit 1")) == ["tasks: t has changed"]
+    assert told(made("five", "exit 0"), made("six", "exit 0", "b")) == ["tasks: t has changed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"n": 0}, "n: 0 must be at least 1"),
+        ({"retries": -1}, "retries: -1 must be at least 0"),
+        ({"tasks": ()}, "tasks: there are none to run"),
+        ({"tasks": (Task(id="t", instruction="x"),) * 2}, "tasks: 't' is there more than once"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=line):
+        plan(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("bound", "line"), [("running", "concurrency: 0"), ("starting", "starting: 0"), ("grading", "grading: 0")]
+)
+def test_bounds_of_nothing_are_refused(bound: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        msgspec.structs.replace(Bounds(), **{bound: 0})
+    assert Bounds(warm=0).sandboxes == 8
+
+
+# ── gates ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_no_phase_has_more_in_it_than_it_may_and_no_more_sandboxes_are_there() -> None:
+    bounds = Bounds(running=3, starting=2, grading=1, warm=2)
+    gates = Gates(bounds)
+    most: Counter[str] = Counter()
+    here: Counter[str] = Counter()
+
+    def enter(what: str) -> None:
+        here[what] += 1
+        most[what] = max(most[what], here[what])
+
+    async def rollout(n: int) -> None:
+        ticket = gates.ticket()
+        try:
+            async with ticket("start"):
+                enter("start")
+                enter("sandbox")
+                await asyncio.sleep(0.001)
+                here["start"] -= 1
+            if n % 5 == 0:  # it failed
+                here["sandbox"] -= 1
+                return
+            async with ticket("run"):
+                enter("run")
+                await asyncio.sleep(0.002)
+                here["run"] -= 1
+            here["sandbox"] -= 1
+            async with ticket("grade"):
+                enter("grade")
+                await asyncio.sleep(0.001)
+                here["grade"] -= 1
+        finally:
+            ticket.leave()
+
+    await asyncio.wait_for(asyncio.gather(*(rollout(n) for n in range(60))), 20)
+    assert most == {"start": 2, "run": 3, "grade": 1, "sandbox": 5}
+    assert +gates.places == Counter()
+
+
+async def test_sandboxes_are_made_ahead_while_agents_run() -> None:
+    gates = Gates(Bounds(running=1, starting=4, grading=1, warm=2))
+    go = asyncio.Event()
+
+    async def rollout() -> None:
+        ticket = gates.ticket()
+        try:
+            async with ticket("start"):
+                pass
+            async with ticket("run"):
+                await go.wait()
+        finally:
+            ticket.leave()
+
+    running = [asyncio.create_task(rollout()) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    assert +gates.places == Counter(run=1, ready=2, waiting=3)
+    go.set()
+    await asyncio.wait_for(asyncio.gather(*running), 5)
+
+
+async def test_whoever_is_cancelled_at_a_gate_holds_nothing() -> None:
+    gates = Gates(Bounds(running=1, starting=1, grading=1, warm=0))
+
+    async def rollout() -> None:
+        ticket = gates.ticket()
+        try:
+            async with ticket("start"), ticket("run"):
+                await asyncio.sleep(60)
+        finally:
+            ticket.leave()
+
+    running = [asyncio.create_task(rollout()) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    for one in (running[1], running[0]):
+        one.cancel()
+    await asyncio.sleep(0.02)
+    assert +gates.places == Counter(run=1)
+    running[2].cancel()
+    await asyncio.wait(running)
+    assert +gates.places == Counter()

@@ -1,0 +1,306 @@
+"""What a batch has done, durably: `ledger.jsonl` in its folder. Written and read by `batch.py`, and read by whoever wants to know.
+
+    {"type":"batch", …}      what the batch is; the first line
+    {"type":"begun", …}      an attempt, with its session's id: written before that session is opened
+    {"type":"ended", …}      an attempt that decided nothing: something else than the agent failed, it was cancelled, or its runner died
+    {"type":"finished", …}   a rollout, for good
+
+Lines are only ever added, each with the disk's own word that it is there. JSON lines, not a database: it is read once at the start, a
+torn last line is known by its missing end, and people and programs can look at it while the batch runs. Two runners cannot have one
+folder. A reserve is set aside, so that a full disk stops the batch and not the keeping of what it has done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from turngate.errors import Boundary, ConfigError, TurngateError
+from turngate.rollout.outcome import Status
+from turngate.tasks.grading.grade import Class
+
+NAME = "ledger.jsonl"
+RESERVE = "ledger.reserve"
+_RESERVED = 1_000_000  # bytes: room for the last lines of some thousand rollouts
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+# `not graded`: the task has no grader; `cancelled`: somebody ended its session at the gateway.
+Kind = Class | Literal["not graded", "cancelled"]
+KINDS: tuple[Kind, ...] = (
+    "graded",
+    "agent failed",
+    "invalid task",
+    "infrastructure fault",
+    "not graded",
+    "cancelled",
+)
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+    """What the batch is. The same folder is never used for another one."""
+
+    batch: str
+    terms: Mapping[str, str]  # by name, what must not change between two runs of it
+    tasks: Mapping[str, str]  # by id, a digest of all that a task is
+    made: float
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+    rollout: str
+    attempt: int
+    session: str
+    at: float
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_defaults=True):
+    """An attempt after which the rollout is still to be done."""
+
+    rollout: str
+    attempt: int
+    session: str
+    why: Literal["fault", "cancelled", "lost"]  # only faults use up retries
+    message: str = ""
+    at: float
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
+    """A rollout that is done: it is in exactly one class, and has a reward only where a grader gave one."""
+
+    rollout: str
+    task: str
+    index: int  # in its group
+    kind: Kind
+    reward: float | None = None  # None: not known, which is not 0
+    resolved: bool | None = None
+    attempt: int = 0  # 0: it was not run at all
+    session: str = ""
+    status: Status | None = None  # how the agent ended
+    turns: int = 0
+    sampled_tokens: int = 0
+    rows: int = 0
+    seconds: Mapping[str, float] = {}  # per stage
+    stage: str = ""  # where it went wrong, and on whose side
+    boundary: Boundary | Literal[""] = ""
+    message: str = ""
+    at: float
+
+    @property
+    def passed(self) -> bool | None:
+        """None: nobody knows."""
+        if self.reward is None:
+            return None
+        return self.resolved if self.resolved is not None else self.reward >= 1.0
+
+
+Entry = Head | Begun | Ended | Finished
+
+
+class LedgerError(TurngateError):
+    """The ledger cannot be written or read. What it says is still true; the batch can be taken up again when that is mended."""
+
+    boundary = "store"
+    kind = "ledger_error"
+
+
+class Known(msgspec.Struct):
+    """What the lines come to."""
+
+    head: Head | None = None
+    finished: dict[str, Finished] = {}  # by rollout
+    open: dict[str, Begun] = {}  # attempts that have begun, and of whose end nothing is written
+    attempts: dict[str, int] = {}  # the last one's number
+    faults: dict[str, int] = {}  # attempts that failed by no fault of the agent's
+
+    def take(self, entry: Entry) -> None:
+        match entry:
+            case Head():
+                self.head = entry
+            case Begun():
+                self.open[entry.rollout] = entry
+                self.attempts[entry.rollout] = entry.attempt
+            case Ended():
+                self.open.pop(entry.rollout, None)
+                if entry.why == "fault":
+                    self.faults[entry.rollout] = self.faults.get(entry.rollout, 0) + 1
+            case Finished():
+                self.open.pop(entry.rollout, None)
+                self.finished[entry.rollout] = entry
+
+
+class Ledger:
+    """Made by `opened`. `known` is what is surely on the disk."""
+
+    def __init__(self, folder: Path, fd: int, known: Known, size: int) -> None:
+        self.folder = folder
+        self.known = known
+        self.full = False  # the disk was: the reserve is in use
+        self._fd = fd
+        self._size = size
+        self._waiting: list[tuple[Entry, asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._broken: LedgerError | None = None
+
+    @classmethod
+    def opened(cls, folder: Path) -> Ledger:
+        """The ledger of a folder, which is made if need be. Nobody else has it until it is closed."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"out: {folder} cannot be written ({error.strerror}); choose another --out folder", param="out"
+            ) from None
+        try:
+            _lock(fd, folder)
+            _reserve(folder)
+            data = _whole(fd)
+            return cls(folder, fd, _read(data, folder / NAME), len(data))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    async def add(self, entry: Entry) -> None:
+        """It is on the disk when this returns. Being cancelled meanwhile does not take it back."""
+        if self._broken is not None:
+            raise self._broken
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((entry, done))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+        await asyncio.shield(done)
+
+    async def close(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        for _, done in self._waiting:
+            done.cancel()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    async def _write(self) -> None:
+        """All that wait, together: the disk is asked once for as many lines as came while it was busy."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            data = b"".join(msgspec.json.encode(entry) + b"\n" for entry, _ in batch)
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                await asyncio.to_thread(self._append, data)
+            except LedgerError as error:
+                self._broken = error
+                for _, done in batch:
+                    if not done.done():
+                        done.set_exception(error)
+                        done.exception()  # whoever was cancelled while he waited does not ask
+                continue
+            for entry, done in batch:
+                self.known.take(entry)
+                if not done.done():
+                    done.set_result(None)
+
+    def _append(self, data: bytes) -> None:
+        """Whole lines or nothing: what a failed write has left is cut off again."""
+        try:
+            try:
+                self._put(data)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self.full = True
+                (self.folder / RESERVE).unlink(missing_ok=True)
+                self._put(data)
+        except OSError as error:
+            raise LedgerError(f"{self.folder / NAME} cannot be written: {error.strerror}", param="out") from None
+
+    def _put(self, data: bytes) -> None:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+            os.fdatasync(self._fd)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+
+def _lock(fd: int, folder: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(
+            f"out: another batch is running in {folder}; wait for it, or choose another --out folder", param="out"
+        ) from None
+
+
+def _reserve(folder: Path) -> None:
+    """Real room on the disk, given back when there is no other."""
+    try:
+        fd = os.open(folder / RESERVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, _RESERVED)
+        finally:
+            os.close(fd)
+        _sync_folder(folder)
+    except OSError as error:
+        (folder / RESERVE).unlink(missing_ok=True)
+        raise ConfigError(
+            f"out: {folder} has no room ({error.strerror}); make some, or choose another --out folder", param="out"
+        ) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _whole(fd: int) -> bytes:
+    """The lines that have an end. What comes after them is a line that its writer was killed over: it never was."""
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.ftruncate(fd, len(whole))
+    return whole
+
+
+def _read(data: bytes, path: Path) -> Known:
+    known = Known()
+    decode = msgspec.json.Decoder(Entry).decode
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            known.take(decode(line))
+        except msgspec.MsgspecError as error:
+            raise LedgerError(f"{path}: line {number} is no line of a ledger: {error}", param="out") from None
+    if data and known.head is None:
+        raise LedgerError(f"{path}: does not say which batch it is of", param="out")
+    return known
+
+
+def read(folder: Path) -> Known:
+    """What a batch has done so far, also while it runs."""
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"out: {path} cannot be read ({error.strerror})", param="out") from None
+    return _read(data[: data.rfind(b"\n") + 1], path)
+
+
+def now() -> float:
+    return round(time.time(), 3)

@@ -1,0 +1,187 @@
+"""What a batch is: tasks, how often, by which agent, where, within which bounds. And how it is known again when it is taken up later."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from turngate.agents.install import Installed
+from turngate.agents.launch import Limits
+from turngate.agents.spec import AgentSpec
+from turngate.errors import ConfigError
+from turngate.rollout.gates import Bounds
+from turngate.rollout.ledger import Head
+from turngate.rollout.outcome import EndPolicy, Order
+from turngate.sandboxes.base import Backend, Network, Resources
+from turngate.tasks.task import Task
+from turngate.types import Json
+
+TIMEOUT_S = 1800.0  # for an agent whose task says nothing
+
+
+class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run how often, where, within which bounds."""
+
+    tasks: tuple[Task, ...]
+    agent: AgentSpec
+    installed: Installed
+    backend: Backend
+    model: str
+    folder: Path  # of the batch: its ledger, and what agents leave
+    n: int = 1  # rollouts of each task
+    bounds: Bounds = Bounds()
+    retries: int = 2  # after faults that are not the agent's
+    back_off_s: float = 2.0  # before the first retry; twice as long before each further one
+    seed: int | None = None  # the order of the tasks, and each rollout's own sampling, follow from it
+    timeout_s: float | None = None  # None: the task's
+    image: str = ""
+    network: Network = "none"
+    resources: Resources = Resources()
+    env: Mapping[str, str] = {}
+    session: Mapping[str, Json] = {}
+    told: Limits = Limits()
+    options: Mapping[str, str] = {}
+    policy: EndPolicy = EndPolicy()
+    grade: bool = True
+    keep_work: bool = False  # agents' working folders, after they are graded
+    invalid_after: int = 3  # rollouts that found a task invalid, before the rest of its group is not tried
+    least_free: int = 64_000_000  # bytes of the disk, with fewer of which no rollout is begun
+
+    def __post_init__(self) -> None:
+        for name, least in (("n", 1), ("retries", 0), ("invalid_after", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: {getattr(self, name)} must be at least {least}", param=name)
+        if not self.tasks:
+            raise ConfigError("tasks: there are none to run", param="tasks")
+        twice = [task for task, count in Counter(task.id for task in self.tasks).items() if count > 1]
+        if twice:
+            raise ConfigError(f"tasks: {twice[0]!r} is there more than once; ids have to be unique", param="tasks")
+
+    @property
+    def total(self) -> int:
+        return len(self.tasks) * self.n
+
+    def terms(self) -> dict[str, str]:
+        """What makes it this batch and no other, by the names of the flags. How fast it runs is not among it."""
+        return {
+            "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
+            "agent's description": _digest(self.agent),
+            "set": _digest(self.options),
+            "model": self.model,
+            "n": str(self.n),
+            "seed": str(self.seed),
+            "sandbox": self.backend.name,
+            "image": self.image,
+            "network": self.network,
+            "cpus, memory": _shown(self.resources),
+            "environment": _digest(self.env),
+            "session": _shown(self.session),
+            "context_tokens": _shown(self.told),
+            "timeout": str(self.timeout_s),
+            "on-timeout": self.policy.timed_out,
+            "on-failure": self.policy.failed,
+            "on-limit": self.policy.limit,
+            "grade": str(self.grade),
+        }
+
+    def digests(self) -> dict[str, str]:
+        """Of each task, by its id."""
+        return {task.id: _digest(_bare(task)) for task in self.tasks}
+
+    def in_order(self) -> tuple[Task, ...]:
+        """Group after group, so that the first are complete early. With a seed in an order of its own."""
+        if self.seed is None:
+            return self.tasks
+        return tuple(random.Random(self.seed).sample(self.tasks, len(self.tasks)))
+
+    def order(self, task: Task, index: int, batch: str, attempt: int) -> Order:
+        group = f"{batch}.{task.id}"
+        return Order(
+            task=task,
+            agent=self.agent,
+            installed=self.installed,
+            backend=self.backend,
+            model=self.model,
+            timeout_s=self.timeout_s or task.timeout_s or TIMEOUT_S,
+            image=self.image,
+            network=self.network,
+            resources=self.resources,
+            env=self.env,
+            session=self._session(task, index),
+            told=self.told,
+            options=self.options,
+            folder=self.folder / "rollouts",
+            keep_work=self.keep_work,
+            grade=self.grade,
+            policy=self.policy,
+            rollout=f"{group}.{index}",
+            group=group,
+            attempt=attempt,
+        )
+
+    def _session(self, task: Task, index: int) -> Mapping[str, Json]:
+        """With a seed, each rollout samples by one of its own: the same for all would make the whole group alike."""
+        if self.seed is None:
+            return self.session
+        own = int.from_bytes(hashlib.sha256(f"{self.seed} {task.id} {index}".encode()).digest()[:6])
+        return {**self.session, "sampling": {"seed": own, **self.session.get("sampling", {})}}
+
+
+def _bare(task: Task) -> Task:
+    """Without the place where it was read: a folder that was moved holds the same tasks."""
+    return msgspec.structs.replace(task, source="")
+
+
+def _digest(value: object) -> str:
+    """Of all that it says. A path stands for what lies there."""
+    data = msgspec.json.encode(msgspec.to_builtins(value, enc_hook=_content), order="deterministic")
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _content(value: object) -> str:
+    if not isinstance(value, Path):
+        raise NotImplementedError(type(value))
+    found = hashlib.sha256()
+    files = sorted(value.rglob("*")) if value.is_dir() else [value]
+    for file in files:
+        if file.is_file() or file.is_symlink():
+            inside = str(file.readlink()).encode() if file.is_symlink() else file.read_bytes()
+            name = str(file.relative_to(value))
+            found.update(f"{name}\0{len(inside)}\0".encode("utf-8", "surrogateescape") + inside)
+    return found.hexdigest()
+
+
+def _shown(value: object) -> str:
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def differences(before: Head, terms: Mapping[str, str], tasks: Mapping[str, str]) -> list[str]:
+    """In which a plan is not the batch that a folder holds."""
+    return [*_other_terms(before.terms, terms), *_other_tasks(before.tasks, tasks)]
+
+
+def _other_terms(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}: was {before.get(name) or 'not given'}, is now {after.get(name) or 'not given'}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _other_tasks(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    changed = [task for task, digest in before.items() if after.get(task, digest) != digest]
+    told = {
+        "is gone": [task for task in before if task not in after],
+        "is new": [task for task in after if task not in before],
+        "has changed": changed,
+    }
+    return [
+        f"tasks: {tasks[0]} {what}" + (f", and so are {len(tasks) - 1} more" if len(tasks) > 1 else "")
+        for what, tasks in told.items()
+        if tasks
+    ]

@@ -1,0 +1,189 @@
+"""A batch in pictures: rewards, pass@k, turns and tokens, time per stage. Bars for a terminal, and an SVG file.
+
+Called at the end of `turngate batch`, and by whoever has a `Summary` and its rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from xml.sax.saxutils import escape
+
+import msgspec
+
+from turngate.rollout.ledger import Finished
+from turngate.rollout.summary import PHASES, Summary
+
+_WIDTH, _HEIGHT = 900, 640
+_PANEL_W, _PANEL_H = 430, 290
+_COLOURS = {"start": "#8a94a6", "run": "#2f6fde", "grade": "#e08a1e"}
+_INK, _SOFT, _BAR, _SECOND = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
+_BLOCKS = "▏▎▍▌▋▊▉█"
+_BINS = 12
+
+
+class Bar(msgspec.Struct, frozen=True):
+    label: str
+    value: float
+    shown: str
+    colour: str = _BAR
+
+
+class Panel(msgspec.Struct, frozen=True):
+    title: str
+    bars: tuple[Bar, ...]
+    note: str = ""  # what is said where there is nothing to show, or below it
+
+
+def panels(summary: Summary, finished: Iterable[Finished]) -> tuple[Panel, ...]:
+    ran = [one for one in finished if "agent" in one.seconds]
+    return (
+        _rewards(summary),
+        _pass_at(summary),
+        _spread("turns per rollout", [one.turns for one in ran], _BAR),
+        _spread("sampled tokens per rollout", [one.sampled_tokens for one in ran], _SECOND),
+        _stages(summary),
+    )
+
+
+def _rewards(summary: Summary) -> Panel:
+    unknown = summary.overall.finished - summary.overall.graded
+    note = f"{unknown} without a reward are not shown" if unknown else ""
+    bars = (
+        Bar(f"{b.low:.2g} to {b.high:.2g}", b.count, str(b.count), _BAR if b.count else _SOFT)
+        for b in summary.histogram
+    )
+    return Panel("rewards", tuple(bars), note)
+
+
+def _pass_at(summary: Summary) -> Panel:
+    tasks = len(summary.tasks)
+    fewer = [p.k for p in summary.overall.pass_at if p.tasks < tasks]
+    note = f"from k = {fewer[0]} on not over all {tasks} tasks" if fewer else ""
+    bars = tuple(Bar(f"k = {p.k}", p.estimate, f"{p.estimate:.1%}") for p in summary.overall.pass_at)
+    return Panel("pass@k", bars, note)
+
+
+def _spread(title: str, values: Sequence[int], colour: str) -> Panel:
+    """How many rollouts have how much of something."""
+    if not values:
+        return Panel(title, ())
+    low, high = min(values), max(values)
+    width = max(1, -(-(high - low + 1) // _BINS))
+    counts = [0] * ((high - low) // width + 1)
+    for value in values:
+        counts[(value - low) // width] += 1
+    bars = []
+    for n, count in enumerate(counts):
+        first, last = low + n * width, low + (n + 1) * width - 1
+        bars.append(Bar(f"{first:,}" if first == last else f"{first:,} to {last:,}", count, str(count), colour))
+    return Panel(title, tuple(bars))
+
+
+def _stages(summary: Summary) -> Panel:
+    spent = summary.overall.stages
+    bars = tuple(Bar(stage, s, f"{s:.2f} s", _COLOURS[PHASES[stage]]) for stage, s in spent.items())
+    return Panel("mean seconds per stage", bars)
+
+
+# ── for a terminal ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lines(panel: Panel, width: int = 40) -> list[str]:
+    """One line per bar, in eighths of a character."""
+    if not panel.bars:
+        return [f"{panel.title}: nothing to show"]
+    label = max(len(bar.label) for bar in panel.bars)
+    most = max(bar.value for bar in panel.bars) or 1.0
+    head = panel.title + (f"  ({panel.note})" if panel.note else "")
+    return [head, *(f"  {b.label:>{label}}  {_filled(b.value / most, width)} {b.shown}" for b in panel.bars)]
+
+
+def _filled(share: float, width: int) -> str:
+    eighths = round(share * width * 8)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_BLOCKS[rest - 1] if rest else "")
+
+
+# ── as a file ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def svg(summary: Summary, finished: Iterable[Finished]) -> str:
+    """One picture of all. Text is text, so that it can be read and searched; names that others chose are escaped."""
+    rewards, passes, turns, tokens, stages = panels(summary, finished)
+    overall = summary.overall
+    mean = "no rewards" if overall.mean_reward is None else f"mean reward {overall.mean_reward:.3f}"
+    title = f"batch {summary.batch}: {overall.finished} of {overall.wanted} rollouts, {overall.graded} graded, {mean}"
+    body = [
+        _text(20, 30, title, size=16, weight="bold"),
+        _drawn(rewards, 20, 50, _PANEL_W, _PANEL_H),
+        _curve(passes, 460, 50, _PANEL_W, _PANEL_H),
+        _drawn(turns, 20, 350, _PANEL_W // 2 - 5, _PANEL_H - 20),
+        _drawn(tokens, 20 + _PANEL_W // 2 + 5, 350, _PANEL_W // 2 - 5, _PANEL_H - 20),
+        _drawn(stages, 460, 350, _PANEL_W, _PANEL_H - 20),
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'font-family="system-ui, sans-serif" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">\n'
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _drawn(panel: Panel, x: float, y: float, width: float, height: float) -> str:
+    """Horizontal bars."""
+    parts = [_text(x, y + 14, panel.title, weight="bold")]
+    if panel.note or not panel.bars:
+        parts.append(_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
+    if not panel.bars:
+        return "\n".join(parts)
+    top = y + 40
+    step = min(24.0, (height - 40) / len(panel.bars))
+    longest = max(len(bar.label) for bar in panel.bars)
+    left = x + min(width * 0.45, longest * 6.2 + 8)
+    room = x + width - left - 50
+    most = max(bar.value for bar in panel.bars) or 1.0
+    for n, bar in enumerate(panel.bars):
+        at = top + n * step
+        long = max(0.0, room * bar.value / most)
+        parts.append(_text(left - 6, at + step * 0.7, bar.label, size=10, anchor="end", colour=_SOFT))
+        parts.append(
+            f'<rect x="{left:.1f}" y="{at + 1:.1f}" width="{long:.1f}" height="{step - 3:.1f}" fill="{bar.colour}"/>'
+        )
+        parts.append(_text(left + long + 5, at + step * 0.7, bar.shown, size=10))
+    return "\n".join(parts)
+
+
+def _curve(panel: Panel, x: float, y: float, width: float, height: float) -> str:
+    """A line from 0 to 1 over k."""
+    parts = [_text(x, y + 14, panel.title, weight="bold")]
+    if panel.note or not panel.bars:
+        parts.append(_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
+    if not panel.bars:
+        return "\n".join(parts)
+    left, top, right, bottom = x + 40, y + 44, x + width - 20, y + height - 24
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        at = bottom - share * (bottom - top)
+        parts.append(f'<path d="M{left:.1f} {at:.1f}H{right:.1f}" stroke="#e3e7ee"/>')
+        parts.append(_text(left - 6, at + 4, f"{share:.0%}", size=10, anchor="end", colour=_SOFT))
+    count = len(panel.bars)
+    places = [
+        (left + (right - left) * (n / (count - 1) if count > 1 else 0.5), bottom - bar.value * (bottom - top))
+        for n, bar in enumerate(panel.bars)
+    ]
+    line = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{_BAR}" stroke-width="2"/>')
+    every = max(1, -(-count // 12))
+    for n, ((px, py), bar) in enumerate(zip(places, panel.bars, strict=True)):
+        parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{_BAR}"/>')
+        if n % every == 0 or n == count - 1:
+            parts.append(_text(px, bottom + 16, bar.label, size=10, anchor="middle", colour=_SOFT))
+            parts.append(_text(px, py - 8, bar.shown, size=10, anchor="middle"))
+    return "\n".join(parts)
+
+
+def _text(
+    x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", colour: str = _INK, weight: str = "normal"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )

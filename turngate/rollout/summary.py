@@ -1,0 +1,215 @@
+"""What came of a batch, in numbers: per task and overall. Only known rewards count; one that is not known is in no mean, and is told.
+
+`pass@k` is the chance that at least one of k rollouts passes, estimated without bias from the g that were graded, c of which
+passed: 1 - C(g - c, k) / C(g, k). Overall it is the mean over the tasks that have at least k graded rollouts, and says how many those are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import comb
+from statistics import fmean
+
+import msgspec
+
+from turngate.rollout.ledger import KINDS, Finished, Kind
+from turngate.rollout.outcome import Phase
+
+PHASES: Mapping[str, Phase] = {
+    "sandbox": "start",
+    "files": "start",
+    "setup": "start",
+    "session": "run",
+    "relay": "run",
+    "launch": "run",
+    "agent": "run",
+    "seal": "run",
+    "collect": "run",
+    "clean": "run",
+    "record": "run",
+    "grade": "grade",
+}
+
+
+class PassAt(msgspec.Struct, frozen=True):
+    k: int
+    estimate: float
+    tasks: int  # that have at least k graded rollouts
+
+
+class Bin(msgspec.Struct, frozen=True):
+    """Of the histogram of rewards: from, to (the last one holds its upper end), how many."""
+
+    low: float
+    high: float
+    count: int
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """Of some rollouts: one task's, or all."""
+
+    wanted: int
+    finished: int
+    graded: int  # that have a reward
+    passed: int
+    mean_reward: float | None  # None: there is no reward
+    pass_at: tuple[PassAt, ...]
+    kinds: Mapping[Kind, int]
+    attempts: int
+    mean_turns: float | None  # of those that an agent ran in
+    mean_tokens: float | None
+    turns: int
+    sampled_tokens: int
+    stages: Mapping[str, float]  # mean seconds, of those that came to the stage
+    phases: Mapping[Phase, float]
+
+
+class TaskNumbers(Numbers, frozen=True, kw_only=True):
+    task: str
+    rewards: tuple[float | None, ...]  # by index; None: not known, or not there yet
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A task whose rollouts a trainer has to look at twice."""
+
+    task: str
+    graded: int
+    wanted: int
+    reward: float | None = None  # that all of them have
+    why: Mapping[Kind, int] = {}  # the classes of those without a reward
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    batch: str
+    n: int
+    overall: Numbers
+    tasks: tuple[TaskNumbers, ...]
+    no_signal: tuple[Group, ...]  # every known reward is the same: no advantage can be told from it
+    shrunken: tuple[Group, ...]  # fewer rewards than rollouts that are finished
+    histogram: tuple[Bin, ...]
+    messages: Mapping[Kind, Sequence[tuple[str, int]]]  # what was said of those without a reward, most frequent first
+    seconds: float = 0.0  # from the first rollout's beginning to the last one's end, pauses included
+    stopped: str = ""  # why it ended early
+
+
+def pass_at_k(graded: int, passed: int, k: int) -> float:
+    """The unbiased estimate. `k` may not be more than were graded: what was not tried is not known."""
+    if not 1 <= k <= graded or not 0 <= passed <= graded:
+        raise ValueError(f"pass@{k} of {passed} in {graded} is not defined")
+    return 1.0 - comb(graded - passed, k) / comb(graded, k)
+
+
+def summed_up(
+    batch: str, tasks: Sequence[str], n: int, finished: Iterable[Finished], *, seconds: float = 0.0, stopped: str = ""
+) -> Summary:
+    """`tasks` are all of the batch, in order, whether any of their rollouts is finished or not."""
+    by_task: dict[str, list[Finished]] = {task: [] for task in tasks}
+    for one in finished:
+        by_task[one.task].append(one)
+    per_task = tuple(_of_task(task, n, found) for task, found in by_task.items())
+    everything = [one for found in by_task.values() for one in found]
+    rewards = [one.reward for one in everything if one.reward is not None]
+    return Summary(
+        batch=batch,
+        n=n,
+        overall=_numbers(n * len(by_task), everything, _overall_pass_at(per_task, n)),
+        tasks=per_task,
+        no_signal=tuple(_no_signal(per_task)),
+        shrunken=tuple(_shrunken(per_task)),
+        histogram=histogram(rewards),
+        messages=_messages(everything),
+        seconds=round(seconds, 1),
+        stopped=stopped,
+    )
+
+
+def _of_task(task: str, n: int, found: Sequence[Finished]) -> TaskNumbers:
+    graded = [one for one in found if one.reward is not None]
+    passed = sum(bool(one.passed) for one in graded)
+    estimates = tuple(PassAt(k, pass_at_k(len(graded), passed, k), 1) for k in range(1, len(graded) + 1))
+    by_index = {one.index: one.reward for one in found}
+    rewards = tuple(by_index.get(index) for index in range(n))
+    return TaskNumbers(task=task, rewards=rewards, **msgspec.structs.asdict(_numbers(n, found, estimates)))
+
+
+def _overall_pass_at(tasks: Sequence[TaskNumbers], n: int) -> tuple[PassAt, ...]:
+    found = []
+    for k in range(1, n + 1):
+        estimates = [task.pass_at[k - 1].estimate for task in tasks if task.graded >= k]
+        if estimates:
+            found.append(PassAt(k, fmean(estimates), len(estimates)))
+    return tuple(found)
+
+
+def _numbers(wanted: int, found: Sequence[Finished], pass_at: tuple[PassAt, ...]) -> Numbers:
+    rewards = [one.reward for one in found if one.reward is not None]
+    ran = [one for one in found if "agent" in one.seconds]
+    kinds = Counter(one.kind for one in found)
+    return Numbers(
+        wanted=wanted,
+        finished=len(found),
+        graded=len(rewards),
+        passed=sum(bool(one.passed) for one in found),
+        mean_reward=fmean(rewards) if rewards else None,
+        pass_at=pass_at,
+        kinds={kind: kinds[kind] for kind in KINDS if kinds[kind]},
+        attempts=sum(one.attempt for one in found),
+        mean_turns=fmean(one.turns for one in ran) if ran else None,
+        mean_tokens=fmean(one.sampled_tokens for one in ran) if ran else None,
+        turns=sum(one.turns for one in found),
+        sampled_tokens=sum(one.sampled_tokens for one in found),
+        stages=_stages(found),
+        phases=_phases(found),
+    )
+
+
+def _stages(found: Sequence[Finished]) -> dict[str, float]:
+    spent: defaultdict[str, list[float]] = defaultdict(list)
+    for one in found:
+        for stage, seconds in one.seconds.items():
+            spent[stage].append(seconds)
+    return {stage: round(fmean(spent[stage]), 3) for stage in PHASES if stage in spent}
+
+
+def _phases(found: Sequence[Finished]) -> dict[Phase, float]:
+    spent: defaultdict[Phase, list[float]] = defaultdict(list)
+    for one in found:
+        sums: defaultdict[Phase, float] = defaultdict(float)
+        for stage, seconds in one.seconds.items():
+            sums[PHASES[stage]] += seconds
+        for phase, total in sums.items():
+            spent[phase].append(total)
+    return {phase: round(fmean(values), 3) for phase, values in spent.items()}
+
+
+def _no_signal(tasks: Iterable[TaskNumbers]) -> Iterable[Group]:
+    for task in tasks:
+        known = {reward for reward in task.rewards if reward is not None}
+        if len(known) == 1:
+            yield Group(task=task.task, graded=task.graded, wanted=task.wanted, reward=known.pop())
+
+
+def _shrunken(tasks: Iterable[TaskNumbers]) -> Iterable[Group]:
+    for task in tasks:
+        if task.graded < task.finished:
+            why: dict[Kind, int] = {kind: count for kind, count in task.kinds.items() if kind != "graded"}
+            yield Group(task=task.task, graded=task.graded, wanted=task.wanted, why=why)
+
+
+def histogram(rewards: Sequence[float], most: int = 10) -> tuple[Bin, ...]:
+    """From 0 to 1, or as far as there are rewards beyond that."""
+    if not rewards:
+        return ()
+    low, high = min(0.0, *rewards), max(1.0, *rewards)
+    width = (high - low) / most
+    counts = Counter(min(int((reward - low) / width), most - 1) for reward in rewards)
+    return tuple(Bin(round(low + n * width, 6), round(low + (n + 1) * width, 6), counts[n]) for n in range(most))
+
+
+def _messages(found: Iterable[Finished]) -> dict[Kind, list[tuple[str, int]]]:
+    said: defaultdict[Kind, Counter[str]] = defaultdict(Counter)
+    for one in found:
+        if one.reward is None and one.message:
+            said[one.kind][one.message[:300]] += 1
+    return {kind: said[kind].most_common(5) for kind in KINDS if said[kind]}
