@@ -1,0 +1,6 @@
+"""Whether the lines that come in are the sums. Nothing of the work is imported here."""
+
+import sys
+
+print(said := sys.stdin.read(10_000))
+sys.exit(said.split() != ["3", "0", "5", "1000000000000000001", "0.75", "'abc'"])

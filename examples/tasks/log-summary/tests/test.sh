@@ -1,0 +1,5 @@
+#!/bin/bash
+# 1 if what run.sh kept is what should have been printed, 0 if not. Nothing of the work runs here.
+tests="${TURNGATE_TESTS:-/tests}" logs="${TURNGATE_LOGS:-/logs}"
+mkdir -p "$logs/verifier"
+if python3 -I "$tests/judge.py" "$tests/expected" "$logs/probe"; then echo 1; else echo 0; fi > "$logs/verifier/reward.txt"
