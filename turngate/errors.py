@@ -159,6 +159,16 @@ class SandboxFileMissing(SandboxError):
     retry_safe = False
 
 
+class SandboxGone(SandboxError):
+    """It has ended, though nobody stopped it. What runs in a sandbox can do that to it."""
+
+
+class SandboxTooLarge(SandboxError):
+    """What lies in the sandbox is more than is ever taken out of one. That is the doing of what ran there."""
+
+    retry_safe = False
+
+
 class AgentError(TurngateError):
     """The agent's description is wrong, or it cannot be installed or started."""
 

@@ -11,11 +11,11 @@ import os
 import stat
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import IO, NoReturn
 
-from turngate.errors import SandboxError
+from turngate.errors import SandboxError, SandboxTooLarge
 
 MEMBERS = 1_000_000
 HEADER = 1_000_000  # bytes of a name or of other extended headers
@@ -27,12 +27,16 @@ EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, 
 UNUSUAL = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)  # no `tar -c` writes them, and they grow in memory
 
 
-def pack(folder: Path, into: IO[bytes]) -> None:
+def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:
     """The content of a folder. Links stay links: what they point to on this machine is nobody's business in there."""
+
+    def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if member.name.removeprefix("./") in exclude else _plain(member)
+
     if not folder.is_dir():
         raise SandboxError(f"{folder} is not a folder")
     with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        tar.add(folder, arcname=".", filter=_plain)
+        tar.add(folder, arcname=".", filter=wanted)
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -51,7 +55,7 @@ class _Member(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
         member = super().frombuf(buf, encoding, errors)
         if member.type in UNUSUAL or (member.type in EXTENDED and member.size > HEADER) or member.size < 0:
-            raise SandboxError("the folder did not come through whole: its stream is not one that tar writes")
+            raise SandboxTooLarge("the folder did not come through whole: its stream is not one that tar writes")
         return member
 
     def _proc_gnusparse_10(self, *_: object) -> NoReturn:  # it reads a list of any length
@@ -85,7 +89,7 @@ def unpack(
 ) -> tuple[str, ...]:
     """Into a folder of the host, which is made where it is missing. Devices and pipes are left out, and links that lead outside.
 
-    Returns what else could not be had. Raises nothing but `SandboxError`. `stopped`: asked all the time whether to give up.
+    Returns what could not be had. Raises nothing but `SandboxError`. `stopped`: asked all the time whether to give up.
     """
     deadline = time.monotonic() + within_s
 
@@ -117,7 +121,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, go_on: Callable[[], None])
             go_on()
             size, count = size + member.size, count + 1
             if member.size < 0 or size > limit or count > MEMBERS:
-                raise SandboxError(f"the folder is larger than {limit} bytes, or has more than {MEMBERS} entries")
+                raise SandboxTooLarge(f"the folder is larger than {limit} bytes, or has more than {MEMBERS} entries")
             path = _path(member.name)
             if member.isdir():
                 os.close(_folder(root, path))
@@ -138,9 +142,12 @@ def _unpack(stream: IO[bytes], root: int, limit: int, go_on: Callable[[], None])
                 _write(root, path, content, member.mode, go_on)
             else:
                 special.add(tuple(path))
+                left.add(member.name, "neither a file nor a folder")
     for place, target in links.items():
         if place and _stays_inside(len(place) - 1, target):
             _link(root, list(place), target)
+        else:
+            left.add("/".join(place), "a link that leads out of the folder")
     return left.told()
 
 

@@ -7,7 +7,7 @@ or file, never by argument. Implementations raise only `SandboxError`s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -41,6 +41,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""  # a container image or a template's name; empty: the backend's default
     dockerfile: str = ""  # a folder with a Dockerfile, instead of an image
     workdir: str = ""  # where commands run and the work lies; empty: the image's own, or the backend's
+    folders: tuple[str, ...] = ()  # further ones that shall be there, empty and writable
     network: Network = "none"  # none: nothing but the relay to the gateway
     reachable: tuple[str, ...] = ()  # remote: hosts that stay open all the same, because the relay has to get there
     mounts: tuple[Mount, ...] = ()
@@ -93,8 +94,14 @@ class Sandbox(Protocol):
         cwd: str = "",
         stdin: bytes = b"",
         timeout_s: float | None = None,
+        keep: int | None = None,
+        leave: bool = True,
     ) -> Result:
-        """Run to the end. Past `timeout_s` it is killed with all its children: `timed_out`, and what it had printed so far."""
+        """Run to the end. Past `timeout_s` it is killed with all its children: `timed_out`, and what it had printed so far.
+
+        `keep`: of longer output only the beginning and the end, so many bytes in all; without it, very much output is an error.
+        `leave`: false, and whatever it left running is killed before this returns.
+        """
 
     async def start(
         self,
@@ -113,12 +120,13 @@ class Sandbox(Protocol):
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
         """A file's bytes; `SandboxFileMissing` if there is none, `SandboxError` if it is larger than `limit`."""
 
-    async def upload(self, folder: Path, target: str) -> None:
-        """The content of a folder of the host, into `target`."""
+    async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
+        """The content of a folder of the host, into `target`. `exclude`: files and folders that stay, by their path in it."""
 
-    async def download(self, source: str, folder: Path) -> tuple[str, ...]:
+    async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
         """The content of a folder of the sandbox into a folder of the host. Nothing in it can make us write outside of that.
-        What could not be had is returned: a file that may not be read does not cost the others."""
+        What could not be had is returned: a file that may not be read does not cost the others. `exclude`: what need not come,
+        by its path in the folder."""
 
     async def stop(self) -> None:
         """End every process and remove everything. Stopping twice is fine."""

@@ -18,7 +18,7 @@ import shutil
 import stat
 import sys
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders, seccomp
@@ -55,6 +55,7 @@ ETC = (
     "timezone",
 )
 KEYS = ("keys", "key-users")  # in /proc
+TAKEN = ("usr", "etc", "proc", "dev", "sys", "run", *SYSTEM)  # where no folder of a sandbox's own can be
 ETC_ONLINE = ("hosts", "resolv.conf")  # with the host's network only
 
 
@@ -95,11 +96,13 @@ class BubblewrapBackend:
         if not (bwrap := shutil.which("bwrap")):
             await self.check()
         _check_mounts(spec)
+        _check_places(spec)
         python, prefix = _python()
         path = PATH if not prefix else f"{PATH}:{Path(python).parent}"
         env = {"PATH": path, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.env}  # noqa: S108
-        folder = folders.make(self.root, KIND, "home", "work", "tmp", "shared", "etc")
-        sandbox = Supervised(folder, env, home=HOME, workdir=WORKDIR, shared=SHARED)
+        more = (_further(n) for n in range(len(spec.folders)))
+        folder = folders.make(self.root, KIND, "home", "work", "tmp", "shared", "etc", *more)
+        sandbox = Supervised(folder, env, home=HOME, workdir=spec.workdir or WORKDIR, shared=SHARED)
         filters = [seccomp.opened(rules)] if (rules := seccomp.program()) else []
         try:
             _write_etc(folder / "etc")
@@ -137,7 +140,8 @@ def _walls(spec: SandboxSpec, folder: Path) -> list[str]:
     for name in (*ETC, *(ETC_ONLINE if spec.network == "open" else ())):
         if Path("/etc", name).exists():
             walls += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
-    for part, target in (("home", HOME), ("work", WORKDIR), ("tmp", "/tmp")):  # noqa: S108
+    further = ((_further(n), target) for n, target in enumerate(spec.folders))
+    for part, target in (("home", HOME), ("tmp", "/tmp"), ("work", spec.workdir or WORKDIR), *further):  # noqa: S108
         walls += ["--bind", str(folder / part), target]
     walls += ["--ro-bind", str(folder / "shared"), SHARED]  # a socket in there can be used all the same
     walls += ["--symlink", "/tmp", "/var/tmp", "--ro-bind", str(SUPERVISOR), INSIDE]  # noqa: S108
@@ -150,6 +154,20 @@ def _check_mounts(spec: SandboxSpec) -> None:
     for mount in spec.mounts:
         if not Path(mount.source).exists():
             raise SandboxError(f"{mount.source} does not exist")
+
+
+def _further(n: int) -> str:
+    return f"further-{n}"
+
+
+def _check_places(spec: SandboxSpec) -> None:
+    """Folders of the sandbox's own stand beside what it shows of the host, never in it."""
+    for place in filter(None, (spec.workdir, *spec.folders)):
+        first, *rest = PurePosixPath(place).parts
+        if first != "/" or not rest or ".." in rest or rest[0] in TAKEN:
+            raise SandboxError(
+                f"a bubblewrap sandbox cannot have its own folder at {place}; choose one such as {WORKDIR}"
+            )
 
 
 def _kernel_files() -> list[str]:

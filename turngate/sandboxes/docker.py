@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from turngate.errors import SandboxError, SandboxUnavailable
+from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
 from turngate.sandboxes import folders, owner
 from turngate.sandboxes.base import ALONE, Result, SandboxSpec
 from turngate.sandboxes.posix import KILLED, Posix, to_the_end
@@ -45,6 +45,7 @@ LONG = 30_000  # bytes; the docker command does not read longer lines from a fil
 OF_THE_CLI = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command heeds itself
 DOUBTFUL = (1, 125, 126, 127)  # exit codes by which the docker command also says that it has failed itself
 
+THERE = '[ -d "$1" ]'
 COMMAND = 'cd -- "$1" || exit 126; shift; exec "$@"'
 # With "marked": everything that has a job's mark, and what descends from it. With "all": everything but process 1, its sleep (the
 # oldest of its children), this script and the first processes of the jobs that are named after it; an agent may have thrown its mark
@@ -125,20 +126,21 @@ class Docker(Posix):
     async def begin(self, image: str, spec: SandboxSpec) -> None:
         """Create and start the container."""
         folder = await docker("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
-        if folder.strip() not in ("", "/"):
-            self.workdir = folder.strip()
+        self.workdir = spec.workdir or (folder.strip() if folder.strip() not in ("", "/") else WORKDIR)
         await docker("create", *_options(self, spec), image, str(math.ceil(spec.life_s)))
         await docker("start", self.id)
         ids = await docker("exec", self.id, "/bin/sh", "-c", "id -u; id -g")
         user, group = map(int, ids.split())
-        made = [HOME] if self.workdir != WORKDIR else [HOME, WORKDIR]
+        made = [HOME, *spec.folders]
+        if self.workdir == WORKDIR or (await _docker("exec", self.id, "/bin/sh", "-c", THERE, "sh", self.workdir))[0]:
+            made.append(self.workdir)
         await docker("cp", "-", f"{self.id}:/", stdin=_folders(made, user, group))
 
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> DockerJob:
         if self._stopped or self.gone:
-            raise SandboxError("the sandbox has ended")
+            raise SandboxGone("the sandbox has ended")
         job = secrets.token_hex(8)
         lines, own = _variables({**env, JOB: job})
         with tempfile.TemporaryFile() as file:  # without a name, for the docker command alone
@@ -161,7 +163,7 @@ class Docker(Posix):
     async def _run(self, *command: Any, **how: Any) -> Result:
         result = await super()._run(*command, **how)
         if self.gone and not result.timed_out:  # it was never run, or not to its end
-            raise SandboxError("the sandbox has ended")
+            raise SandboxGone("the sandbox has ended")
         return result
 
     async def running(self) -> bool:

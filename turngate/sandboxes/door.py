@@ -1,4 +1,4 @@
-"""The host's end of the way out: one door per rollout, through which nothing but model calls gets to the gateway.
+"""The host's end of the way out: one door per rollout, through which nothing but model and tool calls gets to the gateway.
 
 A unix socket in the folder that a sandbox shares with the host, or a port of the loopback for a tunnel to lead to. The door
 opens for an exact list of methods and paths; everything else is answered here. So whatever an agent finds out, the admin
@@ -33,6 +33,8 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("POST", "/v1beta/models/*:streamGenerateContent"),
     ("POST", "/v1beta/models/*:countTokens"),
 )
+# Tools that the host handles; which ones there are is the session's affair, and its secret opens them.
+TOOL_CALLS: tuple[tuple[str, str], ...] = (("GET", "/v1/tools"), ("POST", "/v1/tools/*"))
 PART = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # never ".."
 NAME = rf"{PART}(?:/{PART})*"  # what `*` stands for
 OURS = f"{relay.GATEWAY}: 1"  # tells the relay that this is an answer, not a dead tunnel's
@@ -70,7 +72,7 @@ class Door:
         plain = _plain(path.partition("?")[0])
         if not any(method == known and pattern.fullmatch(plain) for known, pattern in self._routes):
             self.refused += 1
-            raise relay.Refused(404, "only model calls pass here", "not_found", OURS)
+            raise relay.Refused(404, "only model and tool calls pass here", "not_found", OURS)
 
     def _admit(self, request: relay.Request) -> relay.Request:
         self._look(request.method, request.path)
@@ -103,7 +105,7 @@ async def opened(
     gateway: str,
     *,
     folder: Path | None = None,
-    routes: Sequence[tuple[str, str]] = MODEL_CALLS,
+    routes: Sequence[tuple[str, str]] = MODEL_CALLS + TOOL_CALLS,
     on_call: Callable[[str, str], None] = lambda method, path: None,
 ) -> AsyncIterator[Door]:
     """A door to the gateway at that URL: a socket in `folder`, or without one a port of 127.0.0.1."""

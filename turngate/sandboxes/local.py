@@ -39,12 +39,15 @@ class LocalBackend:
             "network": spec.network == "none",
             "read-only mounts": any(not mount.writable for mount in spec.mounts),
             "image": bool(spec.image or spec.dockerfile),
+            "workdir": bool(spec.workdir),
         }
         return (*(wish for wish, asked in wishes.items() if asked), *cgroups.not_enforced(spec.resources))
 
     async def create(self, spec: SandboxSpec) -> Supervised:
         await self.check()
         _check_mounts(spec)
+        if spec.folders:
+            raise SandboxError(f"the local sandbox cannot make {spec.folders[0]}: there is one file system, the host's")
         folder = folders.make(self.root, KIND, "home", "work", "tmp", "shared")
         env = {
             "PATH": os.environ.get("PATH") or FALLBACK_PATH,

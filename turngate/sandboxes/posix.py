@@ -11,12 +11,12 @@ import os
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from turngate.errors import SandboxError, SandboxFileMissing
+from turngate.errors import SandboxError, SandboxFileMissing, SandboxTooLarge
 from turngate.sandboxes import archive
 from turngate.sandboxes.base import Job, Result
 
@@ -31,7 +31,8 @@ MISSING, NO_FILE = 44, 45  # exit codes of READ
 NOT_ALL = (1, 2)  # exit codes of tar: some files changed meanwhile, or could not be read
 SAID = 64_000  # bytes of what tar complains about
 
-TOOLS = 'PATH="$PATH:/usr/bin:/bin"'  # a spec may set a PATH that has none of ours
+# A spec may set a PATH that has none of our tools, or one that leads into the working folder.
+TOOLS = 'PATH="/usr/bin:/bin:$PATH"'
 REDIRECT = f"""
 for file in "$1" "$2"; do [ -z "$file" ] || ({TOOLS}; mkdir -p -- "$(dirname -- "$file")") || exit 126; done
 [ -z "$1" ] || exec >"$1" || exit 126
@@ -51,7 +52,7 @@ READ = f"""{TOOLS}
 exec head -c "$2" -- "$1"
 """
 UPLOAD = TOOLS + '; mkdir -p -- "$1" && exec tar -xof - -C "$1"'
-DOWNLOAD = f'{TOOLS}; [ -d "$1" ] || exit {MISSING}; exec tar -cf - -C "$1" .'
+DOWNLOAD = f'{TOOLS}; folder=$1; shift; [ -d "$folder" ] || exit {MISSING}; exec tar -cf - -C "$folder" "$@" .'
 
 
 class Posix(ABC):
@@ -75,11 +76,14 @@ class Posix(ABC):
         cwd: str = "",
         stdin: bytes = b"",
         timeout_s: float | None = None,
+        keep: int | None = None,
+        leave: bool = True,
     ) -> Result:
         with tempfile.TemporaryFile() as file:
             file.write(stdin)
             file.seek(0)
-            return await self._run(command, env=env, cwd=cwd, stdin=file if stdin else None, timeout_s=timeout_s)
+            given = file if stdin else None
+            return await self._run(command, env=env, cwd=cwd, stdin=given, timeout_s=timeout_s, keep=keep, leave=leave)
 
     async def start(
         self,
@@ -112,17 +116,17 @@ class Posix(ABC):
             raise SandboxError(f"{path} is larger than {limit} bytes")
         return done.stdout
 
-    async def upload(self, folder: Path, target: str) -> None:
+    async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
         with tempfile.TemporaryFile() as tar:
-            await asyncio.to_thread(archive.pack, folder, tar)
+            await asyncio.to_thread(archive.pack, folder, tar, exclude)
             tar.seek(0)
             command = ["/bin/sh", "-c", UPLOAD, "sh", _named(target)]
             done = await self._run(command, cwd=_from(target), stdin=tar, timeout_s=FILE_S)
         _succeeded(done, f"cannot upload to {target}")
 
-    async def download(self, source: str, folder: Path) -> tuple[str, ...]:
+    async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
         with tempfile.TemporaryFile() as tar:
-            command = ["/bin/sh", "-c", DOWNLOAD, "sh", _named(source)]
+            command = ["/bin/sh", "-c", DOWNLOAD, "sh", _named(source), *(f"--exclude=./{path}" for path in exclude)]
             done = await self._run(command, cwd=_from(source), timeout_s=FILE_S, into=tar)
             if done.exit_code == MISSING:
                 raise SandboxFileMissing(f"there is no folder {source} in the sandbox")
@@ -153,16 +157,25 @@ class Posix(ABC):
         stdin: IO[bytes] | None = None,
         timeout_s: float | None = None,
         into: IO[bytes] | None = None,
+        keep: int | None = None,
+        leave: bool = True,
     ) -> Result:
         """Run to the end. `into`: a file that takes what it prints, instead of the result."""
-        out, err = (Output(into, FOLDER_LIMIT), Output(limit=SAID, cut=True)) if into else (Output(), Output())
+        if into:
+            out, err = Output(into, FOLDER_LIMIT), Output(limit=SAID, cut=True)
+        elif keep is None:
+            out, err = Output(), Output()
+        else:
+            out, err = Ends(keep), Ends(keep)
         try:
             with _nothing() as null:
                 source = (stdin or null).fileno()
                 job = await self._spawn(command, env, cwd, source, out.write_end, err.write_end)
             await out.listen()
             await err.listen()
-            code, timed_out = await _ended(job, timeout_s)
+            code, timed_out = await _ended(job, timeout_s, out.overflown)
+            if not leave:
+                await to_the_end(job.kill(grace_s=0))
             await asyncio.wait([out.finished, err.finished], timeout=LINGER_S)
             return Result(code, out.taken(), err.taken(), timed_out)
         finally:
@@ -170,17 +183,24 @@ class Posix(ABC):
             err.close()
 
 
-async def _ended(job: Job, timeout_s: float | None) -> tuple[int, bool]:
-    """The exit code, and whether time ran out. Whoever stops waiting for a command kills it."""
+async def _ended(job: Job, timeout_s: float | None, overflown: asyncio.Event) -> tuple[int, bool]:
+    """The exit code, and whether time ran out. Whoever stops waiting for a command kills it; nobody waits for output without end."""
+    waiting, too_much = asyncio.ensure_future(job.wait()), asyncio.ensure_future(overflown.wait())
     try:
-        async with asyncio.timeout(timeout_s):
-            return await job.wait(), False
-    except TimeoutError:
+        await asyncio.wait({waiting, too_much}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result(), False
         await job.kill(grace_s=0)
-        return KILLED, True
+        return KILLED, not too_much.done()
     except asyncio.CancelledError:
         await to_the_end(job.kill(grace_s=0))
         raise
+    finally:
+        for task in (waiting, too_much):
+            task.cancel()
+        await asyncio.wait({waiting, too_much})
+        if not waiting.cancelled():
+            waiting.exception()  # seen
 
 
 async def unpacked(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
@@ -218,6 +238,7 @@ class Output:
         self._cut = cut
         self._size = 0
         self._kept = bytearray()
+        self.overflown = asyncio.Event()  # more than is remembered, and that is an error
         self._transport: asyncio.ReadTransport | None = None
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -236,10 +257,12 @@ class Output:
                 self._into.write(data)
             else:
                 self._kept += data
+        elif not self._cut:
+            self.overflown.set()
 
     def taken(self) -> bytes:
-        if self._size > self._limit and not self._cut:
-            raise SandboxError(f"a command printed more than {self._limit} bytes")
+        if self.overflown.is_set():
+            raise SandboxTooLarge(f"a command printed more than {self._limit} bytes")
         return bytes(self._kept)
 
     def close(self) -> None:
@@ -249,6 +272,31 @@ class Output:
         self._read_end = self.write_end = -1
         if self._transport:
             self._transport.close()
+
+
+class Ends(Output):
+    """Output of which the beginning and the end are remembered, however long it is."""
+
+    def __init__(self, keep: int) -> None:
+        super().__init__(limit=keep, cut=True)
+        self._half = keep // 2
+        self._tail = bytearray()
+
+    def take(self, data: bytes) -> None:
+        self._size += len(data)
+        room = self._half - len(self._kept)
+        if room > 0:
+            self._kept += data[:room]
+            data = data[room:]
+        self._tail += data
+        if len(self._tail) > 2 * self._half:
+            del self._tail[: -self._half]
+
+    def taken(self) -> bytes:
+        tail = self._tail[-self._half :]
+        left = self._size - len(self._kept) - len(tail)
+        note = f"\n… {left} bytes were left out here …\n".encode() if left else b""
+        return bytes(self._kept + note + tail)
 
 
 class _Reader(asyncio.Protocol):

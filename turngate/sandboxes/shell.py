@@ -19,12 +19,12 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
-from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
+from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone, SandboxUnavailable
 from turngate.sandboxes.archive import complaints, pack, unpack
 from turngate.sandboxes.base import Result, SandboxSpec
 from turngate.sandboxes.owner import Owner, this_process
@@ -39,7 +39,7 @@ POLL_S = 30.0  # a stream can hang without breaking; this often we look for ours
 MISSING, NO_FILE, NO_TOOL = 44, 45, 46  # exit codes of our own scripts
 
 
-class Gone(SandboxError):
+class Gone(SandboxGone):
     """The sandbox itself is no more."""
 
 
@@ -142,6 +142,7 @@ class ShellSandbox:
         self._wire = wire
         self._root = root
         self._env = dict(spec.env)
+        self.workdir = spec.workdir or f"{root}/work"
         self._ends = ends
         self._jobs: set[ShellJob] = set()
         self._stopped = False
@@ -162,6 +163,8 @@ class ShellSandbox:
                 await to_the_end(again(wire.remove))
             raise
         try:
+            for folder in (sandbox.workdir, *spec.folders):
+                await sandbox._script(folder_script(folder), folder)
             for mount in spec.mounts:  # nothing of the host can be mounted there: a copy
                 await sandbox.upload(Path(mount.source), mount.target)
         except BaseException:
@@ -178,10 +181,6 @@ class ShellSandbox:
     def home(self) -> str:
         return f"{self._root}/home"
 
-    @property
-    def workdir(self) -> str:
-        return f"{self._root}/work"
-
     async def exec(
         self,
         command: Sequence[str],
@@ -190,6 +189,8 @@ class ShellSandbox:
         cwd: str = "",
         stdin: bytes = b"",
         timeout_s: float | None = None,
+        keep: int | None = None,
+        leave: bool = True,
     ) -> Result:
         folder = self._new()
         job = await self._run(folder, command, env, cwd, f"{folder}/out", f"{folder}/err", stdin)
@@ -200,6 +201,10 @@ class ShellSandbox:
             except TimeoutError:
                 await job.kill(0)
                 code, timed_out = KILLED, True
+            if not leave:
+                await job.kill(0)
+            if keep is not None:
+                await self._script(ends_script(folder, keep), "output")
             out, err = await asyncio.gather(self._output(f"{folder}/out"), self._output(f"{folder}/err"))
         except asyncio.CancelledError:
             with suppress(SandboxError):
@@ -242,20 +247,21 @@ class ShellSandbox:
         found = await again(lambda: self._script(look, path))
         return await again(lambda: self._wire.get(found.removesuffix("\n"), limit))
 
-    async def upload(self, folder: Path, target: str) -> None:
+    async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
         quoted, staged = shlex.quote(self._path(target)), self._new()
         with tempfile.NamedTemporaryFile(suffix=".tgz") as archive:
-            await asyncio.to_thread(_packed, folder, Path(archive.name))
+            await asyncio.to_thread(_packed, folder, Path(archive.name), exclude)
             await again(lambda: self._wire.put(staged, Path(archive.name)))
         await self._script(
             f"mkdir -p {quoted} && tar -xzpof {staged} -C {quoted}; code=$?; rm -f {staged}; exit $code", target
         )
 
-    async def download(self, source: str, folder: Path) -> tuple[str, ...]:
+    async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
         quoted, staged = shlex.quote(self._path(source)), self._new()
+        without = shlex.join(f"--exclude=./{path}" for path in exclude)
         # tar says 1 when a file grew while it was read, and 2 when one could not be read; the others come all the same
         tar = (
-            f"cd {quoted} || exit {MISSING}; umask 077; tar -czf {staged} . 2>{staged}.err; code=$?; "
+            f"cd {quoted} || exit {MISSING}; umask 077; tar -czf {staged} {without} . 2>{staged}.err; code=$?; "
             f"head -c {SAID} {staged}.err; rm -f {staged}.err; [ $code -le 2 ]"
         )
         said = await again(lambda: self._script(tar, source))
@@ -414,6 +420,29 @@ true
 """
 
 
+def folder_script(folder: str) -> str:
+    """A folder that is there and writable, also at the root where the service gives its user the right to that."""
+    name = shlex.quote(folder)
+    return (
+        f"mkdir -p {name} 2>/dev/null && [ -w {name} ] || "
+        f'{{ sudo -n mkdir -p {name} && sudo -n chown "$(id -u)" {name}; }} || '
+        f"{{ echo the folder cannot be made, or not be written; false; }}"
+    )
+
+
+def ends_script(folder: str, keep: int) -> str:
+    """Of what a command printed, the beginning and the end."""
+    half = keep // 2
+    return f"""
+for file in {folder}/out {folder}/err; do
+  [ -f "$file" ] && [ "$(wc -c <"$file")" -gt {2 * half} ] || continue
+  {{ head -c {half} "$file"; echo; echo "… bytes were left out here …"; tail -c {half} "$file"; }} >"$file.ends" &&
+    mv -f "$file.ends" "$file"
+done
+true
+"""
+
+
 def _named(path: str) -> str:
     if not path or "\0" in path:
         raise SandboxError("a file needs a name, without a NUL")
@@ -448,9 +477,9 @@ async def _task(work: Awaitable[None]) -> AsyncIterator[asyncio.Future[None]]:
         await asyncio.wait({task})
 
 
-def _packed(folder: Path, archive: Path) -> None:
+def _packed(folder: Path, archive: Path, exclude: Container[str]) -> None:
     with gzip.open(archive, "wb", compresslevel=1) as file:
-        pack(folder, cast("IO[bytes]", file))
+        pack(folder, cast("IO[bytes]", file), exclude)
 
 
 def _unpacked(archive: Path, folder: Path) -> tuple[str, ...]:

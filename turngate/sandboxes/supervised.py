@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from turngate.errors import SandboxError
+from turngate.errors import SandboxError, SandboxGone
 from turngate.sandboxes import cgroups, folders, supervisor
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.posix import KILLED, Posix, to_the_end
@@ -110,7 +110,7 @@ class Supervised(Posix):
                 await asyncio.sleep(0.01)
             except OSError:
                 break
-        raise SandboxError("the sandbox has ended")
+        raise SandboxGone("the sandbox has ended")
 
     async def stop(self) -> None:
         await to_the_end(self._stop())
@@ -152,7 +152,7 @@ class SupervisedJob:
             await to_the_end(job.kill(grace_s=0))
             raise
         if not has_started:
-            raise SandboxError("the sandbox has ended")
+            raise SandboxGone("the sandbox has ended")
         return job
 
     def told(self, text: bytes) -> None:
