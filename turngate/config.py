@@ -43,6 +43,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: int = 1  # processes that share the sessions
     durability: Literal["process", "disk"] = "process"  # a turn survives a kill of the process, or of the machine
     idle_s: float = 24 * 3600  # sessions unused for this long are sealed
+    event_days: float = 0.0  # events older than this are removed; 0: they stay as long as their session
     alive_s: float = 10.0  # a sign of life when nothing was sent for this long
     max_body_mb: float = 64.0  # largest request, in megabytes
     open_loopback: bool = False  # prime-rl API: loopback clients need no key
@@ -62,6 +63,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"workers: {self.workers} is not between 1 and 256; one per core is the most that helps",
                 param="workers",
             )
+        if not self.event_days >= 0:
+            raise ConfigError(f"event_days: {self.event_days} must be 0 (keep them) or more", param="event_days")
         if self.verify_every < 0:
             raise ConfigError(
                 f"verify_every: {self.verify_every} must be 0 (none), 1 (each session) or more", param="verify_every"

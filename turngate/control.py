@@ -1,5 +1,5 @@
-"""Every verb on sessions: open, find, list, show, trace, samples, seal, cancel, delete; and the fence. The admin API, the
-compatibility APIs and the command line call only this."""
+"""Every verb on sessions: open, find, list, show, trace, samples, seal, cancel, delete, record, announce; and the fence. The admin
+API, the compatibility APIs and the command line call only this. Host tools are in `hosttools.py`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from turngate.errors import BadRequest, Conflict, NotFound, StoreError, Turngate
 from turngate.events import Events
 from turngate.explain import explain
 from turngate.fence import Fence, Pause
+from turngate.hosttools import HostTools
 from turngate.slots import ALONE, Place, new_secret
+from turngate.store.beside import happened
+from turngate.store.outcome import Recorded
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import roles
 from turngate.trace.sample import Policy, Sample, samples
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.signals import faults
+from turngate.trace.tools import checked
 from turngate.trace.tree import Context, Sampled
 from turngate.types import Json, Message, Mode, Sampling
 
 log = logging.getLogger("turngate")
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+ANNOUNCED = 16 * 1024  # bytes of an event that somebody else tells
+_PRUNE_S = 3600.0
 
 
 class Control:
@@ -46,6 +52,7 @@ class Control:
         models: tuple[str, ...] = (),
         vocabulary: str = "",
         idle_s: float = 24 * 3600,
+        event_days: float = 0.0,
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
         place: Place = ALONE,
@@ -57,7 +64,9 @@ class Control:
         self._store = store
         self._fence = fence
         self.events = events
+        self.tools = HostTools(store, events)
         self._idle_s = idle_s
+        self._event_s = event_days * 86400
         self._log_turns = log_turns
         self._release = release
         self._place = place  # other workers' sessions are theirs alone
@@ -95,11 +104,13 @@ class Control:
         _check_sampling(config)
         for field, wrong in faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
+        checked(config.tools)
         secret = new_secret(session_id)
         digest = _digest(secret)
         opened = time.time()
+        event = happened(session_id, "opened", {"mode": config.mode, "model": config.model})
         try:
-            key = self._store.add_session(session_id, digest, config, opened, self._vocabulary)
+            key = self._store.add_session(session_id, digest, config, opened, self._vocabulary, event)
         except KeyError:
             raise Conflict(f"id: a session {session_id!r} exists already; choose another id", param="id") from None
         session = Session(session_id, key, config, opened)
@@ -107,7 +118,7 @@ class Control:
         self._live[session_id] = session
         self._by_secret[digest] = session_id
         self._secret_of[session_id] = digest
-        self.events.add(session_id, "opened", {"mode": config.mode, "model": config.model})
+        self.events.wake(session_id)
         return session, secret
 
     def by_secret(self, secret: str) -> Session | None:
@@ -144,19 +155,26 @@ class Control:
                 self._live[session_id] = session
         return session
 
+    def knows(self, session_id: str) -> bool:
+        """Whether there is such a session, or something was told of it before it is opened."""
+        return session_id in self._live or self._store.find(session_id) is not None or self.events.knows(session_id)
+
     def listing(
         self, *, status: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[dict[str, Json]]:
-        return [self._summary(row) for row in self._store.sessions(status=status, before=before, limit=limit)]
+        rows = self._store.sessions(status=status, before=before, limit=limit)
+        outcomes = self._store.outcomes.of(rows[-1].key, rows[0].key) if rows else {}
+        return [self._summary(row, outcomes.get(row.key)) for row in rows]
 
     def show(self, session_id: str) -> dict[str, Json]:
         session = self.find(session_id)
+        outcomes = self._store.outcomes.of(session.key, session.key)
         role_of = roles(session.trace)
         counts: dict[str, int] = {}
         for role in role_of.values():
             counts[role] = counts.get(role, 0) + 1
         return {
-            **self._summary(self._row(session_id)),
+            **self._summary(self._row(session_id), outcomes.get(session.key)),
             "stop": session.stop,
             "turns": session.turns,
             "sampled_tokens": session.sampled_tokens,
@@ -205,9 +223,31 @@ class Control:
     async def delete(self, session_id: str) -> None:
         session = await self._end(session_id, "cancelled", "deleted")
         async with session.ending_lock:
-            self._store.delete_session(session.key)
+            self._store.delete_session(session.key, happened(session_id, "deleted", {}))
             self._forget(session)
-        self.events.add(session_id, "deleted", {})
+        self.events.wake(session_id)
+
+    def record(self, session_id: str, outcome: Recorded, *, replace: bool = False) -> None:
+        """How the rollout ended: once, and not before its session has. The same again is fine."""
+        written = outcome.check()
+        row = self._row(session_id)
+        live = self._live.get(session_id)
+        if (live.status if live else row.status) == "open":
+            raise Conflict(f"session {session_id} is still open; seal it first, then record how it ended")
+        event = happened(session_id, "outcome", outcome.facts())
+        before = self._store.outcomes.put(row.key, written, event, replace=replace)
+        if before is not None and before != written and not replace:
+            raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")
+        self.events.wake(session_id)
+
+    def announce(self, session_id: str, kind: str, data: dict[str, Json]) -> int:
+        """Something that whoever runs a rollout has to tell, perhaps before its session is opened. Its place in the stream."""
+        if session_id and not _SESSION_ID.fullmatch(session_id):
+            raise BadRequest(f"session: {session_id[:200]!r} cannot be the id of a session", param="session")
+        size = len(msgspec.json.encode(data))
+        if size > ANNOUNCED:
+            raise BadRequest(f"data: has {size} bytes, the limit is {ANNOUNCED}", param="data")
+        return self.events.add(session_id, kind, data)
 
     async def _end(self, session_id: str, status: Status, stop: str) -> Session:
         session = self.find(session_id)
@@ -216,15 +256,17 @@ class Control:
                 return session
             # Calls in flight record what they have before the session is closed for good.
             await session.abort_calls(status)
+            told = session.stop or stop
+            event = happened(session_id, status, {"stop": told, "turns": session.turns})
             try:
-                self._store.close_session(session.key, status, session.stop or stop, time.time())
+                self._store.close_session(session.key, status, told, time.time(), event)
             except StoreError:
                 session.ending = ""  # it did not end, and must not look as if it had
                 raise
-            session.status, session.stop = status, session.stop or stop
+            session.status, session.stop = status, told
             self._forget(session)
             self._release(session.id)
-        self.events.add(session_id, status, {"stop": session.stop, "turns": session.turns})
+        self.events.wake(session_id)
         if stop != "deleted":
             self._ended(session_id)
         return session
@@ -244,9 +286,12 @@ class Control:
                 return
 
     def notify(self, session: Session, kind: str, data: dict[str, Any]) -> None:
-        """Called by the pipeline for each turn and limit."""
+        """Called by the pipeline for each turn, which is written with its event already, and for each limit."""
         message = data.pop("message", None)
-        self.events.add(session.id, kind, data)
+        if kind == "turn":
+            self.events.wake(session.id)
+        else:
+            self.events.add(session.id, kind, data)
         if self._log_turns and isinstance(message, Message):
             log.info(
                 "session %s %s %s content=%d reasoning=%d calls=%d",
@@ -260,21 +305,33 @@ class Control:
 
     async def stop(self) -> None:
         """The gateway goes down: calls in flight record what they have, and their agents are told to come back."""
-        await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.in_flight))
+        await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.in_flight or s.asking))
 
     async def expire_idle(self) -> None:
-        """Runs for as long as the gateway: seals sessions that nobody used for a while."""
+        """Runs for as long as the gateway: seals sessions that nobody used for a while, and removes what is too old to keep."""
+        pruned = 0.0
         while True:
             await asyncio.sleep(min(30.0, self._idle_s / 4))
+            if self._event_s and self._place.number == 0 and time.time() - pruned > _PRUNE_S:
+                pruned = time.time()
+                self._prune(pruned - self._event_s)
             for session_id in self.idle(time.time()):
                 try:
                     await self.seal(session_id, "idle")
                 except TurngateError as error:
                     log.warning("session %s could not be expired: %s", session_id, error.message)
 
+    def _prune(self, before: float) -> None:
+        try:
+            if removed := self.events.prune(before):
+                log.info("%d events were older than event_days and are removed", removed)
+        except TurngateError as error:
+            log.warning("old events could not be removed: %s", error.message)
+
     def idle(self, now: float) -> list[str]:
         """Sessions that nobody used for too long. The clock of one that was not called since the start runs from there."""
-        live = [s.id for s in self._live.values() if not s.in_flight and now - s.last_used > self._idle_s]
+        unused = [s for s in self._live.values() if not s.in_flight and not s.asking]
+        live = [s.id for s in unused if now - s.last_used > self._idle_s]
         unseen = [s for s in self._secret_of if s not in self._live] if now - self._started > self._idle_s else []
         return live + unseen
 
@@ -285,14 +342,23 @@ class Control:
 
     async def pause(self, mode: Pause) -> dict[str, Json]:
         await self._fence.pause(mode)
-        self.events.add("", "fence", {"paused": True, "mode": mode})
+        self.paused(mode)
         return self.fence()
+
+    def paused(self, mode: Pause) -> None:
+        """It stands, whether that can be written down or not."""
+        try:
+            self.events.add("", "fence", {"paused": True, "mode": mode})
+        except StoreError as error:
+            log.warning("a pause is not in the events: %s", error.message)
 
     def resume(self, version: int | None) -> dict[str, Json]:
         self._fence.check(version)
-        self._store.set_setting("policy_version", str(self._fence.version if version is None else version))
+        new = self._fence.version if version is None else version
+        event = happened("", "fence", {"paused": False, "version": new})
+        self._store.set_setting("policy_version", str(new), event)
         self._fence.resume(version)
-        self.events.add("", "fence", {"paused": False, "version": self._fence.version})
+        self.events.wake("")
         return self.fence()
 
     def _row(self, session_id: str) -> SessionRow:
@@ -301,7 +367,7 @@ class Control:
             raise NotFound(f"there is no session {session_id!r}")
         return row
 
-    def _summary(self, row: SessionRow) -> dict[str, Json]:
+    def _summary(self, row: SessionRow, outcome: bytes | None) -> dict[str, Json]:
         live = self._live.get(row.id)
         return {
             "id": row.id,
@@ -311,6 +377,7 @@ class Control:
             "opened": row.opened,
             "closed": row.closed,
             "config": row.config,
+            "outcome": None if outcome is None else msgspec.Raw(outcome),
         }
 
 

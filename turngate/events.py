@@ -1,59 +1,120 @@
-"""What happens in the gateway, as a stream of small facts that anyone may follow from a cursor. In memory, bounded."""
+"""What happens in the gateway, as a stream of small facts that anyone may follow from a cursor.
+
+The store has them, so the stream goes on after a restart where a follower left it; in memory is only who waits for more. A fact
+that belongs to something else that is recorded (a turn, the end of a session) is written together with it, by whoever
+records that, who then calls `wake`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 
-import msgspec
-
+from turngate.store.beside import Event, happened
+from turngate.store.sqlite import Store
 from turngate.types import Json
 
-
-class Event(msgspec.Struct, frozen=True):
-    seq: int
-    time: float
-    session: str
-    kind: str  # opened, turn, limit, sealed, cancelled, deleted, fence
-    data: dict[str, Json]
+PAGE = 256  # events that a follower holds at once
+ALIVE_S = 15.0
+LOOK_S = 0.05  # how often a follower of all looks whether another worker has written something
 
 
 class Events:
-    """The newest events, and whoever waits for more."""
+    """`shared`: other processes write to the store too."""
 
-    def __init__(self, keep: int = 10_000) -> None:
-        self._kept: deque[Event] = deque(maxlen=keep)
-        self._seq = int(time.time() * 1000)  # cursors of an earlier run stay behind
-        self._more: asyncio.Future[None] | None = None
+    def __init__(self, store: Store, *, shared: bool = False) -> None:
+        self._log = store.events
+        self._shared = shared
+        self._followers: dict[str, set[asyncio.Event]] = {}  # by the session they follow; empty: all
         self._over = False
 
-    def add(self, session: str, kind: str, data: dict[str, Json]) -> None:
-        self._seq += 1
-        self._kept.append(Event(self._seq, time.time(), session, kind, data))
-        if self._more is not None and not self._more.done():
-            self._more.set_result(None)
+    def add(self, session: str, kind: str, data: dict[str, Json]) -> int:
+        """Its place in the stream."""
+        seq = self._log.add(happened(session, kind, data))
+        self.wake(session)
+        return seq
+
+    def wake(self, session: str) -> None:
+        """Something of this session was written."""
+        for of in {session, ""}:
+            for follower in self._followers.get(of, ()):
+                follower.set()
 
     def close(self) -> None:
-        """Nothing more will happen: followers come to their end."""
+        """Nothing more will happen: followers come to their end. What they have not read they find after the next start."""
         self._over = True
-        if self._more is not None and not self._more.done():
-            self._more.set_result(None)
+        for followers in self._followers.values():
+            for follower in followers:
+                follower.set()
 
-    async def follow(self, session: str = "", after: int = 0) -> AsyncIterator[Event | None]:
-        """Events of one session (or all) past `after`, until the gateway stops. None: nothing for a while, but still here."""
-        while not self._over:
-            newest = self._seq
-            # A copy: the ring may turn while the reader is slow.
-            for event in [e for e in self._kept if e.seq > after and session in ("", e.session)]:
-                yield event
-            after = max(after, newest)
-            if self._seq > after:
-                continue
-            if self._more is None or self._more.done():
-                self._more = asyncio.get_running_loop().create_future()
+    def knows(self, session: str) -> bool:
+        """Whether there is anything to follow, whether or not the session is open yet."""
+        return self._log.knows(session)
+
+    def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[Event]:
+        """The oldest events past `after`, of one session or of all."""
+        return self._log.page(session, after, limit)
+
+    def prune(self, before: float) -> int:
+        """Remove what happened before a moment; how many events that were."""
+        return self._log.prune(before)
+
+    async def follow(
+        self, session: str = "", after: int = 0, *, wait: bool = True
+    ) -> AsyncGenerator[Event | None, None]:
+        """Events of one session (or all) past `after`, until the gateway stops. None: nothing for a while, but still here.
+
+        `wait=False`: it ends with what there is. A cursor that is ahead of everything comes from another data folder; for
+        such a follower it begins at the beginning.
+        """
+        if after > self._log.newest():
+            after = 0
+        with self._following(session) as more:
+            while not self._over:
+                more.clear()
+                state = self._log.state() if self._shared else 0
+                page = self.page(session, after)
+                for event in page:
+                    yield event
+                    after = event.seq
+                if page:
+                    continue
+                if not wait:
+                    return
+                if not await self._woken(more, session, state):
+                    yield None
+
+    @contextmanager
+    def _following(self, session: str) -> Iterator[asyncio.Event]:
+        more = asyncio.Event()
+        self._followers.setdefault(session, set()).add(more)
+        try:
+            yield more
+        finally:
+            rest = self._followers[session]
+            rest.discard(more)
+            if not rest:
+                del self._followers[session]
+
+    async def _woken(self, more: asyncio.Event, session: str, state: int) -> bool:
+        """Whether there may be something new; False after a while without.
+
+        One session's events are all written by the worker that has it. Those of all are looked for, since nobody wakes other
+        processes; asking the file whether it has changed costs microseconds.
+        """
+        looks = self._shared and not session
+        end = time.monotonic() + ALIVE_S
+        while (left := end - time.monotonic()) > 0:
             try:
-                await asyncio.wait_for(asyncio.shield(self._more), timeout=15)
+                async with asyncio.timeout(min(left, LOOK_S) if looks else left):
+                    await more.wait()
+                return True
             except TimeoutError:
-                yield None
+                if looks and self._log.state() != state:
+                    return True
+        return False
+
+
+__all__ = ["Event", "Events"]

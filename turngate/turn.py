@@ -39,6 +39,7 @@ from turngate.errors import (
 from turngate.fence import Fence
 from turngate.prompt import Preamble, Prompt, Prompts, context_info, observed
 from turngate.render import Reader, Renderer
+from turngate.store.beside import happened
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
 from turngate.trace import fork
@@ -54,6 +55,7 @@ from turngate.types import (
     Done,
     Finish,
     Ids,
+    Json,
     Message,
     ReplyEvent,
     Sampling,
@@ -204,7 +206,9 @@ class Turns:
         self._note_stop(session, limit)
         if session.config.at_limit == "conflict":
             raise Conflict(f"this session is completed (limit {limit}); open a new one")
-        self._notify(session, "limit", {"limit": limit})
+        if limit not in session.limits_told:  # an agent may come again and again
+            session.limits_told.add(limit)
+            self._notify(session, "limit", {"limit": limit})
         text = farewell(limit)
         return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
 
@@ -483,6 +487,13 @@ class Turns:
             else np.array([np.nan if p is None else p for p in draft.logprobs], type_of_logprobs)
         )
         sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
+        facts: dict[str, Json] = {
+            "node": sampled.id,
+            "finish": finish,
+            "prompt_tokens": context.length,
+            "sampled_tokens": len(sampled.ids),
+            "cause": cause,
+        }
         turn = NewTurn(
             session=session.key,
             context=None if context.stored else context,
@@ -490,6 +501,7 @@ class Turns:
             sampled=sampled,
             message=msgspec.json.encode(message),
             preamble=None if context.stored or prompt.parent is not None else _stored(prompt.preamble),
+            event=happened(session.id, "turn", facts),
         )
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -510,20 +522,9 @@ class Turns:
             self._note_stop(session, "sampled_tokens")  # it may never call again
         if not sampled.delivered:
             self._journal.mark_undelivered(session.key, sampled.id)
+        self._notify(session, "turn", {**facts, "message": message})
         if cancelled is not None:
             raise cancelled
-        self._notify(
-            session,
-            "turn",
-            {
-                "node": sampled.id,
-                "finish": finish,
-                "prompt_tokens": context.length,
-                "sampled_tokens": len(sampled.ids),
-                "cause": cause,
-                "message": message,
-            },
-        )
         return sampled.id
 
     def _cause(self, trace: Trace, prompt: Prompt, context: Context | None, call: Call, started: float) -> Cause | None:

@@ -32,7 +32,7 @@ def stored_rows(data: Path) -> Iterator[Rows]:
     store = Store.reading(data)
     try:
         # A control of its own each time: one keeps open sessions as it read them first.
-        yield lambda session_id, everything: Control(store, Fence(0), Events()).samples(
+        yield lambda session_id, everything: Control(store, Fence(0), Events(store)).samples(
             session_id, keep_empty=everything
         )
     finally:

@@ -1,4 +1,4 @@
-"""The door: model calls pass, and nothing else does, however it is dressed up."""
+"""The door: model and tool calls pass, and nothing else does, however it is dressed up."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ PASS = [
     ("POST", "/v1beta/models/gemini-2.5-pro:generateContent"),
     ("POST", "/v1beta/models/gemini-2.5-pro:streamGenerateContent?alt=sse"),
     ("POST", "/v1beta/models/gemini%2D2.5-pro%3AcountTokens"),
+    ("GET", "/v1/tools"),
+    ("POST", "/v1/tools/answer"),
 ]
 REFUSED = [
     ("GET", "/"),
@@ -62,6 +64,15 @@ REFUSED = [
     ("GET", "/v1/rollouts/r1/trajectory"),
     ("POST", "/v1/rollouts/r1/chat/completions"),
     ("POST", "/V1/chat/completions"),
+    ("POST", "/v1/tools"),
+    ("POST", "/v1/tools/../sessions"),
+    ("GET", "/v1/tools/answer"),
+    ("POST", "/s/other/v1/tools/answer"),
+    ("POST", "/rollout/other/v1/tools/answer"),
+    ("GET", "/admin/sessions/s/tools"),
+    ("POST", "/admin/sessions/s/tools/1/answer"),
+    ("PUT", "/admin/sessions/s/outcome"),
+    ("POST", "/admin/events"),
     ("POST", "/v1/chat/completions;x"),
 ]
 BAD = {
@@ -84,7 +95,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("method", "path"), PASS)
-async def test_model_calls_pass(method: str, path: str) -> None:
+async def test_model_and_tool_calls_pass(method: str, path: str) -> None:
     async with upstream() as gateway, door.opened(gateway.url) as way:
         async with httpx.AsyncClient(trust_env=False) as client:
             reply = await client.request(method, way.target + path, content=b"x" if method == "POST" else None)

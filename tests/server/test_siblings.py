@@ -10,6 +10,7 @@ import hashlib
 import json
 import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -52,11 +53,7 @@ class Crew:
 
     async def open_at(self, owner: int, **config: Any) -> Opened:
         """A session of this worker."""
-        while True:
-            session = await self[owner].open(**config)
-            if Place(owner, len(self)).owns(session.id):
-                return session
-            await self[owner].seal(session.id)
+        return await self[owner].open(id=Place(owner, len(self)).new_id(), **config)
 
 
 @asynccontextmanager
@@ -367,9 +364,7 @@ async def test_only_the_owner_lets_a_session_expire() -> None:
         sessions = [await c[0].open() for _ in range(4)]
         rows = "SELECT count(*) FROM sessions WHERE status='sealed' AND stop='idle'"
         await until(lambda: c[0].rows(rows) == [(4,)])
-        kinds: list[tuple[str, str]] = []
-        for worker in c.workers:
-            kinds += [(event.session, event.kind) for event in worker.app.events._kept]
+        kinds = [(event.session, event.kind) for event in c[1].app.events.page()]
         assert sorted(kinds) == sorted([(s.id, k) for s in sessions for k in ("opened", "sealed")])
 
 
@@ -471,29 +466,60 @@ async def read_events(
     raise AssertionError(f"the stream ended after {found}")
 
 
-async def test_the_events_of_all_workers_are_one_stream_and_a_cursor_names_a_place_in_each() -> None:
+async def test_the_events_of_all_workers_are_one_stream_whose_cursor_holds_at_each() -> None:
     async with crew() as c:
         sessions = [await c.open_at(n % 2) for n in range(4)]
         for session in sessions:
             await c[0].ask(session.key, "Hi")
         await c[1].pause()
-        total = sum(len(worker.app.events._kept) for worker in c.workers)
+        told = [("opened", s.id) for s in sessions] + [("turn", s.id) for s in sessions] + [("fence", "")]
+        total = len(told)  # one fence, and not one of each worker
         for worker in c.workers:
             every = await read_events(worker, total)
-            assert sorted(e["seq"] for _, e in every) == sorted(e.seq for w in c.workers for e in w.app.events._kept)
-            assert [e["kind"] for _, e in every].count("fence") == 1  # and not one of each worker
+            assert [(e["kind"], e["session"]) for _, e in every] == told
+            assert [int(cursor) for cursor, _ in every] == sorted({e["seq"] for _, e in every})
             for n, (cursor, _) in enumerate(every):
                 rest = await read_events(c[n % 2], total - n - 1, after=cursor)
-                seen = [(e["session"], e["seq"]) for _, e in every[: n + 1] + rest]
-                assert len(set(seen)) == len(seen) == total
+                assert [e["seq"] for _, e in every[: n + 1] + rest] == [e["seq"] for _, e in every]
         cursor = every[-1][0]
-        assert len(cursor.split(".")) == 2
         await c[0].resume(1)
         [(_, newest)] = await read_events(c[1], 1, path=f"/admin/events?after={cursor}")
         assert newest["kind"] == "fence" and newest["data"]["version"] == 1
         bad = await c[0].admin.get("/admin/events?after=x.1")
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "after"
         assert (await c[0].http("wrong").get("/admin/events")).status_code == 401
+
+
+async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
+    async with crew() as c:
+        before = await c.open_at(0)
+        following = c[0].start(read_events(c[0], 4))
+        await asyncio.sleep(0.1)
+        session = await c.open_at(1)
+        began = time.monotonic()
+        await c[0].admin.post(
+            "/admin/events", json={"session": session.id, "kind": "stage", "data": {"stage": "setup"}}
+        )
+        await c[1].ask(session.key, "Hi")
+        found = await asyncio.wait_for(following, 5)
+        assert time.monotonic() - began < 2
+        assert [(e["session"], e["kind"]) for _, e in found] == [
+            (before.id, "opened"),
+            (session.id, "opened"),
+            (session.id, "stage"),
+            (session.id, "turn"),
+        ]
+
+
+async def test_a_stage_told_to_any_worker_wakes_who_follows_that_session() -> None:
+    async with crew() as c:
+        session = await c.open_at(1)
+        following = c[0].start(read_events(c[0], 2, f"/admin/sessions/{session.id}/events"))
+        await asyncio.sleep(0.1)
+        for worker in c.workers[:1]:
+            told = await worker.admin.post("/admin/events", json={"session": session.id, "kind": "note"})
+            assert told.status_code == 201
+        assert [e["kind"] for _, e in await asyncio.wait_for(following, 5)] == ["opened", "note"]
 
 
 async def test_one_session_s_events_come_from_its_owner() -> None:
@@ -505,19 +531,13 @@ async def test_one_session_s_events_come_from_its_owner() -> None:
         assert all(cursor.isdigit() for cursor, _ in found)
 
 
-def test_cursors_of_another_number_of_workers() -> None:
-    def read(cursor: str, workers: int) -> list[int]:
-        return read_cursor(
-            Request({"type": "http", "headers": [], "query_string": f"after={cursor}".encode()}), workers
-        )
+def test_cursors_of_several_workers_from_before_events_were_stored() -> None:
+    def read(cursor: str) -> int:
+        return read_cursor(Request({"type": "http", "headers": [], "query_string": f"after={cursor}".encode()}))
 
-    assert read("", 2) == [0, 0]
-    assert read("5.7", 2) == [5, 7]
-    assert read("9", 2) == [9, 9]
-    assert read("5.7.6", 2) == [7, 7]
-    assert read("5.7", 1) == [7]
+    assert [read(""), read("9"), read("5.7"), read("7.5.6")] == [0, 9, 5, 5]
     with pytest.raises(BadRequest, match=r"after: '5.x' is not the id of an event"):
-        read("5.x", 2)
+        read("5.x")
 
 
 # ── the store ───────────────────────────────────────────────────────────────────────────────────────────────────────

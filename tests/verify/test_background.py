@@ -47,7 +47,7 @@ async def test_every_second_session_that_ends_is_proven_and_what_is_wrong_is_tol
         told = await verified(world, agents[3].session_id)
         assert told.data["ok"] is False
         assert {wrong["check"] for wrong in told.data["wrong"]} >= {"checksum"}
-        kinds = [(e.session, e.kind) for e in world.gateway.events._kept if e.kind == "verified"]
+        kinds = [(e.session, e.kind) for e in world.gateway.events.page() if e.kind == "verified"]
         assert [session for session, _ in kinds] == [agents[1].session_id, agents[3].session_id]
     assert any(agents[3].session_id in r.getMessage() and "checksum" in r.getMessage() for r in caplog.records)
 

@@ -82,7 +82,7 @@ def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
     """A session of a data folder, whether a gateway serves it at present or not, and the tokenizer it was recorded with."""
     store = Store.reading(data)
     try:
-        control = Control(store, Fence(0), Events())
+        control = Control(store, Fence(0), Events(store))
         known = store.find(wanted)
         session_id = wanted if known else _chosen(wanted, [row.id for row in store.sessions(limit=10_000)])
         trace = control.trace(session_id)
@@ -198,10 +198,20 @@ def _head(view: View, console: Console) -> None:
         ("model", config.get("model", "") or "any"),
         ("turns", f"{summary['turns']} ({roles})" if roles else "0"),
         ("tokens", f"{summary['tokens']} stored, {summary['sampled_tokens']} sampled"),
+        ("outcome", _outcome(summary.get("outcome"))),
     ]
     for name, value in lines:
         if value:
             say(console, Text.assemble((f"{name:8}", "dim"), one_line(str(value))))
+
+
+def _outcome(outcome: Json) -> str:
+    """How the rollout ended; nothing where nobody has recorded that. A reward that is not known is not 0."""
+    if not outcome:
+        return ""
+    reward = "no reward" if outcome["reward"] is None else f"reward {outcome['reward']:g}"
+    resolved = {True: "resolved", False: "not resolved", None: ""}[outcome["resolved"]]
+    return " · ".join(fact for fact in (outcome["kind"], reward, resolved, outcome["message"]) if fact)
 
 
 class _Printer:

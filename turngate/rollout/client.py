@@ -16,7 +16,10 @@ import msgspec
 
 from turngate.errors import ConfigError, TurngateError, Unauthorized
 from turngate.server.auth import ADMIN_KEY
+from turngate.store.outcome import Recorded
 from turngate.types import Json
+
+_PAGE = 100  # tool calls that are asked for at once
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -94,15 +97,48 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     async def cancel(self, session: str) -> Json:
         return await self._ask("POST", f"/admin/sessions/{quote(session)}/cancel")
 
-    async def events(self, session: str) -> AsyncIterator[Json]:
-        """What happens in a session, from its beginning, for as long as the gateway answers. A lost connection is taken up again."""
-        assert self._http is not None
-        after = 0
+    async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
+        """Put an event into the stream, beside the turns; the session need not be open yet. Its place there.
+
+        A failure is a `TurngateError`, and what becomes of it is the caller's choice.
+        """
+        body = {"session": session, "kind": kind, "data": data}
+        return int((await self._ask("POST", "/admin/events", body))["seq"])
+
+    async def record(self, session: str, recorded: Recorded, *, replace: bool = False) -> None:
+        """How the rollout ended, kept beside its trace. Once: the same again is fine, another one is refused without `replace`."""
+        recorded.check()
+        suffix = "?replace=1" if replace else ""
+        await self._ask("PUT", f"/admin/sessions/{quote(session)}/outcome{suffix}", msgspec.to_builtins(recorded))
+
+    async def tool_calls(self, session: str) -> list[Json]:
+        """Every call of a host tool, oldest first: `call`, `tool`, `arguments`, `time`, `reply`, `answered`, `waiting` …"""
+        found: list[Json] = []
+        while True:
+            after = found[-1]["call"] if found else 0
+            path = f"/admin/sessions/{quote(session)}/tools?after={after}&limit={_PAGE}"
+            page = (await self._ask("GET", path))["calls"]
+            found += page
+            if len(page) < _PAGE:
+                return found
+
+    async def answer_tool(self, session: str, call: int, reply: Json) -> Json:
+        """Answer a call that waits for the host. `Refused` (409) where nobody waits any more."""
+        return await self._ask("POST", f"/admin/sessions/{quote(session)}/tools/{call}/answer", {"reply": reply})
+
+    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncIterator[Json]:
+        """What happens in a session, or (empty) in all, past a cursor: `seq` of the last event that was seen, 0 for the beginning.
+
+        Goes on for as long as the gateway is there, through its restarts: nothing is lost or told twice. `wait=False`: it ends
+        with what there is now.
+        """
+        assert self._http is not None, "use it as a context manager"
+        path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"
         while True:
             try:
-                url = f"{self.url}/admin/sessions/{quote(session)}/events?after={after}"
-                wait = aiohttp.ClientTimeout(sock_read=60)
-                async with self._http.get(url, timeout=wait, allow_redirects=False) as response:
+                url = f"{self.url}{path}?after={after}" + ("" if wait else "&wait=0")
+                limit = aiohttp.ClientTimeout(sock_read=60)
+                async with self._http.get(url, timeout=limit, allow_redirects=False) as response:
                     if response.status in (401, 403, 404):
                         return
                     async for line in response.content:
@@ -110,7 +146,13 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
                             event = msgspec.json.decode(line[6:])
                             after = event["seq"]
                             yield event
-            except (aiohttp.ClientError, TimeoutError):
+                    if not wait and response.status == 200:
+                        return
+            except (
+                aiohttp.ClientError,
+                TimeoutError,
+                ValueError,
+            ):  # ValueError: a line that is too long to be one of ours
                 pass
             await asyncio.sleep(0.5)
 

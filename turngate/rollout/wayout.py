@@ -15,6 +15,7 @@ from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.tunnel import Tunnel
 
 _COUNTS = ("/count_tokens", ":countTokens")  # calls that sample nothing
+_TOOLS = "/v1/tools/"  # nor do those
 
 
 class Connection(msgspec.Struct):
@@ -25,7 +26,8 @@ class Connection(msgspec.Struct):
 
     def passed(self, method: str, path: str) -> None:
         """The door let a call through."""
-        if method == "POST" and not path.endswith(_COUNTS) and self.generations is not None:
+        samples = method == "POST" and not path.endswith(_COUNTS) and not path.startswith(_TOOLS)
+        if samples and self.generations is not None:
             self.generations += 1
 
 

@@ -1,8 +1,10 @@
-"""The native API, under `/admin`: sessions, their traces and samples, events, the fence. Everything here needs the admin key."""
+"""The native API, under `/admin`: sessions, their traces, samples, outcomes and tool calls, events, the fence. Everything here needs
+the admin key."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,12 +13,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from turngate.control import Control
-from turngate.errors import BadRequest
+from turngate.errors import BadRequest, NotFound
 from turngate.fence import Pause
 from turngate.server.auth import Auth
 from turngate.server.http import body, read_cursor, reply, route, whole_number
+from turngate.store.outcome import Recorded
 from turngate.trace.session import SessionConfig
-from turngate.types import Mode
+from turngate.types import Json, Mode
+
+Told = Literal["stage", "rollout", "graded", "note"]  # kinds of events that whoever runs rollouts may tell
 
 
 class Open(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +47,18 @@ class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
 
 
+class Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /admin/events`. `session`: its id, whether it is open yet or not; empty: it is about none."""
+
+    kind: Told
+    session: str = ""
+    data: dict[str, Json] = {}
+
+
+class AnswerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reply: Json
+
+
 class Admin:
     def __init__(self, control: Control, auth: Auth) -> None:
         self._control = control
@@ -49,7 +66,7 @@ class Admin:
 
     def routes(self) -> list[Route]:
         one = "/admin/sessions/{id}"
-        table: list[tuple[str, Literal["GET", "POST", "DELETE"], object]] = [
+        table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
             ("/admin/sessions", "POST", self.open),
             ("/admin/sessions", "GET", self.listing),
             (one, "GET", self.show),
@@ -59,7 +76,11 @@ class Admin:
             (f"{one}/events", "GET", self.events),
             (f"{one}/seal", "POST", self.seal),
             (f"{one}/cancel", "POST", self.cancel),
+            (f"{one}/outcome", "PUT", self.record),
+            (f"{one}/tools", "GET", self.tool_calls),
+            (f"{one}/tools/{{call:int}}/answer", "POST", self.answer_tool),
             ("/admin/events", "GET", self.events),
+            ("/admin/events", "POST", self.announce),
             ("/admin/fence", "GET", self.fence),
             ("/admin/fence/pause", "POST", self.pause),
             ("/admin/fence/resume", "POST", self.resume),
@@ -103,22 +124,47 @@ class Admin:
         await self._control.delete(request.path_params["id"])
         return reply({"id": request.path_params["id"], "deleted": True})
 
+    async def record(self, request: Request) -> Response:
+        outcome = await body(request, Recorded)
+        session_id = request.path_params["id"]
+        self._control.record(session_id, outcome, replace=request.query_params.get("replace", "") in ("1", "true"))
+        return reply({"id": session_id, "outcome": outcome})
+
+    async def tool_calls(self, request: Request) -> Response:
+        session = self._control.find(request.path_params["id"])
+        limit = whole_number(request, "limit", 100) or 100
+        calls = self._control.tools.listing(session, whole_number(request, "after", 0) or 0, min(limit, 1000))
+        return reply({"session": session.id, "calls": calls})
+
+    async def answer_tool(self, request: Request) -> Response:
+        wanted = await body(request, AnswerBody)
+        session = self._control.find(request.path_params["id"])
+        return reply(self._control.tools.answer(session, request.path_params["call"], wanted.reply))
+
+    async def announce(self, request: Request) -> Response:
+        wanted = await body(request, Announced)
+        return reply({"seq": self._control.announce(wanted.session, wanted.kind, wanted.data)}, 201)
+
     async def events(self, request: Request) -> Response:
         session_id = request.path_params.get("id", "")
-        if session_id:
-            self._control.find(session_id)
-        (after,) = read_cursor(request)
+        if session_id and not self._control.knows(session_id):
+            raise NotFound(f"there is no session {session_id!r}, and nothing was told of one")
+        wait = request.query_params.get("wait", "1") not in ("0", "false")
         return StreamingResponse(
-            self._events(session_id, after), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            self._events(session_id, read_cursor(request), wait),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
         )
 
-    async def _events(self, session_id: str, after: int) -> AsyncIterator[bytes]:
+    async def _events(self, session_id: str, after: int, wait: bool) -> AsyncIterator[bytes]:
         yield b": events\n\n"
-        async for event in self._control.events.follow(session_id, after):
-            if event is None:
-                yield b": alive\n\n"
-            else:
-                yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), msgspec.json.encode(event))
+        async with aclosing(self._control.events.follow(session_id, after, wait=wait)) as following:
+            async for event in following:
+                if event is None:
+                    yield b": alive\n\n"
+                else:
+                    told = msgspec.json.encode(event)
+                    yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), told)
 
     async def fence(self, request: Request) -> Response:
         return reply(self._control.fence())

@@ -29,7 +29,7 @@ from turngate.engines.responses import ResponsesRelay
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
-from turngate.errors import ConfigError, NotFound, TurngateError
+from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
 from turngate.render import Certificate, Renderer, find, load
@@ -39,6 +39,7 @@ from turngate.server.auth import Auth, admin_key
 from turngate.server.calls import ModelCalls, Paths
 from turngate.server.http import reply, route
 from turngate.server.prime import Prime
+from turngate.server.tools import ToolsOfHost
 from turngate.slots import ALONE, Place
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
@@ -49,8 +50,9 @@ from turngate.verify import Verdict, summed_up
 
 log = logging.getLogger("turngate")
 BUILTIN_TOKENIZER = Path(__file__).parents[1] / "render" / "builtin"
-_NAMED = re.compile(r"/(s|v1/rollouts)/([^/]+)(/.+)")
-_AREA = re.compile(r"^/(s|v1/rollouts)/[^/]+")
+_NAMED = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
+_AREA = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
+_TOOL = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
 # Headers that only callers of one dialect send: paths such as /v1/models are common to several.
 _TELLING = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
 
@@ -83,7 +85,7 @@ class Gateway:
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
             self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
         self.fence = Fence(int(self.store.setting("policy_version") or 0))
-        self.events = Events()
+        self.events = Events(self.store, shared=place.workers > 1)
         self._proof = Background(data, config.verify_every, self._verified) if config.verify_every else None
         self.control = Control(
             self.store,
@@ -93,6 +95,7 @@ class Gateway:
             models=(config.model,) if config.model and self.engine is not None else (),
             vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
             idle_s=config.idle_s,
+            event_days=config.event_days,
             log_turns=config.log_turns,
             release=self.engine.release if self.engine is not None else lambda session_id: None,
             place=place,
@@ -103,6 +106,7 @@ class Gateway:
         self.started = time.time()
         self.turns = self._turns(config.max_context)
         self._calls = self._model_calls()
+        self._tools = ToolsOfHost(self.control, self.auth)
         self._paths = Paths(DIALECTS)
         self._other = self._starlette()
         self._expiry: asyncio.Task[None] | None = None
@@ -155,7 +159,13 @@ class Gateway:
     def _verified(self, verdict: Verdict) -> None:
         """Called in the thread that waits for verdicts."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.events.add, verdict.session, "verified", summed_up(verdict))
+            self._loop.call_soon_threadsafe(self._tell_verified, verdict)
+
+    def _tell_verified(self, verdict: Verdict) -> None:
+        try:
+            self.events.add(verdict.session, "verified", summed_up(verdict))
+        except StoreError as error:
+            log.warning("the verdict on session %s is not in the events: %s", verdict.session, error.message)
 
     async def stop(self) -> None:
         if self._proof is not None:
@@ -184,8 +194,11 @@ class Gateway:
                 area, session_id, rest = named.groups()
                 found = self._paths.find(rest)
                 if found is not None:
-                    await self._calls.serve(scope, receive, send, found, session_id, prime=area != "s")
+                    await self._calls.serve(scope, receive, send, found, session_id, prime=area == "v1/rollouts")
                     return
+            if tool := _TOOL.fullmatch(path):
+                await self._tools.serve(scope, receive, send, tool[2], tool[1])
+                return
         await self._other(scope, receive, answered(send))
 
     def _starlette(self) -> Starlette:
@@ -200,9 +213,10 @@ class Gateway:
             Route("/s/{id}", self._probe),
             *(
                 Route(base + path, self._models)
-                for base in ("/v1", "/s/{id}/v1", "/v1/rollouts/{id}", "/v1beta", "/s/{id}/v1beta")
+                for base in ("/v1", "/s/{id}/v1", "/rollout/{id}/v1", "/v1/rollouts/{id}", "/v1beta", "/s/{id}/v1beta")
                 for path in ("/models", "/models/{model:path}")
             ),
+            *self._tools.routes(),
             *Admin(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
         ]

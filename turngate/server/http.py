@@ -71,14 +71,13 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Rout
     return Route(path, guarded, methods=[method])
 
 
-def read_cursor(request: Request, workers: int = 1) -> list[int]:
-    """How far a reader of events has come with each worker: `12.7`. A single number, or a cursor of so many workers as there are no
-    longer, is older than anything that they have now, or counts for all."""
+def read_cursor(request: Request) -> int:
+    """How far a reader of events has come. `12.7`, a place in each of several workers, is from before events were stored, and is
+    behind all that are."""
     text = request.headers.get("last-event-id", "") or request.query_params.get("after", "")
     if not text:
-        return [0] * workers
+        return 0
     parts = text.split(".")
     if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
         raise BadRequest(f"after: {text!r} is not the id of an event", param="after")
-    places = [int(part) for part in parts]
-    return places if len(places) == workers else [max(places)] * workers
+    return min(map(int, parts))

@@ -36,10 +36,9 @@ RUN = b"x-turngate-run"  # a number that only the workers of this run know: by i
 OWN = "/worker/"  # what workers ask of each other; nobody else's request is ever served there, or passed on
 _OF_A_CONNECTION = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"}
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-_OPEN = ("POST", "/admin/sessions")
-_AREA = re.compile(r"^/(s|v1/rollouts)/[^/]+")
+_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events")}  # that name a session in their body, or none
+_AREA = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
 FENCE = {("GET", "/admin/fence"), ("POST", "/admin/fence/pause"), ("POST", "/admin/fence/resume")}
-EVENTS = ("GET", "/admin/events")
 
 
 class Siblings:
@@ -105,12 +104,10 @@ class Doors:
         asked = (scope["method"], scope["path"])
         if scope["path"].startswith(OWN):
             await self._gateway(scope, receive, send)  # which has nothing of the kind
-        elif asked == EVENTS:
-            await self._together(scope, receive, send)
         elif asked in FENCE:
             await self._at(0, scope, receive, send, here=self._together)
-        elif asked == _OPEN:
-            await self._open(scope, receive, send)
+        elif asked in _BY_BODY:
+            await self._by_body(scope, receive, send)
         else:
             await self._at(self._owner(scope), scope, receive, send, here=self._gateway)
 
@@ -134,7 +131,7 @@ class Doors:
             return True
         return bool(key) and self._gateway.control.id_of_secret(key) is not None
 
-    async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A session that is given no id goes to each worker in turn; one with an id to whom it belongs, so that none has it twice."""
         try:
             body = await read_body(receive, headers_of(scope), MAX_BODY)
@@ -145,7 +142,8 @@ class Doors:
         except HungUp:
             return
         try:
-            wanted = msgspec.json.decode(body or b"{}", type=_Named).id
+            named = msgspec.json.decode(body or b"{}", type=_Named)
+            wanted = named.id or named.session
         except (msgspec.DecodeError, UnicodeDecodeError):
             wanted = None  # whoever serves it says what is wrong
         number = self._place.owner(wanted) if wanted is not None else next(self._next) % self._place.workers
@@ -198,6 +196,7 @@ class Doors:
 
 class _Named(msgspec.Struct):
     id: str | None = None
+    session: str | None = None
 
 
 def private(app: App) -> App:

@@ -1,33 +1,29 @@
-"""What concerns all workers: the fence, which worker 0 puts up and takes down for everyone, and the events of all in one stream.
+"""What concerns all workers: the fence, which worker 0 puts up and takes down for everyone.
 
 A worker that is started again in the middle of a pause comes up paused and at the right version, because the fence is written to
 the store before anybody is told. Whoever is not there when it changes is waited for. `routes` is what the world asks for,
-`worker_routes` what the workers ask of each other over their private sockets.
+`worker_routes` what the workers ask of each other over their private sockets. The events of all need nothing of the kind: they are one
+sequence in the store, which every worker can tell.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
 
 import aiohttp
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.errors import Stopping
-from turngate.events import Event
 from turngate.server.admin import PauseBody, ResumeBody
 from turngate.server.app import Gateway
-from turngate.server.http import body, read_cursor, reply, route, whole_number
+from turngate.server.http import body, reply, route
 from turngate.server.siblings import RETURN_S, Siblings
 from turngate.types import Json
 
 _PAUSED = "paused"  # the setting: by which run of the gateway
-_HELD = 1000  # events that wait for a slow reader
-_AGAIN_S = 0.2
 
 
 class State(msgspec.Struct, frozen=True):
@@ -51,7 +47,6 @@ class Together:
             route("/admin/fence", "GET", self.fence, auth),
             route("/admin/fence/pause", "POST", self.pause, auth),
             route("/admin/fence/resume", "POST", self.resume, auth),
-            route("/admin/events", "GET", self.events, auth),
         ]
 
     def worker_routes(self) -> list[Route]:
@@ -60,7 +55,6 @@ class Together:
             route("/worker/fence/pause", "POST", self.worker_pause, None),
             route("/worker/fence/drained", "GET", self.worker_drained, None),
             route("/worker/fence/resume", "POST", self.worker_resume, None),
-            route("/worker/events", "GET", self.worker_events, None),
         ]
 
     async def take_up(self) -> None:
@@ -83,7 +77,7 @@ class Together:
             states = await self._each("POST", "/worker/fence/pause")
         if wanted.mode == "drain":
             states, _ = await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
-        self._gateway.events.add("", "fence", {"paused": True, "mode": wanted.mode})
+        self._gateway.control.paused(wanted.mode)
         return reply(self._stands(states))
 
     async def resume(self, request: Request) -> Response:
@@ -154,62 +148,3 @@ class Together:
     def _state(self) -> Response:
         fence = self._gateway.fence
         return reply(State(fence.version, fence.paused, fence.in_flight))
-
-    # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def worker_events(self, request: Request) -> Response:
-        after = whole_number(request, "after", 0) or 0
-        return StreamingResponse(self._own_lines(after), media_type="application/x-ndjson")
-
-    async def _own_lines(self, after: int) -> AsyncIterator[bytes]:
-        async for event in self._gateway.events.follow("", after):
-            yield b"\n" if event is None else msgspec.json.encode(event) + b"\n"
-
-    async def events(self, request: Request) -> Response:
-        places = read_cursor(request, self._siblings.place.workers)
-        return StreamingResponse(
-            self._merged(places), media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
-
-    async def _merged(self, places: list[int]) -> AsyncIterator[bytes]:
-        """Every worker's events as they come. The id of each says how far the reader has come with each worker."""
-        arrived: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue(_HELD)
-        readers = [asyncio.create_task(self._read(n, after, arrived)) for n, after in enumerate(places)]
-        try:
-            yield b": events\n\n"
-            while True:
-                try:
-                    came = await asyncio.wait_for(arrived.get(), timeout=15)
-                except TimeoutError:
-                    yield b": alive\n\n"
-                    continue
-                if came is None:
-                    return
-                number, event = came
-                places[number] = event.seq
-                cursor = ".".join(map(str, places)).encode()
-                yield b"id: %s\nevent: %s\ndata: %s\n\n" % (cursor, event.kind.encode(), msgspec.json.encode(event))
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-
-    async def _read(self, number: int, after: int, arrived: asyncio.Queue[tuple[int, Event] | None]) -> None:
-        """One worker's events, through all its lives; `None` when this worker, who tells them, comes to its end."""
-        if number == self._siblings.place.number:
-            async for event in self._gateway.events.follow("", after):
-                if event is not None:
-                    await arrived.put((number, event))
-            await arrived.put(None)
-            return
-        while True:
-            with suppress(Stopping, aiohttp.ClientError, OSError):
-                async with self._siblings.ask(
-                    number, "GET", f"/worker/events?after={after}", self._siblings.own
-                ) as response:
-                    async for line in response.content:
-                        if line.strip():
-                            event = msgspec.json.decode(line, type=Event)
-                            await arrived.put((number, event))
-                            after = event.seq
-            await asyncio.sleep(_AGAIN_S)

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import numpy as np
 
 from turngate.errors import ConfigError, StoreError
 from turngate.slots import ALONE, Place
+from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, insert_event
 from turngate.store.lock import lock
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -29,7 +31,8 @@ from turngate.types import type_of_ids, type_of_logprobs
 
 T = TypeVar("T")
 Durability = Literal["process", "disk"]
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+BEFORE_EVENTS = 2  # has the same tables less those of `beside.py`, which are added when it is opened for writing
 _UNDELIVERED = 0x5EED  # what the checksum of a turn differs by once it is marked so: the mark is covered by it too
 
 _SCHEMA = """
@@ -95,6 +98,7 @@ class NewTurn(msgspec.Struct, frozen=True):
     sampled: Sampled
     message: bytes  # JSON
     preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None where stored already
+    event: NewEvent | None = None  # that it happened, for the stream of events
 
 
 class Store:
@@ -125,6 +129,7 @@ class Store:
             ) from None
         # Readers have a connection of their own, so that none waits for a synced write.
         self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+        self._add_tables()
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
         self._checkpoints: threading.Thread | None = None
@@ -149,17 +154,23 @@ class Store:
             (version,) = store._reader.execute("PRAGMA user_version").fetchone()
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
-        if version != SCHEMA_VERSION:
+        if version not in (BEFORE_EVENTS, SCHEMA_VERSION):
             store._reader.close()
             raise ConfigError(
                 f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
                 param="data",
             )
+        store._add_tables(complete=version == SCHEMA_VERSION)
         store._mutex = threading.Lock()
         store._checkpoints = None
         store._lock_file = None
         store._shared = False
         return store
+
+    def _add_tables(self, *, complete: bool = True) -> None:
+        self.events = EventLog(self._writing, self._reading)
+        self.outcomes = Outcomes(self._writing, self._reading, there=complete)
+        self.tool_calls = ToolCalls(self._writing, self._reading)
 
     def _prepare(self) -> None:
         self.path.chmod(0o600)
@@ -168,12 +179,19 @@ class Store:
         # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA_VERSION):
+        if version not in (0, BEFORE_EVENTS, SCHEMA_VERSION):
             raise ConfigError(
                 f"data: {self.path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
                 param="data",
             )
-        self._db.executescript(_SCHEMA)
+        self._db.executescript(_SCHEMA + TABLES)
+        if version == BEFORE_EVENTS:
+            # Its events were counted from the time of its start, in milliseconds. Whoever has such a cursor must not be ahead of ours.
+            self._db.execute(
+                "INSERT INTO sqlite_sequence SELECT 'events', ? WHERE NOT EXISTS"
+                " (SELECT 1 FROM sqlite_sequence WHERE name='events')",
+                (int(time.time() * 1000),),
+            )
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     def close(self) -> None:
@@ -187,7 +205,13 @@ class Store:
             self._lock_file.close()
 
     def add_session(
-        self, session_id: str, secret: bytes, config: SessionConfig, opened: float, vocabulary: str = ""
+        self,
+        session_id: str,
+        secret: bytes,
+        config: SessionConfig,
+        opened: float,
+        vocabulary: str = "",
+        event: NewEvent | None = None,
     ) -> int:
         """The key of the new session. A taken id raises KeyError."""
         row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
@@ -199,22 +223,27 @@ class Store:
             except sqlite3.IntegrityError:
                 raise KeyError(session_id) from None
             assert cursor.lastrowid is not None
+            _also(db, event)
             return cursor.lastrowid
 
-    def close_session(self, key: int, status: Status, stop: str, closed: float) -> None:
+    def close_session(self, key: int, status: Status, stop: str, closed: float, event: NewEvent | None = None) -> None:
         with self._writing() as db:
             db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
+            _also(db, event)
 
     def note_stop(self, key: int, stop: str) -> None:
         """A limit was met. The session stays open, but will not forget it."""
         with self._writing() as db:
             db.execute("UPDATE sessions SET stop=? WHERE key=?", (stop, key))
 
-    def delete_session(self, key: int) -> None:
+    def delete_session(self, key: int, event: NewEvent | None = None) -> None:
+        """With everything that was recorded of it. Of its events only `event` stays, so that followers learn of it."""
         with self._writing() as db:
-            for table in ("nodes", "preambles"):
+            for table in ("nodes", "preambles", *OF_A_KEY):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
+            db.execute("DELETE FROM events WHERE session=(SELECT id FROM sessions WHERE key=?)", (key,))
             db.execute("DELETE FROM sessions WHERE key=?", (key,))
+            _also(db, event)
 
     def find(self, session_id: str) -> SessionRow | None:
         return next(self._rows("WHERE id=?", (session_id,)), None)
@@ -260,6 +289,7 @@ class Store:
                     row = _node_row(turn.session, turn.context, turn.context_messages)
                     db.execute(_INSERT_NODE.replace("INSERT", "INSERT OR IGNORE", 1), row)
                 db.execute(_INSERT_NODE, _node_row(turn.session, turn.sampled, turn.message))
+                _also(db, turn.event)
 
     def mark_undelivered(self, session: int, node: int) -> None:
         with self._writing() as db:
@@ -328,11 +358,12 @@ class Store:
             row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
         return None if row is None else row[0]
 
-    def set_setting(self, name: str, value: str) -> None:
+    def set_setting(self, name: str, value: str, event: NewEvent | None = None) -> None:
         with self._writing() as db:
             db.execute(
                 "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value", (name, value)
             )
+            _also(db, event)
 
     def probe(self) -> None:
         """Is it possible to write again, as much as a large turn needs? Raises StoreError if not."""
@@ -392,6 +423,11 @@ class Store:
             except (sqlite3.Error, OSError):
                 continue  # the log only grows until the next try; a write that fails is reported by the writer
         db.close()
+
+
+def _also(db: sqlite3.Connection, event: NewEvent | None) -> None:
+    if event is not None:
+        insert_event(db, event)
 
 
 _INSERT_NODE = (

@@ -10,6 +10,7 @@ import msgspec
 from turngate.errors import Conflict, Stopping
 from turngate.trace.sample import Policy
 from turngate.trace.signals import Signals
+from turngate.trace.tools import HostTool
 from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
 
@@ -54,6 +55,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     max_tokens: int | None = None  # per turn; overrides the agent's
     at_limit: Literal["final_message", "conflict"] = "final_message"  # how a call past a limit is answered
     signals: Signals = Signals()  # where the agent's program tells what a call is for
+    tools: tuple[HostTool, ...] = ()  # that the agent may call at the gateway, and the host handles
 
 
 class Session:
@@ -81,6 +83,8 @@ class Session:
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
         self.ending = ""  # why those were aborted, if they were; no more are let in
         self.ending_lock = asyncio.Lock()
+        self.asking: dict[int, asyncio.Future[bytes]] = {}  # calls of host tools that wait for the host, by number
+        self.limits_told: set[str] = set()  # that a call has met
         self.live_tokens = 0  # sampled by calls in flight, not stored yet
         self.vocabulary = ""  # digest of the tokenizer it is recorded with
 
@@ -138,4 +142,6 @@ class Session:
         self.ending = reason
         for task in list(self.calls):
             task.cancel()
+        for asked in self.asking.values():
+            asked.cancel()
         await self.idle.wait()

@@ -21,7 +21,7 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMA = 2
+SCHEMAS = (2, 3)  # the third adds tables that are not read here
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
 _UNDELIVERED = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
 
@@ -322,10 +322,12 @@ class Folder:
         self._db.row_factory = sqlite3.Row
         self._db.text_factory = _text
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version != SCHEMA:
+        if version not in SCHEMAS:
             self._db.close()
             hint = "" if version else _NO_WAL
-            raise ConfigError(f"data: {file} has schema {version}, this version knows {SCHEMA}{hint}", param="data")
+            raise ConfigError(
+                f"data: {file} has schema {version}, this version knows {SCHEMAS[-1]}{hint}", param="data"
+            )
 
     def close(self) -> None:
         self._db.close()

@@ -1,0 +1,128 @@
+"""Host tools as commands: the script calls the gateway with whatever the sandbox has, and its key is nowhere to be read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.kit import Running, gateway, until
+from turngate.agents.install import node_here
+from turngate.agents.tools import shim
+from turngate.errors import AgentError
+from turngate.trace.tools import HostTool
+
+ANSWER = {
+    "name": "answer",
+    "description": "Hand in the answer; it's final.",
+    "schema": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+}
+TOOL = HostTool(**ANSWER)  # type: ignore[arg-type]
+NEEDED = ("sh", "cat", "mktemp", "rm")
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def _interpreter(name: str) -> Path:
+    found = sys.executable if name == "python3" else shutil.which(name) or (name == "node" and node_here())
+    if not found:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{name} is not there: apt-get install {name}")
+    return Path(found)
+
+
+def place(folder: Path, interpreter: str, key: str) -> Path:
+    """A PATH with nothing but the shell's own needs, the tool and one interpreter."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in NEEDED:
+        (programs / name).symlink_to(shutil.which(name) or "")
+    if interpreter:
+        (programs / interpreter).symlink_to(_interpreter(interpreter))
+    (folder / "key").write_text(key + "\n")
+    (folder / "key").chmod(0o600)
+    script = programs / "answer"
+    script.write_text(shim(TOOL, "GATE_URL", str(folder / "key")))
+    script.chmod(0o755)
+    return programs
+
+
+async def run(folder: Path, *arguments: str, said: str | None = None, **env: str) -> Said:
+    process = await asyncio.create_subprocess_exec(
+        str(folder / "bin" / "answer"),
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=folder,
+        env={"PATH": str(folder / "bin"), "http_proxy": "http://127.0.0.1:9", **env},
+    )
+    out, err = await asyncio.wait_for(process.communicate((said or "").encode()), 20)
+    return Said(process.returncode or 0, out.decode(), err.decode())
+
+
+async def opened(g: Running, folder: Path, interpreter: str, **tool: object) -> str:
+    session = await g.open(tools=[{**ANSWER, **tool}])
+    place(folder, interpreter, session.key)
+    return session.id
+
+
+@pytest.mark.parametrize("interpreter", ["python3", "node", "curl"])
+async def test_a_tool_is_called_with_whatever_is_there(tmp_path: Path, interpreter: str) -> None:
+    async with gateway() as g:
+        session = await opened(g, tmp_path, interpreter, reply={"taken": "ja, schön"})
+        (tmp_path / "json.py").write_text("raise SystemExit('the agent's own')")  # is not imported
+        text = 'it\'s "quoted"\n$HOME `x` ü'
+        sent = '{"text": "it\'s \\"quoted\\"\\n$HOME `x` ü"}'
+        for said in (
+            await run(tmp_path, sent, GATE_URL=g.root),
+            await run(tmp_path, said=sent, GATE_URL=g.root + "/v1/"),
+        ):
+            assert said == Said(0, '{"taken":"ja, schön"}\n', "")
+        wrong = await run(tmp_path, '{"txt": 1}', GATE_URL=g.root)
+        assert wrong.code == 1 and "text" in wrong.err and not wrong.out
+        calls = (await g.admin.get(f"/admin/sessions/{session}/tools")).json()["calls"]
+        assert [c["arguments"] for c in calls] == [{"text": text}] * 2
+        nobody = await run(tmp_path, sent, GATE_URL="http://127.0.0.1:9")
+        assert nobody.code == 1 and nobody.err and not nobody.out
+
+
+@pytest.mark.parametrize("interpreter", ["python3", "node", "curl"])
+async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, interpreter: str) -> None:
+    async with gateway() as g:
+        session = await opened(g, tmp_path, interpreter, wait_s=30)
+        key = (tmp_path / "key").read_text().strip()
+        running = g.start(run(tmp_path, '{"text": "x"}', GATE_URL=g.root))
+        await until(lambda: g.app.control.find(session).asking, 15)
+        for process in Path("/proc").glob("[0-9]*"):
+            for file in ("cmdline", "environ"):
+                try:
+                    assert key.encode() not in (process / file).read_bytes(), process
+                except OSError:
+                    continue
+        assert not any(key in path.read_text() for path in (tmp_path / "bin").iterdir() if not path.is_symlink())
+        answered = await g.admin.post(f"/admin/sessions/{session}/tools/1/answer", json={"reply": {"hint": 7}})
+        assert answered.status_code == 200
+        assert await running == Said(0, '{"hint":7}\n', "")
+
+
+async def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    place(tmp_path, "", "k")
+    assert (await run(tmp_path, "{}", GATE_URL="http://127.0.0.1:9")) == Said(
+        2, "", "answer: needs python3, node or curl\n"
+    )
+    assert (await run(tmp_path, "{}")) == Said(2, "", "answer: GATE_URL is not set\n")
+    two = await run(tmp_path, "a", "b", GATE_URL="http://127.0.0.1:9")
+    assert two.code == 2 and "one JSON object" in two.err
+    told = await run(tmp_path, "--help")
+    assert told.code == 0 and "it's final" in told.out and '"required"' in told.out
+    with pytest.raises(AgentError, match="environment variable"):
+        shim(TOOL, "A-B; rm", "/key")

@@ -1,0 +1,104 @@
+"""Tools of a session that the host handles: what they are called, what they take, and what an agent is answered.
+
+Chosen when a session is opened (`SessionConfig.tools`); `hosttools.py` records and answers the calls.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+import msgspec
+
+from turngate.errors import BadRequest
+from turngate.types import Json
+
+MOST_TOOLS = 64
+MOST_CALLS = 1000  # of one session
+LONGEST_WAIT_S = 600.0
+_SHOWN = 300  # characters of a complaint about arguments, which quotes them
+
+OK: Json = {"ok": True}
+NOBODY: Json = {"ok": True, "answered": False}  # the host had nothing to say in time
+
+
+class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One tool. Its answers are read by the agent: nothing of a grade belongs into them."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
+    description: str
+    schema: dict[str, Json]  # of its arguments, which are an object
+    reply: Json = None  # what every call is answered; None: that it was taken down
+    wait_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_WAIT_S)] | None = None  # for an answer of the host's own
+
+    def at_once(self) -> Json:
+        return OK if self.reply is None else self.reply
+
+    def unanswered(self) -> Json:
+        """Where the host was waited for in vain."""
+        return NOBODY if self.reply is None else self.reply
+
+
+class Checker(Protocol):
+    """Of arguments, by a schema."""
+
+    def __call__(self, arguments: Json) -> None: ...
+
+
+def checked(tools: tuple[HostTool, ...]) -> None:
+    """What types cannot say. Raises `BadRequest` that names the field."""
+    if len(tools) > MOST_TOOLS:
+        raise BadRequest(f"tools: {len(tools)} are too many; a session has at most {MOST_TOOLS}", param="tools")
+    names = [tool.name for tool in tools]
+    for n, tool in enumerate(tools):
+        if tool.name in names[:n]:
+            raise BadRequest(f"tools[{n}].name: there are two tools {tool.name!r}", param=f"tools[{n}].name")
+        if tool.schema.get("type") != "object":
+            raise BadRequest(
+                f"tools[{n}].schema: must be a JSON schema of type 'object', whose properties are the arguments",
+                param=f"tools[{n}].schema",
+            )
+        _sound(tool.schema, f"tools[{n}].schema")
+
+
+def _sound(schema: dict[str, Json], field: str) -> None:
+    import jsonschema  # 50 ms, and few sessions have tools
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        path = "".join(f".{part}" for part in error.absolute_path)
+        raise BadRequest(f"{field}{path}: {error.message[:_SHOWN]}", param=f"{field}{path}") from None
+
+
+def checker(schema: dict[str, Json]) -> Checker:
+    """Raises `BadRequest` that names the argument. Nothing is fetched, wherever a `$ref` points to."""
+    import jsonschema
+    from jsonschema.exceptions import best_match
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    nowhere: Registry[Json] = Registry()
+    validator = jsonschema.Draft202012Validator(schema, registry=nowhere)
+
+    def check(arguments: Json) -> None:
+        try:
+            error = best_match(validator.iter_errors(arguments))
+        except Unresolvable as missing:
+            raise BadRequest(f"the schema of this tool refers to something that is not in it ({missing})") from None
+        except RecursionError:
+            raise BadRequest("the arguments are nested too deeply") from None
+        if error is None:
+            return
+        field = _field(error.json_path, error.validator, error.message)
+        raise BadRequest(f"{field or 'arguments'}: {error.message[:_SHOWN]}", param=field or None)
+
+    return check
+
+
+def _field(path: str, rule: object, message: str) -> str:
+    """The argument that is wrong, `a.b[0]`; one that is missing is named by the complaint alone."""
+    inside = path.removeprefix("$").removeprefix(".")
+    if rule == "required" and message.startswith("'"):
+        missing = message[1:].partition("' is a required")[0]
+        return f"{inside}.{missing}" if inside else missing
+    return inside
