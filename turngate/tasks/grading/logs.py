@@ -1,0 +1,270 @@
+"""Test runners' output, read: the name of a parser and a log in, the outcome of every test out. `grading/run.py` calls `parse`.
+
+| name | reads |
+|---|---|
+| `pytest` | pytest's short summary (`-rA`) and its progress lines (`-v`, also of xdist); ours |
+| `unittest` | `python -m unittest -v`; ours |
+| `swebench:<owner/repo>` | what the `swebench` package's parser for that repository reads (extra `swe`) |
+| `swebench:<parser>`, `rebench:<parser>` | the parser that `swebench` has by that name, as rows have it: `parse_log_pytest` … |
+
+A log is written by the agent's own code as much as by the test runner. So every parser here is linear in it, and those of `swebench`, which
+are not, run in a process of their own that has a time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from turngate.errors import ConfigError, TaskError
+from turngate.tasks.grading.grade import Case
+
+FOREIGN_S = 60.0  # for a parser of `swebench`
+LONGEST = 8192  # characters of a line that can be a result
+FOREIGN = ("swebench", "rebench")
+
+# What pytest, unittest and `swebench` call an outcome. An unexpected pass (XPASS) is none of them, as in `swebench`: its test is missing.
+_CASES: dict[str, Case] = {
+    "PASSED": "passed",
+    "XFAIL": "passed",
+    "FAILED": "failed",
+    "ERROR": "error",
+    "SKIPPED": "skipped",
+}
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])")
+
+
+def parse(name: str, log: str) -> dict[str, Case]:
+    """The outcome of every test that a log tells of. Blocks, for up to a minute: not for an event loop."""
+    if name in _OWN:
+        return _OWN[name](_plain(log))
+    found = _foreign(name)
+    said = _ask(found.kind, found.name, log)
+    return {test: _CASES[status] for test, status in said.items() if status in _CASES}
+
+
+def known(name: str) -> bool:
+    """Whether there is such a parser. That `swebench` is not installed is an error, since then nobody can tell."""
+    if name in _OWN:
+        return True
+    kind, _, rest = name.partition(":")
+    if kind not in FOREIGN or not rest:
+        return False
+    there = _there()
+    return rest in there.parsers or (kind == "swebench" and rest.lower() in there.repos)
+
+
+# ---- pytest ----
+
+_HEADER = re.compile(r"=+ (.{1,200}?) =+")
+_START, _SUMMARY = "test session starts", "short test summary info"
+_END = re.compile(r"(?:=+ )?(?:no tests ran|\d+ [a-z]+)\b[^=]{0,200} in \d+(?:\.\d+)?s\b.{0,40}")
+_RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|SUBFAIL(?:ED)?(?:\[[^\]]*\]|\([^)]*\))*) (\S.*)")
+_COUNTED = re.compile(r"\[\d+\] ")  # "SKIPPED [2] test_a.py:7: why": places, and no tests
+_WORKER = re.compile(r"\[gw\d+\]\s+(?:\[\s*\d+%\]\s+)?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S.*)")
+_WORD = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?= |$)")
+_WORDS = 8  # that may be in a parameter, before the outcome
+_AFTER = re.compile(r"(?: \(.*\)?)?(?: *\[ *\d+(?:%|/\d+)\])?")  # a reason, which may be cut, and how far it is
+_ELSEWHERE = re.compile(r" <- \S+$")
+
+
+def _pytest(lines: Iterator[str]) -> dict[str, Case]:
+    """The summary is believed before the progress lines. What tests printed stands between the two, and is not read."""
+    progress: dict[str, Case] = {}
+    summary: dict[str, Case] = {}
+    last: dict[str, Case] = {}  # the last summary of the run that is being read: a test may have printed one before it
+    part: Literal["progress", "reports", "summary"] = "progress"
+    for line in lines:
+        if _END.fullmatch(line):  # another run may follow
+            summary |= last
+            last, part = {}, "progress"
+        elif header := _HEADER.fullmatch(line):
+            if header[1] == _SUMMARY:
+                last, part = {}, "summary"
+            else:
+                part = "progress" if header[1] == _START else "reports"
+        elif part == "summary":
+            if result := _summed(line):
+                last[result[0]] = _worse(last.get(result[0]), result[1])
+        elif part == "progress" and (result := _progressed(line)):
+            progress[result[0]] = result[1]
+    return {**progress, **summary, **last}
+
+
+def _worse(one: Case | None, other: Case) -> Case:
+    """A test that passed and then failed to clean up after itself has two lines, in the order that `-r` was given."""
+    return one if one in ("failed", "error") and other not in ("failed", "error") else other
+
+
+def _summed(line: str) -> tuple[str, Case] | None:
+    found = _RESULT.fullmatch(line)
+    if found is None or (found[1] == "SKIPPED" and _COUNTED.match(found[2])):
+        return None
+    if found[1] == "PASSED":  # there is nothing to say about it
+        return found[2], "passed"
+    case: Case = "failed" if found[1].startswith("SUBFAIL") else _CASES[found[1]]
+    return _id(found[2]), case
+
+
+def _id(text: str) -> str:
+    """`path::test[a - b] - why`, without the why. A parameter may hold anything, and ends with a bracket."""
+    at = text.find(" - ")
+    first = at
+    while at >= 0:
+        head = text[:at]
+        if "[" not in head or head.endswith("]"):
+            return head
+        at = text.find(" - ", at + 1)
+    return text if first < 0 or text.endswith("]") else text[:first]
+
+
+def _progressed(line: str) -> tuple[str, Case] | None:
+    if found := _WORKER.fullmatch(line):
+        return found[2], _CASES[found[1]]
+    if "::" not in line:
+        return None
+    for word in islice(_WORD.finditer(line), _WORDS):
+        if _AFTER.fullmatch(line, word.end()) and "::" in line[: word.start()]:
+            return _ELSEWHERE.sub("", line[: word.start()].rstrip()), _CASES[word[1]]
+    return None
+
+
+# ---- unittest ----
+
+_NAMED = re.compile(r"\w+ \([\w.<>]+\)")
+_OUTCOME = re.compile(r"(ok|FAIL|ERROR|skipped .*|expected failure|unexpected success)")
+_AGAIN = re.compile(r"(FAIL|ERROR): (\w+ \([\w.<>]+\))")
+
+
+def _unittest(lines: Iterator[str]) -> dict[str, Case]:
+    """`test_x (module.Class.test_x) ... ok`, where what the test says of itself, or prints, may stand in between on lines of its own."""
+    cases: dict[str, Case] = {}
+    test = ""
+    for line in lines:
+        if again := _AGAIN.match(line):  # the reports at the end; a failed subtest is told of nowhere else
+            cases[again[2]] = "failed" if again[1] == "FAIL" else "error"
+            continue
+        if named := _NAMED.match(line):
+            test = named[0]
+        outcome = _OUTCOME.fullmatch(line.rpartition(" ... ")[2].strip())
+        if test and outcome and (" ... " in line or line == outcome[0]):
+            if (case := _unittest_case(outcome[0])) is not None:
+                cases[test] = case
+            test = ""
+    return cases
+
+
+def _unittest_case(said: str) -> Case | None:
+    if said.startswith("skipped"):
+        return "skipped"
+    outcomes: dict[str, Case] = {"ok": "passed", "expected failure": "passed", "FAIL": "failed", "ERROR": "error"}
+    return outcomes.get(said)  # an unexpected success is missing, as with pytest
+
+
+def _plain(log: str) -> Iterator[str]:
+    """The lines that can be results, without colours."""
+    for line in log.split("\n"):
+        if len(line) <= LONGEST:
+            yield _ANSI.sub("", line).replace("\r", "").rstrip()
+
+
+_OWN: dict[str, Callable[[Iterator[str]], dict[str, Case]]] = {"pytest": _pytest, "unittest": _unittest}
+
+
+# ---- swebench ----
+
+# Runs in a process of its own. The package's parsers need nothing but the standard library and `unidiff`, but its `harness` imports Docker,
+# Modal and data sets with them, for seconds: an empty module stands in for it.
+_INSIDE = """
+import json, sys, types
+import swebench
+inside = types.ModuleType("swebench.harness")
+inside.__path__ = [swebench.__path__[0] + "/harness"]
+sys.modules["swebench.harness"] = inside
+import swebench.harness.log_parsers as parsers
+from swebench.types import TestSpec
+repos = {}
+for language in list(vars(parsers).values()):
+    for name, found in list(vars(language).items()) if isinstance(language, types.ModuleType) else ():
+        if name.startswith("MAP_REPO_TO_PARSER"):
+            repos.update({repo.lower(): parser for repo, parser in found.items()})
+if len(sys.argv) == 1:
+    said = {"parsers": sorted(parsers.PARSER_REGISTRY), "repos": sorted(repos)}
+else:
+    kind, name = sys.argv[1:]
+    parser = repos[name] if kind == "repo" else parsers.PARSER_REGISTRY[name]
+    log = sys.stdin.buffer.read().decode("utf-8", "replace")
+    said = parser(log, TestSpec("", "", [], name, "", [], []))
+sys.stdout.buffer.write(json.dumps(said).encode())
+"""
+
+
+class There(NamedTuple):
+    """What `swebench` has."""
+
+    parsers: tuple[str, ...]
+    repos: tuple[str, ...]
+
+
+class Foreign(NamedTuple):
+    kind: str  # "repo" or "parser"
+    name: str
+
+
+def _foreign(name: str) -> Foreign:
+    kind, _, rest = name.partition(":")
+    if kind not in FOREIGN or not rest:
+        wanted = ", ".join([*_OWN, "swebench:<owner/repo>", "swebench:<parser>", "rebench:<parser>"])
+        raise TaskError(f"log_parser: no parser is called {name!r}; there are: {wanted}", param="log_parser")
+    there = _there()
+    if rest in there.parsers:
+        return Foreign("parser", rest)
+    if kind == "swebench" and rest.lower() in there.repos:
+        return Foreign("repo", rest.lower())
+    names = there.repos if kind == "swebench" and "/" in rest else there.parsers
+    raise TaskError(
+        f"log_parser: swebench has no parser for {rest!r}; it has: {', '.join(names)}. pytest's output is also read by 'pytest'",
+        param="log_parser",
+    )
+
+
+@cache
+def _there() -> There:
+    if find_spec("swebench") is None:
+        raise ConfigError(
+            "log_parser: parsers by the name of swebench:… and rebench:… need the swebench package: pip install 'turngate[swe]'",
+            param="log_parser",
+        )
+    said = _inside([], b"")
+    return There(tuple(said["parsers"]), tuple(said["repos"]))
+
+
+def _ask(kind: str, name: str, log: str) -> dict[str, str]:
+    # Colours stay: some of these parsers look for them. A line that is far too long is no result anywhere.
+    text = "\n".join(line for line in log.split("\n") if len(line) <= LONGEST)
+    said = _inside([kind, name], text.encode("utf-8", "replace"))
+    return {str(test): str(status) for test, status in said.items()}
+
+
+def _inside(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
+    command = [sys.executable, "-I", "-c", _INSIDE, *arguments]
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_S, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        raise TaskError(
+            f"log_parser: swebench's parser for {arguments[-1]} read a log for {FOREIGN_S:g} s and came to no end",
+            param="log_parser",
+        ) from None
+    if done.returncode:
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        what = f"its parser for {arguments[-1]}" if arguments else "its parsers"
+        raise TaskError(f"log_parser: swebench does not come to read with {what}: {last}", param="log_parser")
+    answer: dict[str, list[str]] = json.loads(done.stdout)
+    return answer
