@@ -28,8 +28,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
         str, ...
     ] = ()  # runs the agent's work in a sandbox of its own; `command` then sees only what that left
     decides: Literal["reward file", "exit code"] = "reward file"
-    timeout_s: float = 900.0
+    timeout_s: float = 900.0  # of the probe and of the command, each
     env: Mapping[str, str] = {}
+    git: bool = False  # the agent's own .git is part of its work: for tasks about git itself
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):

@@ -22,6 +22,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path  # its content; no link in it leads out
     left_out: tuple[str, ...] = ()  # what could not be had
+    lost: str = ""  # why there is nothing to grade: the agent left more than is ever taken
     answers: tuple[Mapping[str, object], ...] = ()  # calls of host tools: {"tool": …, "arguments": …}, in order
 
 

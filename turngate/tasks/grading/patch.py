@@ -1,0 +1,62 @@
+"""Which files a patch touches, read from its headers. `swe.py` and `check` ask."""
+
+from __future__ import annotations
+
+import re
+
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_OCTAL = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
+_PLAIN = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\", b"a": b"\a", b"b": b"\b"}
+
+
+def touched(patch: str) -> tuple[str, ...]:
+    """The paths of all files that a patch changes, adds, removes or renames; of a rename, both."""
+    paths: dict[str, None] = {}
+    old = new = 0  # lines of a hunk that are still to come
+    for line in patch.split("\n"):
+        if old > 0 or new > 0:
+            old, new = old - (line[:1] in " -" or not line), new - (line[:1] in " +" or not line)
+            continue
+        if hunk := _HUNK.match(line):
+            old, new = (int(count) if count is not None else 1 for count in hunk.groups())
+            continue
+        for path in _header(line.removesuffix("\r")):
+            paths[path] = None
+    return tuple(paths)
+
+
+def _header(line: str) -> list[str]:
+    for start in ("--- ", "+++ "):
+        if line.startswith(start):
+            name = _name(line[len(start) :])
+            return [] if name == "/dev/null" else [name.partition("/")[2]] if "/" in name else []
+    for start in ("rename from ", "rename to ", "copy to "):
+        if line.startswith(start):
+            return [_name(line[len(start) :])]
+    if line.startswith("diff --git "):
+        return _both(line.removeprefix("diff --git "))
+    return []
+
+
+def _both(words: str) -> list[str]:
+    """`a/x b/x`: the only line with the names where there is no text to change (a new mode, an empty or a binary file)."""
+    if words.startswith('"'):
+        end = re.match(r'"(?:[^"\\]|\\.)*"', words)
+        return [_name(end[0]).partition("/")[2]] if end else []
+    half = len(words) // 2
+    if words[half : half + 1] == " " and words[:half].partition("/")[2] == words[half + 1 :].partition("/")[2]:
+        return [words[:half].partition("/")[2]]
+    return []  # a rename: other lines tell
+
+
+def _name(text: str) -> str:
+    """A name as git writes it: in quotes where it is odd; what follows a tab is a date."""
+    if not text.startswith('"'):
+        return text.partition("\t")[0].rstrip()
+    raw = text[1 : text.rindex('"')].encode("utf-8", "surrogateescape")
+
+    def plain(found: re.Match[bytes]) -> bytes:
+        sign = found[1]
+        return bytes([int(sign, 8) & 0xFF]) if len(sign) == 3 else _PLAIN.get(sign, sign)
+
+    return _OCTAL.sub(plain, raw).decode("utf-8", "surrogateescape")

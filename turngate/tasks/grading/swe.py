@@ -1,0 +1,369 @@
+"""Tests of a repository decide: those that failed have to pass, and those that passed have to go on doing so.
+
+    a fresh checkout → its tests become those of the base commit → the test patch → the work, but for what runs the tests → install → tests
+
+Git and the test patch meet the fresh checkout only: hooks, filters and settings of the agent's are never where git runs. Of the work,
+everything is laid down but the tests' own files (those the patch touches, the test folders around them, conftest.py and the like): these
+stay as the task has them. What the agent added that would change how tests run is set aside, and named.
+
+The log is read between two marks that only the wrapping shell knows. For pytest there is a witness beside it (`witness.py`): a case passed
+where both say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import configparser
+import hashlib
+import os
+import secrets
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from turngate.errors import SandboxError, SandboxFileMissing, TaskError
+from turngate.sandboxes.base import Sandbox
+from turngate.tasks.grading import fresh, witness
+from turngate.tasks.grading.attempt import Control, Found, Log, Seen, Undecided
+from turngate.tasks.grading.grade import Case, Grade, Ground, Work
+from turngate.tasks.grading.logs import parse
+from turngate.tasks.grading.patch import touched
+from turngate.tasks.grading.testimony import Testimony, heard
+from turngate.tasks.grading.work import GIT, named
+from turngate.tasks.task import Swe, Task
+
+# What decides how tests are found and run. Where the base has one it stays the base's; an added one is set aside.
+RUNNER = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"})
+# What Python would run or take for pytest without being asked for it; caches of compiled code need not match any source.
+ADDED = frozenset({"sitecustomize.py", "usercustomize.py", "pytest.py", "_pytest", "pluggy", "pluggy.py", GIT})
+CACHE = "__pycache__"
+ADDED_ENDINGS = (".pth", ".egg-link", ".pyc")
+TEST_FOLDERS = ("test", "tests")
+SETTINGS = (
+    "pyproject.toml",
+    "setup.cfg",
+)  # they hold other things as well: the agent's, unless what they say to pytest changed
+INSTALL_S = 1800.0
+_REPORT = 64_000_000  # bytes
+_LARGEST = 2_000_000  # bytes of a settings file
+_FAILED: tuple[Case, ...] = ("failed", "error")
+_UNRUN = 126  # exit codes from here on: nothing was run, or a signal ended it
+_NO_PATCH = 46
+
+_GIT = """
+GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL="$ours/gitconfig" HOME="$ours" GIT_ATTR_NOSYSTEM=1 GIT_TERMINAL_PROMPT=0
+export GIT_CONFIG_NOSYSTEM GIT_CONFIG_GLOBAL HOME GIT_ATTR_NOSYSTEM GIT_TERMINAL_PROMPT
+printf '[safe]\\n\\tdirectory = *\\n' >"$ours/gitconfig"; cp "$ours/gitconfig" "$ours/.gitconfig"
+g() {
+  git -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.attributesFile=/dev/null -c diff.external= \\
+    -c core.autocrlf=false -c core.safecrlf=false -c submodule.recurse=false -c gc.auto=0 -c advice.detachedHead=false "$@"
+}
+"""
+# $1 the repository, $2 our folder: with `patch`, and the paths that it touches in `touched`; $3 the base commit
+_PATCH = f"""{fresh.SYSTEM}
+cd -- "$1" && ours=$2 base=$3 || exit 1
+GIT_CEILING_DIRECTORIES=$(dirname -- "$1"); export GIT_CEILING_DIRECTORIES
+{_GIT}
+if [ -e {GIT} ] && command -v git >/dev/null && g rev-parse --quiet --verify "$base^{{commit}}" >/dev/null 2>&1; then
+  while IFS= read -r path; do
+    if g cat-file -e "$base:$path" 2>/dev/null; then g checkout --quiet "$base" -- ":(literal)$path" || exit 1
+    else rm -rf -- "$path"; fi
+  done <"$ours/touched"
+fi
+[ -s "$ours/patch" ] || exit 0
+command -v git >/dev/null && g apply --whitespace=nowarn "$ours/patch" && exit 0
+command -v git >/dev/null && g apply --whitespace=nowarn --ignore-whitespace "$ours/patch" && exit 0
+command -v patch >/dev/null && patch --batch --forward --fuzz=5 --no-backup-if-mismatch -p1 -i "$ours/patch" && exit 0
+exit {_NO_PATCH}
+"""
+_LIST = f'{fresh.SYSTEM}; cd -- "$1" && find . -path ./{GIT} -prune -o ! -type d -print0'
+_SUMS = f'{fresh.SYSTEM}; cd -- "$1" && xargs -0 sha256sum --'
+_SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$@"; else exec sh -c "$@"; fi'
+_INSTALL = 'exec </dev/null 2>&1; eval "$1"; eval "$2"'
+# The marks come by stdin: nothing that runs below this shell finds them in an argument or a variable.
+_RUN = """
+IFS= read -r turngate_start; IFS= read -r turngate_end
+exec </dev/null 2>&1
+turngate_place=$1 turngate_command=$3
+eval "$2"
+PYTHONPATH="$turngate_place${PYTHONPATH:+:$PYTHONPATH}"; export PYTHONPATH
+printf '\\n%s\\n' "$turngate_start"
+( eval "$turngate_command" )
+turngate_code=$?
+printf '\\n%s %s\\n' "$turngate_end" "$turngate_code"
+"""
+_SITE = """
+try:
+    import turngate_witness
+    try:
+        turngate_witness.take_the_stand()
+    finally:
+        turngate_witness.hand_on()
+except Exception:
+    pass
+"""
+
+
+async def attempt(task: Task, grader: Swe, work: Work | None, ground: Ground, log: Log, control: Control) -> Found:
+    if not (grader.fail_to_pass or grader.pass_to_pass):
+        raise TaskError(
+            f"task: {task.id}: FAIL_TO_PASS and PASS_TO_PASS are empty: nothing decides", param="FAIL_TO_PASS"
+        )
+    async with fresh.opened(task, ground, life_s=grader.timeout_s + INSTALL_S) as sandbox:
+        changed = await _patched(sandbox, task, grader, log)
+        notes = await _laid(sandbox, work, changed) if work is not None else ()
+        await _installed(sandbox, grader, log)
+        seen, code = await _tested(sandbox, grader, log)
+    _decisive(grader, seen, code, untouched=work is None)
+    if work is not None and (doubt := _doubted(grader, seen)):
+        seen, more = _weighed(grader, seen, doubt, (await control()).seen)
+        notes = (*notes, *more)
+    return Found(grade=_grade(grader, seen, notes), seen=seen)
+
+
+# ---- the checkout and the work ----
+
+
+async def _patched(sandbox: Sandbox, task: Task, grader: Swe, log: Log) -> tuple[str, ...]:
+    """The tests as the task wants them, on a checkout that no agent has seen. The files that are theirs."""
+    changed = touched(grader.test_patch)
+    for path in changed:
+        if not path or path.startswith("/") or ".." in PurePosixPath(path).parts or "\n" in path:
+            raise TaskError(f"task: {task.id}: test_patch: {path!r} is no path in a repository", param="test_patch")
+    ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
+    await sandbox.write(f"{ours}/touched", b"".join(os.fsencode(path) + b"\n" for path in changed))
+    await sandbox.write(f"{ours}/patch", grader.test_patch.encode("utf-8", "surrogateescape"))
+    command = ["/bin/sh", "-c", _PATCH, "sh", sandbox.workdir, ours, grader.base_commit]
+    done = await sandbox.exec(command, cwd="/", timeout_s=fresh.STEP_S, leave=False)
+    said = (done.stdout + done.stderr).decode("utf-8", "replace").strip()[-500:]
+    if done.exit_code == _NO_PATCH:
+        log.add("test patch", done.stdout + done.stderr)
+        raise TaskError(f"task: {task.id}: test_patch does not apply to the base commit: {said}", param="test_patch")
+    if done.exit_code or done.timed_out:
+        raise SandboxError(f"the tests could not be put in place: {said or f'exit code {done.exit_code}'}")
+    return changed
+
+
+class _Guard:
+    """Which files are the tests' own: those that the test patch touches, the test folders around them, and what steers the runner."""
+
+    def __init__(self, changed: Sequence[str]) -> None:
+        self._changed = frozenset(changed)
+        self._folders = {folder for path in changed if (folder := _test_folder(path))}
+        self.settings: set[str] = set()
+
+    def __call__(self, path: str) -> bool:
+        parts = PurePosixPath(path).parts
+        below = any("/".join(parts[: n + 1]) in self._folders for n in range(len(parts)))
+        return below or path in self._changed or path in self.settings or _steers(parts)
+
+
+def _test_folder(path: str) -> str:
+    parts = PurePosixPath(path).parts[:-1]
+    return next(("/".join(parts[: n + 1]) for n, part in enumerate(parts) if part.lower() in TEST_FOLDERS), "")
+
+
+def _steers(parts: Sequence[str]) -> bool:
+    return parts[-1] in RUNNER or parts[-1].endswith(ADDED_ENDINGS) or any(part in ADDED for part in parts)
+
+
+async def _laid(sandbox: Sandbox, work: Work, changed: Sequence[str]) -> tuple[str, ...]:
+    """Lay the work down around the tests. What of it was set aside."""
+    listed = await fresh.step(sandbox, _LIST, sandbox.workdir)
+    base = {os.fsdecode(path).removeprefix("./") for path in listed.stdout.split(b"\0") if path}
+    guard = _Guard(changed)
+    guard.settings = await _changed_settings(sandbox, work.folder, base)
+    held = sorted(path for path in base if guard(path) and CACHE not in PurePosixPath(path).parts)
+    sums = await _sums(sandbox, held)
+    mine = await asyncio.to_thread(_files, work.folder)
+    exclude = {path for path in mine if guard(path) or CACHE in PurePosixPath(path).parts}
+    told = await asyncio.to_thread(_told, work.folder, exclude, mine, held, sums)
+    return (*named(told), *await fresh.lay(sandbox, work.folder, exclude=exclude, held=held))
+
+
+def _files(folder: Path) -> set[str]:
+    """All that is no folder, by its path in it; links to folders are links."""
+    found = set()
+    for place, folders, files in os.walk(folder):
+        rest = [name for name in folders if Path(place, name).is_symlink()]
+        found |= {str(Path(place, name).relative_to(folder)) for name in (*files, *rest)}
+    return found
+
+
+def _told(folder: Path, exclude: set[str], mine: set[str], held: Sequence[str], sums: Mapping[str, str]) -> list[str]:
+    """What the agent did to files that are not its to change."""
+    told = []
+    for path in sorted(exclude):
+        if CACHE in PurePosixPath(path).parts:
+            continue
+        if path not in sums:
+            told.append(f"{path}: added by the work, and set aside")
+        elif (folder / path).is_symlink() or _sum(folder / path) != sums[path]:
+            told.append(f"{path}: changed by the work; the task's own is used")
+    return told + [f"{path}: removed by the work; the task's own is used" for path in held if path not in mine]
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def _sums(sandbox: Sandbox, paths: Sequence[str]) -> dict[str, str]:
+    if not paths:
+        return {}
+    names = b"".join(os.fsencode(f"./{path}") + b"\0" for path in paths)
+    command = ["/bin/sh", "-c", _SUMS, "sh", sandbox.workdir]
+    done = await sandbox.exec(
+        command, cwd="/", stdin=names, timeout_s=fresh.STEP_S
+    )  # links that lead nowhere have none
+    sums = dict.fromkeys(paths, "")
+    for line in done.stdout.split(b"\n"):
+        odd = line.startswith(b"\\")  # as sha256sum writes a name with a line end in it
+        value, _, name = line.removeprefix(b"\\").partition(b"  ")
+        if odd:
+            name = name.replace(b"\\n", b"\n").replace(b"\\\\", b"\\")
+        sums[os.fsdecode(name).removeprefix("./")] = value.decode("ascii", "replace")
+    return sums
+
+
+async def _changed_settings(sandbox: Sandbox, folder: Path, base: set[str]) -> set[str]:
+    """Settings files in which the agent changed what is said to pytest."""
+    found = set()
+    for name in SETTINGS:
+        mine = folder / name
+        if not mine.is_file() or mine.is_symlink() or mine.stat().st_size > _LARGEST:
+            continue
+        theirs = await sandbox.read(f"{sandbox.workdir}/{name}", limit=_LARGEST) if name in base else b""
+        if _said_to_pytest(name, mine.read_bytes()) != _said_to_pytest(name, theirs):
+            found.add(name)
+    return found
+
+
+def _said_to_pytest(name: str, content: bytes) -> object:
+    """None: nothing. A file that cannot be read says something else than any other."""
+    text = content.decode("utf-8", "replace")
+    try:
+        if name.endswith(".toml"):
+            return tomllib.loads(text).get("tool", {}).get("pytest")
+        parser = configparser.RawConfigParser()
+        parser.read_string(text)
+        return dict(parser["tool:pytest"]) if parser.has_section("tool:pytest") else None
+    except (tomllib.TOMLDecodeError, configparser.Error, AttributeError):
+        return content
+
+
+# ---- the tests ----
+
+
+async def _installed(sandbox: Sandbox, grader: Swe, log: Log) -> None:
+    if not grader.install:
+        return
+    command = ["/bin/sh", "-c", _SHELL, "sh", _INSTALL, "sh", grader.before, grader.install]
+    done = await sandbox.exec(command, timeout_s=INSTALL_S, keep=fresh.KEEP, leave=False)
+    log.add(f"install: {'ran out of time' if done.timed_out else f'exit code {done.exit_code}'}", done.stdout)
+    if done.timed_out or done.exit_code:
+        raise Undecided("the work cannot be installed")
+
+
+async def _tested(sandbox: Sandbox, grader: Swe, log: Log) -> tuple[Seen, int]:
+    """Run the tests. What the log and the witness say, and the exit code."""
+    key, start, end = (secrets.token_hex(24) for _ in range(3))
+    ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
+    source = await asyncio.to_thread(Path(witness.__file__).read_bytes)
+    await sandbox.write(f"{ours}/turngate_witness.py", source)
+    await sandbox.write(f"{ours}/sitecustomize.py", _SITE.encode())
+    await sandbox.write(f"{ours}/key", key.encode(), mode=0o600)
+    done = await sandbox.exec(
+        ["/bin/sh", "-c", _SHELL, "sh", _RUN, "sh", ours, grader.before, grader.test_cmd],
+        stdin=f"{start}\n{end}\n".encode(),
+        timeout_s=grader.timeout_s,
+        keep=fresh.KEEP,
+        leave=False,
+    )
+    said = done.stdout.decode("utf-8", "replace")
+    log.add(
+        f"tests: {'ran out of time' if done.timed_out else f'exit code {done.exit_code}'}",
+        done.stdout.replace(start.encode(), b"(start)").replace(end.encode(), b"(end)"),
+    )
+    if done.timed_out:
+        raise Undecided(f"the tests ran out of their {grader.timeout_s:.0f} s")
+    _, began, rest = said.partition(f"\n{start}\n")
+    between, ended, last = rest.rpartition(f"\n{end} ")
+    if not began or not ended or not last.strip().isdigit():
+        raise Undecided("the tests were ended before they came to their end")
+    cases = await asyncio.to_thread(parse, grader.parser, between)
+    try:
+        report = await sandbox.read(f"{ours}/report", limit=_REPORT)
+    except SandboxFileMissing:
+        report = b""
+    testimony = await asyncio.to_thread(heard, key.encode(), report)
+    if testimony.begun:
+        how = "its end was seen" if testimony.ended else "its end was not seen"
+        changed = f"; changed while it ran: {', '.join(sorted(testimony.odd))}" if testimony.odd else ""
+        log.add(f"witness: {len(testimony.outcomes)} tests, {how}{changed}", b"")
+    return Seen(cases=cases, testimony=testimony), int(last)
+
+
+def _wanted(grader: Swe) -> tuple[str, ...]:
+    return (*grader.fail_to_pass, *grader.pass_to_pass)
+
+
+def _decisive(grader: Swe, seen: Seen, code: int, *, untouched: bool) -> None:
+    """Whether the tests said anything. `Undecided`, where they did not."""
+    failures = any(case in _FAILED for case in seen.cases.values())
+    whole = untouched and not grader.pass_to_pass and code < _UNRUN  # nothing has to pass yet, so all may fail in one
+    if code and not failures and not whole:
+        raise Undecided(f"the tests ended with exit code {code}, and no test is known to have failed")
+    if untouched and grader.pass_to_pass and not any(seen.cases.get(case) == "passed" for case in grader.pass_to_pass):
+        raise Undecided("of the tests that pass before any change, none does")
+    if untouched and not code and not any(case in seen.cases for case in _wanted(grader)):
+        raise Undecided("the log tells of none of the task's tests")
+
+
+def _doubted(grader: Swe, seen: Seen) -> frozenset[str]:
+    """Cases that passed by the log, and not by the witness; all of them where something about pytest was changed."""
+    passed = frozenset(case for case in _wanted(grader) if seen.cases.get(case) == "passed")
+    if seen.testimony.odd:
+        return passed
+    return frozenset(case for case in passed if not seen.testimony.passed(case))
+
+
+def _weighed(grader: Swe, seen: Seen, doubt: frozenset[str], base: Seen | None) -> tuple[Seen, tuple[str, ...]]:
+    """Doubts count where the witness saw the same tests of the untouched task without any."""
+    assert base is not None
+    if not base.testimony.ended or _doubted(grader, _plain(base)):
+        return seen, ("there is no witness for the tests of this task: the log alone decides",)
+    changed = seen.testimony.odd - base.testimony.odd
+    if not changed:
+        doubt = _doubted(grader, _plain(seen))
+    if not doubt:
+        return seen, ()
+    cases = {**seen.cases, **{case: _instead(case, seen.testimony) for case in doubt}}
+    how = (
+        f"the work changed what decides about tests ({', '.join(sorted(changed)[:5])})"
+        if changed
+        else "the witness of the run did not see that"
+        if seen.testimony.ended
+        else "the witness did not see the run come to its end"
+    )
+    return Seen(cases=cases, testimony=seen.testimony), (f"{len(doubt)} tests passed by the log; {how}",)
+
+
+def _plain(seen: Seen) -> Seen:
+    return Seen(cases=seen.cases, testimony=msgspec.structs.replace(seen.testimony, odd=frozenset()))
+
+
+def _instead(case: str, testimony: Testimony) -> Case:
+    return "failed" if testimony.knows(case) else "missing"
+
+
+def _grade(grader: Swe, seen: Seen, notes: Iterable[str]) -> Grade:
+    wanted = _wanted(grader)
+    cases: dict[str, Case] = {case: seen.cases.get(case, "missing") for case in wanted}
+    passed = sum(case == "passed" for case in cases.values())
+    resolved = passed == len(cases)
+    reward = float(resolved) if grader.reward == "resolved" else passed / len(cases)
+    message = "" if resolved else f"{passed} of {len(cases)} tests passed"
+    return Grade(kind="graded", reward=reward, resolved=resolved, cases=cases, message=message, notes=tuple(notes))

@@ -1,0 +1,67 @@
+"""What the witness of a pytest run said, as far as its signature holds. `witness.py` is the other end, in the sandbox."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+Seen = Literal["passed", "failed", "skipped", "xfailed"]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    begin: str = ""
+    test: str = ""
+    outcome: Seen = "failed"
+    odd: str = ""
+    end: int = -1
+
+
+class Testimony(msgspec.Struct, frozen=True, kw_only=True):
+    """`ended`: the run came to its end before the eyes of the witness. Without that, nothing passed."""
+
+    begun: bool = False
+    ended: bool = False
+    outcomes: Mapping[str, Seen] = {}
+    odd: frozenset[str] = frozenset()  # what of pytest's own was changed while it ran
+
+    def knows(self, case: str) -> bool:
+        return bool(self._of(case))
+
+    def passed(self, case: str) -> bool:
+        """By the witness's own eyes."""
+        found = self._of(case)
+        return self.ended and bool(found) and all(outcome in ("passed", "xfailed") for outcome in found)
+
+    def _of(self, case: str) -> list[Seen]:
+        """A log may cut a name at its first blank."""
+        if case in self.outcomes:
+            return [self.outcomes[case]]
+        return [outcome for test, outcome in self.outcomes.items() if test.split(maxsplit=1)[:1] == [case]]
+
+
+def heard(key: bytes, report: bytes) -> Testimony:
+    """The lines of a report, up to the first that is not signed in its place."""
+    last, begun, ended = b"", False, False
+    outcomes: dict[str, Seen] = {}
+    odd = set()
+    for raw in report.split(b"\n"):
+        mac, _, text = raw.partition(b" ")
+        if not hmac.compare_digest(hmac.new(key, last + text, hashlib.sha256).hexdigest().encode(), mac):
+            break
+        last = mac
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+        except msgspec.DecodeError:
+            break
+        begun = begun or bool(line.begin)
+        if line.test:
+            outcomes[line.test] = line.outcome
+        if line.odd:
+            odd.add(line.odd)
+        if line.end >= 0:
+            ended = line.end == len(outcomes)
+    return Testimony(begun=begun, ended=ended, outcomes=outcomes, odd=frozenset(odd))
