@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
@@ -71,6 +72,7 @@ class WayOut:
     @asynccontextmanager
     async def connected(self, sandbox: Sandbox, *, python: str = "", node: str = "") -> AsyncIterator[Connection]:
         """A relay in the sandbox, for as long as the block runs."""
+        python = python or sys.executable  # where the sandbox sees it too, nothing has to be looked for
         if sandbox.shared is None:
             async with wayout.connected(sandbox, self._outside(), python=python, node=node) as base_url:
                 yield Connection(base_url)

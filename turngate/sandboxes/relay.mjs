@@ -12,6 +12,7 @@ const ATTEMPT = "x-turngate-attempt";
 const IDEMPOTENCY = "idempotency-key";
 const HEAD_LIMIT = 256 * 1024;
 const CONNECT_MS = 15_000;
+const REACHED = "reached"; // in the file that says so
 const FIRST_WAIT_MS = 100;
 const LONGEST_WAIT_MS = 5_000;
 const LOOK_MS = 1_000; // how often a call that waits for its reply looks whether the target is still the same
@@ -22,6 +23,7 @@ const { values: options } = parseArgs({
     target: { type: "string" },
     port: { type: "string", default: "0" },
     "port-file": { type: "string" },
+    "reached-file": { type: "string" },
     "give-up-s": { type: "string", default: "600" },
     "body-limit": { type: "string", default: String(64 * 1024 * 1024) },
     probe: { type: "string" },
@@ -182,23 +184,36 @@ function serve() {
     });
   });
   server.listen(Number(options.port), "127.0.0.1", () => {
-    fs.writeFileSync(options["port-file"] + ".new", String(server.address().port));
-    fs.renameSync(options["port-file"] + ".new", options["port-file"]);
+    const port = server.address().port;
+    say(options["port-file"], String(port));
+    const file = options["reached-file"];
+    if (file) unreached(port, (why) => say(file, why || REACHED));
   });
   for (const signal of ["SIGTERM", "SIGINT"]) process.on(signal, () => process.exit(0));
 }
 
-// Whether the gateway can be reached through a relay: 0 when it answered, with whatever status.
-function probe(port) {
+// A file that is there has all of it.
+function say(path, text) {
+  fs.writeFileSync(path + ".new", text);
+  fs.renameSync(path + ".new", path);
+}
+
+// Why the gateway cannot be reached through a relay; empty when it answered, with whatever status.
+function unreached(port, told) {
   const request = http.request({ host: "127.0.0.1", port, method: "HEAD", path: "/", agent: false }, (reply) => {
-    if (!(GATEWAY in reply.headers)) console.error(`the gateway does not answer: ${reply.statusCode}`);
-    process.exit(GATEWAY in reply.headers ? 0 : 1);
+    reply.resume();
+    told(GATEWAY in reply.headers ? "" : `the gateway does not answer: ${reply.statusCode}`);
   });
-  request.on("error", (error) => {
-    console.error(`the relay does not answer: ${error.message}`);
-    process.exit(1);
-  });
+  request.on("error", (error) => told(`the relay does not answer: ${error.message}`));
   request.end();
+}
+
+// The same of a relay that runs elsewhere: 0 when the gateway answered.
+function probe(port) {
+  unreached(port, (why) => {
+    if (why) console.error(why);
+    process.exit(why ? 1 : 0);
+  });
 }
 
 if (options.probe) probe(Number(options.probe));

@@ -12,7 +12,7 @@ One file, standard library only, Python 3.8 and newer.
 """
 
 # Python 3.8, and files that depend on little:
-# ruff: noqa: ASYNC230, PTH104, UP035, UP041
+# ruff: noqa: PTH104, UP035, UP041
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 
 GATEWAY = "x-turngate"  # is on every reply of the gateway
 ATTEMPT = "x-turngate-attempt"
+REACHED = "reached"  # in the file that says so
 IDEMPOTENCY = "idempotency-key"
 HEAD_LIMIT = 256 * 1024
 BODY_LIMIT = 64 * 1024 * 1024
@@ -591,31 +592,48 @@ async def run(options: argparse.Namespace) -> int:
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     port = await relay.listen("127.0.0.1", options.port)
-    with open(options.port_file + ".new", "w") as file:
-        file.write(str(port))
-    os.rename(options.port_file + ".new", options.port_file)
+    _say(options.port_file, str(port))
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    asked = asyncio.ensure_future(_reached(port, options.reached_file)) if options.reached_file else None
     await ended.wait()
+    if asked is not None:
+        asked.cancel()
     await relay.close()
     return 0
 
 
-async def probe(port: int) -> int:
-    """Whether the gateway can be reached through a relay: 0 when it answered, with whatever status."""
+def _say(path: str, text: str) -> None:
+    """A file that is there has all of it."""
+    with open(path + ".new", "w") as file:
+        file.write(text)
+    os.rename(path + ".new", path)
+
+
+async def _reached(port: int, path: str) -> None:
+    """Ask ourselves whether the gateway answers, and write down what came of it: another process to ask would take longer to start."""
+    _say(path, await _unreached(port) or REACHED)
+
+
+async def _unreached(port: int) -> str:
+    """Why the gateway cannot be reached through a relay; empty when it answered, with whatever status."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"HEAD / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         first, headers = parse_head(await reader.readuntil(b"\r\n\r\n"))
         writer.close()
     except (OSError, Refused, asyncio.IncompleteReadError) as error:
-        print(f"the relay does not answer: {error}", file=sys.stderr)
-        return 1
-    if GATEWAY in dict(headers):
-        return 0
-    print(f"the gateway does not answer: {first}", file=sys.stderr)
-    return 1
+        return f"the relay does not answer: {error}"
+    return "" if GATEWAY in dict(headers) else f"the gateway does not answer: {first}"
+
+
+async def probe(port: int) -> int:
+    """The same of a relay that runs elsewhere: 0 when the gateway answered."""
+    why = await _unreached(port)
+    if why:
+        print(why, file=sys.stderr)
+    return 1 if why else 0
 
 
 def main() -> int:
@@ -623,6 +641,7 @@ def main() -> int:
     parser.add_argument("--target", help="the file that names where to: unix:/path, http://… or https://…")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--port-file", help="gets the port, once it is open")
+    parser.add_argument("--reached-file", help="gets a word when the gateway has answered, or why it does not")
     parser.add_argument("--give-up-s", type=float, default=GIVE_UP_S)
     parser.add_argument("--body-limit", type=int, default=BODY_LIMIT)
     parser.add_argument("--probe", type=int, metavar="PORT", help="ask a running relay whether the gateway answers")

@@ -22,14 +22,21 @@ from turngate.sandboxes.tunnel import Tunnel
 
 FOLDER = ".turngate"  # in the sandbox's home
 SOURCES = {"python": Path(relay.__file__), "node": Path(relay.__file__).with_suffix(".mjs")}
+_ALONE = {
+    "python": ("-I", "-S"),
+    "node": (),
+}  # it needs nothing but the standard library, and looking for more takes time
 START_S = 30.0
 PROBE_S = 60.0
 PAUSE_S = 0.5  # before a relay that has ended is started again
 
+# A Python's own path is asked for: what is called `python3` may be a script that looks for one, at ten times the cost of starting it.
 FIND = """
-rm -f "$3/port"
+rm -f "$3/port" "$3/reached"
 for python in "$1" python3 python; do
-  [ -n "$python" ] && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null && echo "python $python" && exit
+  [ -n "$python" ] || continue
+  found=$("$python" -I -S -c 'import sys; sys.version_info < (3, 8) and sys.exit(1); print(sys.executable)' 2>/dev/null) || continue
+  echo "python ${found:-$python}" && exit
 done
 for node in "$2" node nodejs; do
   [ -n "$node" ] && "$node" --version >/dev/null 2>&1 && echo "node $node" && exit
@@ -38,7 +45,7 @@ exit 1
 """
 WAIT = """
 tries=0
-while [ ! -s "$1" ] && [ $tries -lt 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+while [ ! -s "$1" ] && [ $tries -lt "$2" ]; do [ $tries -lt 50 ] && sleep 0.02 || sleep 0.1; tries=$((tries + 1)); done
 cat "$1"
 """
 
@@ -70,13 +77,14 @@ async def connected(
             await follow(way.url)  # it may have changed before we followed it
         run = await _staged(sandbox, folder, python, node)
         command = [*run, "--target", target, "--port-file", f"{folder}/port", "--give-up-s", str(give_up_s)]
-        job = await sandbox.start([*command, "--port", "0"], env={ALONE: "1"}, stderr=f"{folder}/log")
+        first = [*command, "--port", "0", "--reached-file", f"{folder}/reached"]
+        job = await sandbox.start(first, env={ALONE: "1"}, stderr=f"{folder}/log")
         kept = [job]
         stack.push_async_callback(_end, kept)
         port = await _port(sandbox, folder)
         watch = asyncio.create_task(_keep(sandbox, [*command, "--port", str(port)], f"{folder}/log", kept))
         stack.push_async_callback(_cancel, watch)
-        await _reached(sandbox, [*run, "--probe", str(port)])
+        await _reached(sandbox, f"{folder}/reached")
         yield f"http://127.0.0.1:{port}"
 
 
@@ -104,23 +112,29 @@ async def _staged(sandbox: Sandbox, folder: str, python: str, node: str) -> list
     kind, _, program = found.stdout.decode().strip().partition(" ")
     source = SOURCES[kind]
     await sandbox.write(f"{folder}/{source.name}", await asyncio.to_thread(source.read_bytes))
-    return [program, f"{folder}/{source.name}"]
+    return [program, *_ALONE[kind], f"{folder}/{source.name}"]
 
 
 async def _port(sandbox: Sandbox, folder: str) -> int:
-    done = await sandbox.exec(["/bin/sh", "-c", WAIT, "sh", f"{folder}/port"], timeout_s=START_S + 5)
-    if done.stdout.strip().isdigit():
-        return int(done.stdout)
-    said = await sandbox.exec(["cat", f"{folder}/log"], timeout_s=START_S)
-    raise SandboxError(f"the relay did not start: {said.stdout.decode(errors='replace').strip()[-300:]}")
+    said = await _waited(sandbox, f"{folder}/port", START_S)
+    if said.isdigit():
+        return int(said)
+    log = await sandbox.exec(["cat", f"{folder}/log"], timeout_s=START_S)
+    raise SandboxError(f"the relay did not start: {log.stdout.decode(errors='replace').strip()[-300:]}")
 
 
-async def _reached(sandbox: Sandbox, probe: list[str]) -> None:
+async def _reached(sandbox: Sandbox, file: str) -> None:
     """Fail now, by name, and not later in the middle of an agent's first call."""
-    done = await sandbox.exec(probe, timeout_s=PROBE_S)
-    if done.exit_code:
-        said = done.stderr.decode(errors="replace").strip()[-300:]
-        raise SandboxError(f"the gateway cannot be reached from the sandbox: {said or 'it took too long'}")
+    said = await _waited(sandbox, file, PROBE_S)
+    if said != relay.REACHED:
+        raise SandboxError(f"the gateway cannot be reached from the sandbox: {said[-300:] or 'it took too long'}")
+
+
+async def _waited(sandbox: Sandbox, file: str, limit_s: float) -> str:
+    """What the relay writes into a file, once it does."""
+    tries = 50 + round(10 * limit_s)
+    done = await sandbox.exec(["/bin/sh", "-c", WAIT, "sh", file, str(tries)], timeout_s=limit_s + 5)
+    return done.stdout.decode(errors="replace").strip()
 
 
 async def _keep(sandbox: Sandbox, command: list[str], log: str, kept: list[Job]) -> None:

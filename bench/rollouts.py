@@ -1,0 +1,195 @@
+"""What a rollout costs beside its agent: `python bench/rollouts.py [--rollouts 60] [--concurrency 8] [--only local …] [--json FILE]`.
+
+Batches of rollouts whose agent does nothing (`true`), one batch per sandbox and with and without a grader, against a gateway in a
+process of its own with the scripted engine. So everything that is left is ours: the runner, the sandbox, the relay, the gateway.
+
+    rollouts/min     of the whole machine, with so many agents at once
+    runner           CPU ms per rollout of the process that runs the batch, all threads
+    sandboxes        CPU ms per rollout of the processes that it started and that have ended: supervisors, relays, shells, docker's client.
+                     What runs in a container is the daemon's child, and not in it
+    gateway          CPU ms per rollout of the gateway
+    alone, s         how long one rollout takes that has the machine for itself, and in which stages
+
+A batch in which any rollout did not end as it should gives no numbers. On a shared machine the same run varies by half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from overhead import calibrate
+from processes import Process, free_port
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools import base_image
+from turngate.agents.install import Installed
+from turngate.agents.spec import find
+from turngate.rollout.batch import BatchResult, run_batch
+from turngate.rollout.client import GatewayClient
+from turngate.rollout.gates import Bounds
+from turngate.rollout.plan import BatchPlan
+from turngate.rollout.wayout import WayOut
+from turngate.sandboxes import backend
+from turngate.tasks.task import Script, Task
+
+SANDBOXES: dict[str, Callable[[], str | None]] = {
+    "local": lambda: None,
+    "bubblewrap": base_image.missing_bubblewrap,
+    "docker": base_image.missing_docker,
+}
+
+
+class Result(msgspec.Struct):
+    sandbox: str
+    graded: bool
+    per_minute: float
+    runner_ms: float
+    sandboxes_ms: float
+    gateway_ms: float
+    alone_s: float
+    stages: dict[str, float]
+    calibration_ms: float
+
+
+def _plan(folder: Path, sandbox: str, *, graded: bool, count: int, running: int) -> BatchPlan:
+    grader = Script(command=("true",), decides="exit code") if graded else None
+    return BatchPlan(
+        tasks=(Task(id="nothing", instruction="Do nothing.", grader=grader),),
+        agent=find("shell").spec,
+        installed=Installed(),
+        backend=backend(sandbox),
+        model="bench",
+        folder=folder,
+        n=count,
+        bounds=Bounds(running=running, starting=running, grading=running, warm=0 if running == 1 else 2),
+        image=base_image.IMAGE if sandbox == "docker" else "",
+        options={"command": "true"},
+        retries=0,
+    )
+
+
+def _check(result: BatchResult, *, graded: bool) -> None:
+    wanted = "graded" if graded else "not graded"
+    wrong = [one for one in result.finished if one.kind != wanted or one.status != "finished"]
+    if wrong or not result.complete:
+        raise SystemExit(f"bench: a rollout did not end as it should: {wrong[:1] or result.stopped}")
+
+
+async def measure(
+    gateway: Process, key: str, folder: Path, sandbox: str, *, graded: bool, args: argparse.Namespace
+) -> Result:
+    async with (
+        GatewayClient(f"http://127.0.0.1:{gateway.port}", key) as client,
+        WayOut(f"http://127.0.0.1:{gateway.port}") as wayout,
+    ):
+
+        async def batch(name: str, count: int, running: int) -> BatchResult:
+            plan = _plan(folder / name, sandbox, graded=graded, count=count, running=running)
+            result = await run_batch(plan, client, wayout)
+            _check(result, graded=graded)
+            return result
+
+        await batch("first", 2, 1)  # what is made once is there from now on
+        speed = calibrate()
+        alone = await batch("alone", args.alone, 1)
+        before, began = _spent(gateway), time.perf_counter()
+        await batch("many", args.rollouts, args.concurrency)
+        wall, after = time.perf_counter() - began, _spent(gateway)
+        runner, children, serving = ((b - a) * 1000 / args.rollouts for a, b in zip(before, after, strict=True))
+    return Result(
+        sandbox=sandbox,
+        graded=graded,
+        per_minute=args.rollouts * 60 / wall,
+        runner_ms=runner,
+        sandboxes_ms=children,
+        gateway_ms=serving,
+        alone_s=statistics.median(sum(one.seconds.values()) for one in alone.finished),
+        stages=dict(alone.summary.overall.stages),
+        calibration_ms=(speed + calibrate()) / 2,
+    )
+
+
+def _spent(gateway: Process) -> tuple[float, float, float]:
+    """Seconds of CPU so far: ours, of children that have ended, the gateway's."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time(), children.ru_utime + children.ru_stime, gateway.cpu_s()
+
+
+def show(results: list[Result]) -> None:
+    names = (
+        "sandbox",
+        "grader",
+        "rollouts/min",
+        "runner ms",
+        "sandboxes ms",
+        "gateway ms",
+        "alone s",
+        "calibration ms",
+    )
+    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    for r in results:
+        cells = (
+            r.sandbox,
+            "script" if r.graded else "none",
+            f"{r.per_minute:.0f}",
+            f"{r.runner_ms:.0f}",
+            f"{r.sandboxes_ms:.0f}",
+            f"{r.gateway_ms:.0f}",
+            f"{r.alone_s:.2f}",
+            f"{r.calibration_ms:.0f}",
+        )
+        print("| " + " | ".join(cells) + " |")
+    stages = list(results[-1].stages)
+    print("\nms of a rollout that runs alone, by stage\n")
+    print("| sandbox | grader | " + " | ".join(stages) + " |\n|" + "---|" * (len(stages) + 2))
+    for r in results:
+        cells = tuple(f"{r.stages[stage] * 1000:.0f}" if stage in r.stages else "–" for stage in stages)
+        print(f"| {r.sandbox} | {'script' if r.graded else 'none'} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=60)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--alone", type=int, default=5, help="rollouts that run one after the other")
+    parser.add_argument("--only", nargs="*", choices=list(SANDBOXES), default=list(SANDBOXES))
+    parser.add_argument("--no-grader", action="store_true", help="leave out the batches with a grader")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="turngate-bench-") as name:
+        script = Path(name) / "script.json"
+        script.write_text('["Done."]', encoding="utf-8")
+        key, port = secrets.token_hex(16), free_port()
+        command = [sys.executable, "-m", "turngate", "serve", "--port", str(port), "--data", f"{name}/data"]
+        command += ["--engine", "scripted", "--script", str(script), "--model", "bench"]
+        gateway = Process(command, port, Path(name) / "gateway.log", {"TURNGATE_ADMIN_KEY": key})
+        try:
+            for sandbox in args.only:
+                if reason := SANDBOXES[sandbox]():
+                    print(f"bench: {sandbox} is left out: {reason}", file=sys.stderr)
+                    continue
+                for graded in (False,) if args.no_grader else (False, True):
+                    folder = Path(name) / f"{sandbox}-{graded}"
+                    work = measure(gateway, key, folder, sandbox, graded=graded, args=args)
+                    results.append(asyncio.run(work))
+        finally:
+            gateway.stop()
+    show(results)
+    if args.json:
+        args.json.write_bytes(msgspec.json.encode(results))
+
+
+if __name__ == "__main__":
+    main()
