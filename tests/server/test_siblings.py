@@ -511,6 +511,30 @@ async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
         ]
 
 
+async def test_a_tool_call_and_its_answer_find_each_other_wherever_they_arrive() -> None:
+    ask = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": 20}
+    async with crew() as c:
+        session = await c.open_at(1, tools=[ask])
+        waiting = c[0].start(c[0].http(session.key).post("/v1/tools/ask", json={"n": 1}))
+        await until(lambda: c[1].app.control.find(session.id).asking)
+        [call] = (await c[0].admin.get(f"/admin/sessions/{session.id}/tools")).json()["calls"]
+        assert call["waiting"] and call["arguments"] == {"n": 1}
+        path = f"/admin/sessions/{session.id}/tools/{call['call']}/answer"
+        assert (await c[0].admin.post(path, json={"reply": 7})).status_code == 200
+        assert (await waiting).json() == 7
+        gone = c[0].start(c[0].http(session.key).post(f"/rollout/{session.id}/v1/tools/ask", json={}))
+        await until(lambda: c[1].app.control.find(session.id).asking)
+        gone.cancel()
+        await until(lambda: not c[1].app.control.find(session.id).asking)
+        await c[0].seal(session.id)
+        outcome = {"kind": "graded", "reward": 1.0}
+        assert (await c[0].admin.put(f"/admin/sessions/{session.id}/outcome", json=outcome)).status_code == 200
+        assert [(await w.show(session.id))["outcome"]["reward"] for w in c.workers] == [1.0, 1.0]
+        for key in ("wrong", session.key):
+            refused = await c[0].http(key).put(f"/admin/sessions/{session.id}/outcome", json=outcome)
+            assert refused.status_code == 401
+
+
 async def test_a_stage_told_to_any_worker_wakes_who_follows_that_session() -> None:
     async with crew() as c:
         session = await c.open_at(1)

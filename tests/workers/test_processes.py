@@ -339,37 +339,45 @@ def test_a_worker_that_dies_in_a_pause_comes_back_paused_and_at_the_right_versio
         assert again.ask("GET", "/admin/fence") == {"version": 6, "paused": False, "in_flight": 0}
 
 
-async def test_events_go_on_when_a_worker_dies(data: Path) -> None:
-    with ExitStack() as stack:
-        s = await asyncio.to_thread(stack.enter_context, served(data))
-        seen: list[Any] = []
+async def test_events_outlive_workers_and_the_gateway_and_none_is_lost_or_told_twice(data: Path) -> None:
+    seen: list[Any] = []
+    made: list[str] = []
 
-        async def follow() -> None:
-            async with (
-                httpx.AsyncClient(base_url=s.url, headers=s.admin, trust_env=False, timeout=None) as http,
-                http.stream("GET", "/admin/events") as response,
-            ):
-                async for line in response.aiter_lines():
-                    if line.startswith("data: "):
-                        seen.append(json.loads(line[6:]))
+    async def follow(s: Serving) -> None:
+        """As a client does that comes back with the id of the last event it has seen."""
+        while True:
+            headers = {**s.admin, "last-event-id": str(seen[-1]["seq"]) if seen else ""}
+            with suppress(httpx.HTTPError):
+                async with (
+                    httpx.AsyncClient(base_url=s.url, headers=headers, trust_env=False, timeout=None) as http,
+                    http.stream("GET", "/admin/events") as response,
+                ):
+                    async for line in response.aiter_lines():
+                        if line.startswith("data: "):
+                            seen.append(json.loads(line[6:]))
+            await asyncio.sleep(0.05)
 
-        following = asyncio.create_task(follow())
-        first = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
-        await until(lambda: {e["session"] for e in seen} >= {o["id"] for o in first})
-        # The stream is told by one of the two. It ends with that one, and goes on when it is the other that dies.
-        os.kill(s.workers[1], signal.SIGKILL)
-        await asyncio.sleep(0.5)
-        told_by_it = following.done()
-        if told_by_it:
-            following = asyncio.create_task(follow())
-        more = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
-        await until(lambda: {e["session"] for e in seen} >= {o["id"] for o in more}, 20)
+    async def life(s: Serving, kills: bool) -> None:
+        following = asyncio.create_task(follow(s))
+        if kills:
+            made.extend([(await asyncio.to_thread(s.open))["id"] for _ in range(4)])
+            os.kill(s.workers[1], signal.SIGKILL)  # the stream is told by one of the two, and may end with it
+        opened = [await asyncio.to_thread(s.open) for _ in range(4)]
+        made.extend(o["id"] for o in opened)
+        for session in opened:
+            await asyncio.to_thread(s.say, session["api_key"])
+        await until(lambda: [e["kind"] for e in seen].count("turn") == (4 if kills else 8), 20)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        if not told_by_it:
-            keys = [(e["session"], e["seq"]) for e in seen]
-            assert len(keys) == len(set(keys))
-        await asyncio.to_thread(stack.close)
+
+    for workers, kills in ((2, True), (1, False)):  # and another number of workers has the same stream
+        with ExitStack() as stack:
+            s = await asyncio.to_thread(stack.enter_context, served(data, workers=workers))
+            await life(s, kills)
+            await asyncio.to_thread(stack.close)
+    assert [e["seq"] for e in seen] == sorted({e["seq"] for e in seen})
+    assert [e["session"] for e in seen if e["kind"] == "opened"] == made
+    assert [e["kind"] for e in seen].count("turn") == 8
 
 
 def in_front_of(engine: Any) -> tuple[str | Path, ...]:

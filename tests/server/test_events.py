@@ -1,0 +1,310 @@
+"""The stream of events: in the store, in one order, followed from a cursor through restarts, per session and for all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit import Gated, Running, gateway, say, until
+from turngate.config import ServeConfig
+from turngate.control import ANNOUNCED
+from turngate.errors import ConfigError, Unauthorized
+from turngate.events import PAGE, Events
+from turngate.rollout.client import GatewayClient, Refused, Unreachable
+from turngate.store.sqlite import Store
+
+HELLO = lambda request, index: say("Hello.")  # noqa: E731
+
+
+async def told(g: Running, path: str = "/admin/events", **query: Any) -> list[Any]:
+    """What there is at present."""
+    response = await g.admin.get(path, params={"wait": 0, **query})
+    assert response.status_code == 200, response.text
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+
+
+def kinds(events: list[Any]) -> list[str]:
+    return [event["kind"] for event in events]
+
+
+@asynccontextmanager
+async def client(g: Running) -> AsyncIterator[GatewayClient]:
+    async with GatewayClient(g.root, g.app.admin_key) as connected:
+        yield connected
+
+
+# ── kept ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_every_event_is_there_after_a_restart_and_the_count_goes_on(tmp_path: Path) -> None:
+    async with gateway(HELLO, data=tmp_path) as g:
+        session = await g.open(limits={"turns": 1})
+        await g.ask(session.key, "Hi")
+        await g.ask(session.key, "Hi")
+        await g.ask(session.key, "Hi")  # past the limit once more: told once
+        await g.pause()
+        await g.resume(1)
+        await g.seal(session.id)
+        other = await g.open()
+        await g.cancel(other.id)
+        before = await told(g)
+        assert kinds(before) == ["opened", "turn", "limit", "fence", "fence", "sealed", "opened", "cancelled"]
+        assert before[1]["data"] | {"node": 0, "prompt_tokens": 0} == {
+            "node": 0,
+            "finish": "stop",
+            "prompt_tokens": 0,
+            "sampled_tokens": len(say("Hello.").ids),
+            "cause": None,
+        }
+    async with gateway(HELLO, data=tmp_path) as g:
+        assert await told(g) == before
+        third = await g.open()
+        after = await told(g)
+        assert after[:-1] == before and after[-1]["session"] == third.id and after[-1]["seq"] > before[-1]["seq"]
+        of_one = await told(g, f"/admin/sessions/{session.id}/events")
+        assert of_one == [e for e in before if e["session"] == session.id]
+        assert await told(g, after=before[3]["seq"]) == after[4:]
+        assert [e.seq for e in g.app.events.page(after=before[3]["seq"])] == [e["seq"] for e in after[4:]]
+
+
+async def test_a_follower_loses_nothing_and_hears_nothing_twice_through_restarts(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    made: list[str] = []
+    at: list[int] = []  # the port of the gateway that is there
+
+    async def follow(url: str, key: str) -> None:
+        async with GatewayClient(url, key) as connected:
+            async for event in connected.events():
+                seen.append(event)
+
+    following: asyncio.Task[None] | None = None
+    for life in range(3):
+        async with gateway(HELLO, data=tmp_path) as g:
+            if following is None:
+                # The address stays, as it does for a gateway that is started again: what is in front of it changes.
+                server = await asyncio.start_server(lambda r, w: _pipe(r, w, at), "127.0.0.1", 0)
+                url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+                following = asyncio.create_task(follow(url, g.app.admin_key))
+            at[:] = [int(g.root.rpartition(":")[2])]
+            for n in range(5):
+                session = await g.open()
+                made.append(session.id)
+                await g.ask(session.key, f"{life}.{n}")
+            if life < 2:
+                await until(lambda: len(seen) > 11 * life + 3, 10)  # noqa: B023
+                made.append((await g.open()).id)  # perhaps nobody has read it when the gateway goes
+            else:
+                await until(lambda: {e["session"] for e in seen} == set(made) and len(seen) == 32, 10)
+            g.app.events.close()
+            at.clear()
+    assert following is not None
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    server.close()
+    assert [e["seq"] for e in seen] == sorted({e["seq"] for e in seen})
+    assert [e["session"] for e in seen if e["kind"] == "opened"] == made
+    assert kinds(seen).count("turn") == 15
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, at: list[int]) -> None:
+    """One connection, handed on to whoever is there."""
+    try:
+        if not at:
+            return
+        inner, outer = await asyncio.open_connection("127.0.0.1", at[0])
+    except OSError:
+        return
+    else:
+
+        async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            try:
+                while data := await source.read(65536):
+                    sink.write(data)
+                    await sink.drain()
+            except OSError:
+                pass
+            finally:
+                sink.close()
+
+        await asyncio.gather(copy(reader, outer), copy(inner, writer))
+    finally:
+        writer.close()
+
+
+async def test_a_turn_and_its_event_are_one(tmp_path: Path) -> None:
+    """Whatever cannot be written of the two, the other is not there either."""
+    async with gateway(HELLO, data=tmp_path) as g:
+        session = await g.open()
+        g.app.store._db.execute(
+            "CREATE TRIGGER broken BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'broken'); END"
+        )
+        response = await g.http(session.key).post(
+            "/v1/chat/completions", json={"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        )
+        assert response.status_code == 503
+        assert await g.turns(session.id) == []
+        g.app.store._db.execute("DROP TRIGGER broken")
+        await g.ask(session.key, "Hi")
+        assert kinds(await told(g)) == ["opened", "turn"] and len(await g.turns(session.id)) == 1
+
+
+async def test_an_aborted_turn_is_in_the_stream_too() -> None:
+    async with gateway(engine=Gated([say("Hello there, all of you.")], tokens=2)) as g:
+        session = await g.open()
+        asked = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: g.gated.waiting)
+        await g.cancel(session.id)
+        await asyncio.gather(asked, return_exceptions=True)
+        assert [(e["kind"], e["data"].get("finish")) for e in await told(g)] == [
+            ("opened", None),
+            ("turn", "abort"),
+            ("cancelled", None),
+        ]
+
+
+async def test_turns_that_share_a_synced_transaction_have_their_events() -> None:
+    async with gateway(HELLO, durability="disk") as g:
+        sessions = [await g.open() for _ in range(6)]
+        await asyncio.gather(*(g.ask(s.key, "Hi") for s in sessions))
+        assert kinds(await told(g)).count("turn") == 6
+        for session in sessions:
+            assert kinds(await told(g, f"/admin/sessions/{session.id}/events")) == ["opened", "turn"]
+
+
+async def test_many_events_are_read_in_pages_and_followers_leave_nothing_behind(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    events = Events(store)
+    count = 2 * PAGE + 7
+    for n in range(count):
+        events.add(f"s{n % 3}", "note", {"n": n})
+    assert [e.data["n"] async for e in events.follow(wait=False) if e] == list(range(count))
+    assert [e.data["n"] async for e in events.follow("s1", wait=False) if e] == list(range(1, count, 3))
+    waiting = asyncio.ensure_future(anext(events.follow("s9")))
+    await asyncio.sleep(0)
+    events.add("s9", "note", {})
+    assert (await asyncio.wait_for(waiting, 1)) is not None
+    following = events.follow(after=count)
+    await anext(following)
+    await following.aclose()
+    await asyncio.sleep(0)
+    assert set(events._followers) <= {"s9"}
+    store.close()
+
+
+async def test_a_cursor_from_another_data_folder_is_not_deaf() -> None:
+    async with gateway() as g:
+        await g.open()
+        assert kinds(await told(g, after=10**15)) == ["opened"]
+
+
+async def test_a_follower_that_waits_is_told_to_end_when_the_gateway_does(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    events = Events(store)
+    following = events.follow()
+    waiting = asyncio.ensure_future(anext(following, None))
+    await asyncio.sleep(0.01)
+    events.close()
+    assert await asyncio.wait_for(waiting, 1) is None
+    store.close()
+
+
+# ── how long ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_events_go_with_their_session_and_only_that_stays() -> None:
+    async with gateway(HELLO) as g:
+        gone, stays = await g.open(), await g.open()
+        await g.ask(gone.key, "Hi")
+        await g.ask(stays.key, "Hi")
+        await g.admin.delete(f"/admin/sessions/{gone.id}")
+        left = [(e["session"], e["kind"]) for e in await told(g)]
+        assert left == [(stays.id, "opened"), (stays.id, "turn"), (gone.id, "deleted")]
+        assert (await g.admin.get(f"/admin/sessions/{gone.id}/events")).status_code == 404
+
+
+async def test_old_events_are_removed_where_that_was_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="event_days"):
+        ServeConfig(event_days=-1).check()
+    async with gateway(data=tmp_path) as g:
+        session = await g.open()
+        [first] = await told(g)
+    db = Store(tmp_path)
+    db._db.execute("UPDATE events SET time=?", (time.time() - 3 * 86400,))
+    db.close()
+    async with gateway(data=tmp_path) as g:
+        assert len(await told(g)) == 1  # as ever, they stay
+    async with gateway(data=tmp_path, event_days=2, idle_s=100) as g:
+        await g.open()
+        g.app.control._prune(time.time() - 2 * 86400)
+        [left] = await told(g)
+        assert left["session"] != session.id and left["seq"] > first["seq"]
+
+
+# ── told by others ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_runner_s_stages_stand_in_the_stream_before_and_beside_the_turns() -> None:
+    async with gateway(HELLO) as g, client(g) as connected:
+        first = await connected.announce("r-1", "stage", {"stage": "sandbox"})
+        assert kinds([e async for e in connected.events("r-1", wait=False)]) == ["stage"]  # it can be followed already
+        opened = await connected.open({}, "r-1")
+        await g.ask(opened.key, "Hi")
+        assert await connected.announce("r-1", "graded", {"kind": "graded"}) > first
+        await connected.announce("", "note", {"batch": "b"})
+        events = [e async for e in connected.events("r-1", wait=False)]
+        assert kinds(events) == ["stage", "opened", "turn", "graded"]
+        assert events[0]["data"] == {"stage": "sandbox"} and events[0]["seq"] == first
+        every = [e async for e in connected.events(after=first, wait=False)]
+        assert kinds(every) == ["opened", "turn", "graded", "note"]
+        assert [e async for e in connected.events("never", wait=False)] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"session": "s", "kind": "turn"}, "kind"),
+        ({"session": "s", "kind": "outcome"}, "kind"),
+        ({"session": "s"}, "kind"),
+        ({"session": "../x", "kind": "note"}, "session"),
+        ({"session": 1, "kind": "note"}, "session"),
+        ({"session": "s", "kind": "note", "data": [1]}, "data"),
+        ({"session": "s", "kind": "note", "data": {"x": "y" * ANNOUNCED}}, "data"),
+        ({"session": "s", "kind": "note", "seq": 1}, "seq"),
+    ],
+)
+async def test_what_cannot_be_announced_is_refused_by_name(body: Any, param: str) -> None:
+    async with gateway() as g:
+        response = await g.admin.post("/admin/events", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert await told(g) == []
+
+
+async def test_nobody_without_the_admin_key_tells_or_hears_anything() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        for key in ("", "wrong", session.key):
+            http = g.http(key)
+            for path in ("/admin/events", f"/admin/sessions/{session.id}/events"):
+                assert (await http.get(path)).status_code == 401
+            said = await http.post("/admin/events", json={"session": session.id, "kind": "note"})
+            assert said.status_code == 401
+        assert kinds(await told(g)) == ["opened"]
+
+
+async def test_a_failed_announcement_is_an_error_of_ours() -> None:
+    async with gateway() as g, client(g) as connected:
+        with pytest.raises(Refused, match="kind"):
+            await connected.announce("s", "turn", {})
+        async with GatewayClient(g.root, "x" * 20) as stranger:
+            with pytest.raises(Unauthorized):
+                await stranger.announce("s", "note", {})
+        async with GatewayClient("http://127.0.0.1:9", "x" * 20) as nowhere:
+            with pytest.raises(Unreachable):
+                await nowhere.announce("s", "note", {})

@@ -1,0 +1,154 @@
+"""How a rollout ended, kept beside its trace: once, by whoever may, and never a reward that nobody gave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tests.kit import Opened, Running, gateway, say
+from turngate.errors import BadRequest
+from turngate.rollout.client import GatewayClient, Refused
+from turngate.store.outcome import LARGEST, Class, Recorded
+from turngate.tasks.grading import grade
+
+GRADED = {
+    "kind": "graded",
+    "reward": 0.5,
+    "resolved": False,
+    "message": "1 of 2",
+    "group": "g",
+    "task": "t",
+    "attempt": 2,
+    "data": {"cases": {"a": "passed", "b": "failed"}},
+}
+
+
+async def ended(g: Running) -> Opened:
+    session = await g.open()
+    await g.seal(session.id)
+    return session
+
+
+async def put(g: Running, session: str, outcome: Any, query: str = "") -> Any:
+    return await g.admin.put(f"/admin/sessions/{session}/outcome{query}", json=outcome)
+
+
+def told(g: Running) -> list[Any]:
+    return [event.data for event in g.app.events.page() if event.kind == "outcome"]
+
+
+def test_the_classes_are_those_of_grading() -> None:
+    assert get_args(Class) == get_args(grade.Class)
+
+
+async def test_an_outcome_is_shown_listed_told_and_kept(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        session, other = await ended(g), await ended(g)
+        assert (await g.show(session.id))["outcome"] is None
+        response = await put(g, session.id, GRADED)
+        assert response.status_code == 200 and response.json()["outcome"] == GRADED
+        assert told(g) == [{name: GRADED[name] for name in ("kind", "reward", "resolved", "task", "group", "attempt")}]
+    async with gateway(data=tmp_path) as g:
+        assert (await g.show(session.id))["outcome"] == GRADED
+        listed = (await g.admin.get("/admin/sessions")).json()["sessions"]
+        assert {s["id"]: s["outcome"] for s in listed} == {session.id: GRADED, other.id: None}
+        await g.admin.delete(f"/admin/sessions/{session.id}")
+        assert g.rows("SELECT count(*) FROM outcomes") == [(0,)] and told(g) == []
+
+
+async def test_it_is_written_once() -> None:
+    async with gateway() as g:
+        session = await ended(g)
+        assert (await put(g, session.id, GRADED)).status_code == 200
+        again = dict(reversed(GRADED.items()))  # the same in another order is the same
+        assert (await put(g, session.id, again)).status_code == 200
+        assert len(told(g)) == 1
+        other = {**GRADED, "reward": 1.0}
+        refused = await put(g, session.id, other)
+        assert refused.status_code == 409 and "replace=1" in refused.json()["error"]["message"]
+        assert (await g.show(session.id))["outcome"]["reward"] == 0.5
+        assert (await put(g, session.id, other, "?replace=1")).status_code == 200
+        assert (await put(g, session.id, other, "?replace=1")).status_code == 200
+        assert (await g.show(session.id))["outcome"]["reward"] == 1.0
+        assert [data["reward"] for data in told(g)] == [0.5, 1.0]
+
+
+async def test_not_before_the_session_has_ended() -> None:
+    async with gateway() as g:
+        session = await g.open()
+        refused = await put(g, session.id, GRADED)
+        assert refused.status_code == 409 and "seal" in refused.json()["error"]["message"]
+        await g.cancel(session.id)
+        assert (await put(g, session.id, {"kind": "agent failed"})).status_code == 200
+        assert (await g.show(session.id))["outcome"]["reward"] is None
+        assert (await put(g, "never", GRADED)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"kind": "infrastructure fault"}, "reward"),
+        ({"kind": "invalid task", "reward": 0}, "reward"),
+        ({"kind": "cancelled"}, "kind"),
+        ({"reward": "1"}, "reward"),
+        ({"reward": True}, "reward"),
+        ({"resolved": 1}, "resolved"),
+        ({"attempt": -1}, "attempt"),
+        ({"attempt": 1.5}, "attempt"),
+        ({"task": None}, "task"),
+        ({"score": 1}, "score"),
+        ({"data": "x" * LARGEST}, "data"),
+    ],
+)
+async def test_what_cannot_be_true_is_refused_by_name(change: Any, param: str) -> None:
+    async with gateway() as g:
+        session = await ended(g)
+        response = await put(g, session.id, {**GRADED, **change})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+        assert (await g.show(session.id))["outcome"] is None and told(g) == []
+
+
+@pytest.mark.parametrize("reward", ["1e999", "-1e999", "NaN", "Infinity"])
+async def test_only_finite_rewards(reward: str) -> None:
+    async with gateway() as g:
+        session = await ended(g)
+        body = json.dumps(GRADED).replace("0.5", reward)
+        response = await g.admin.put(f"/admin/sessions/{session.id}/outcome", content=body)
+        assert response.status_code == 400
+        with pytest.raises(BadRequest, match="reward"):
+            Recorded(kind="graded", reward=float(reward.replace("1e999", "inf"))).check()
+
+
+async def test_no_secret_of_a_session_gets_at_it() -> None:
+    async with gateway() as g:
+        session = await ended(g)
+        await put(g, session.id, GRADED)
+        for key in ("", "wrong", session.key):
+            http = g.http(key)
+            assert (await http.put(f"/admin/sessions/{session.id}/outcome?replace=1", json=GRADED)).status_code == 401
+            assert (await http.get(f"/admin/sessions/{session.id}")).status_code == 401
+            for path in ("/outcome", "/v1/outcome"):
+                assert (await http.get(f"/s/{session.id}{path}")).status_code == 404
+
+
+async def test_by_python() -> None:
+    async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as client:
+        session = await g.open()
+        recorded = Recorded(kind="infrastructure fault", message="the disk was full", task="t", group="g")
+        with pytest.raises(Refused, match="still open"):
+            await client.record(session.id, recorded)
+        await client.seal(session.id)
+        await client.record(session.id, recorded)
+        await client.record(session.id, recorded)
+        shown = (await client.show(session.id))["outcome"]
+        assert (shown["kind"], shown["reward"], shown["message"]) == ("infrastructure fault", None, "the disk was full")
+        with pytest.raises(Refused, match="another outcome") as refused:
+            await client.record(session.id, Recorded(kind="graded", reward=0.0))
+        assert refused.value.answered == 409
+        await client.record(session.id, Recorded(kind="graded", reward=0.0), replace=True)
+        assert (await client.show(session.id))["outcome"]["reward"] == 0.0
+        with pytest.raises(BadRequest, match="reward"):
+            await client.record(session.id, Recorded(kind="graded", reward=float("nan")), replace=True)

@@ -1,0 +1,327 @@
+"""Host tools: an agent calls them at the gateway with its own secret, the host sees the calls and may answer, and nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.kit import Opened, Running, gateway, say, until
+from turngate import hosttools
+from turngate.rollout.client import GatewayClient, Refused
+from turngate.server.tools import MAX_ARGUMENTS
+
+ANSWER = {
+    "name": "answer",
+    "description": "Hand in the answer.",
+    "schema": {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "sure": {"type": "object", "properties": {"p": {"type": "number"}}}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+}
+ASK = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": 30}
+
+
+async def call(g: Running, session: Opened, arguments: Any, tool: str = "answer", **headers: str) -> httpx.Response:
+    return await g.http(session.key).post(f"/v1/tools/{tool}", json=arguments, headers=headers)
+
+
+async def calls(g: Running, session: Opened) -> list[Any]:
+    response = await g.admin.get(f"/admin/sessions/{session.id}/tools")
+    assert response.status_code == 200
+    found: list[Any] = response.json()["calls"]
+    return found
+
+
+async def answer(g: Running, session: Opened, number: int, reply: Any) -> httpx.Response:
+    return await g.admin.post(f"/admin/sessions/{session.id}/tools/{number}/answer", json={"reply": reply})
+
+
+def asking(g: Running, session: Opened) -> Any:
+    return g.app.control.find(session.id).asking
+
+
+def kinds(g: Running) -> list[str]:
+    return [event.kind for event in g.app.events.page()]
+
+
+# ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_calls_are_recorded_in_order_and_answered(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        session = await g.open(tools=[ANSWER, {**ANSWER, "name": "submit", "reply": {"thanks": [1]}}])
+        assert (await call(g, session, {"text": "first"})).json() == {"ok": True}
+        assert (await call(g, session, {"text": "second", "sure": {"p": 0.5}}, "submit")).json() == {"thanks": [1]}
+        await g.ask(session.key, "Hi")
+        await g.seal(session.id)
+    async with gateway(data=tmp_path) as g:
+        found = await calls(g, session)
+        assert [(c["call"], c["tool"], c["arguments"], c["reply"], c["answered_by"], c["waiting"]) for c in found] == [
+            (1, "answer", {"text": "first"}, {"ok": True}, "tool", False),
+            (2, "submit", {"text": "second", "sure": {"p": 0.5}}, {"thanks": [1]}, "tool", False),
+        ]
+        assert all(abs(c["time"] - time.time()) < 60 for c in found)
+        assert kinds(g) == ["opened", "tool", "tool", "turn", "sealed"]
+        await g.admin.delete(f"/admin/sessions/{session.id}")
+        assert g.rows("SELECT count(*) FROM tool_calls") == [(0,)]
+
+
+@pytest.mark.parametrize("base", ["", "/s/{id}", "/rollout/{id}"])
+async def test_the_ways_to_call_and_to_list(base: str) -> None:
+    async with gateway() as g:
+        session, other = await g.open(tools=[ANSWER]), await g.open(tools=[ASK])
+        path = base.format(id=session.id) + "/v1/tools"
+        http = g.http(session.key)
+        listed = (await http.get(path)).json()
+        assert listed == {"tools": [{k: ANSWER[k] for k in ("name", "description", "schema")}]}
+        answered = await http.post(f"{path}/answer", json={"text": "x"})
+        assert (answered.status_code, answered.json()) == (200, {"ok": True})
+        assert answered.headers["x-turngate"] == "1"
+        for key in ("", "wrong", other.key if base else "tg-0000"):
+            stranger = g.http(key)
+            assert (await stranger.get(path)).status_code == 401
+            assert (await stranger.post(f"{path}/answer", json={"text": "x"})).status_code == 401
+        assert len(await calls(g, session)) == 1 and await calls(g, other) == []
+
+
+async def test_a_model_call_by_the_path_of_a_rollout() -> None:
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open()
+        client = g.client(session.key, f"{g.root}/rollout/{session.id}/v1")
+        said = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+        assert said.choices[0].message.content == "Hello."
+        refused = await g.http().post(f"/rollout/{session.id}/v1/chat/completions", json={"model": "m", "messages": []})
+        assert refused.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ({}, "text"),
+        ({"text": 1}, "text"),
+        ({"text": "x", "sure": {"p": "y"}}, "sure.p"),
+        ({"text": "x", "txet": 1}, None),
+        ([], None),
+        ("x", None),
+        ({"text": "x" * MAX_ARGUMENTS}, None),
+    ],
+)
+async def test_arguments_that_do_not_fit_are_refused_by_name(arguments: Any, param: str | None) -> None:
+    async with gateway() as g:
+        session = await g.open(tools=[ANSWER])
+        response = await call(g, session, arguments)
+        big = len(str(arguments)) > MAX_ARGUMENTS
+        assert response.status_code == (413 if big else 400)
+        assert response.json()["error"]["param"] == param
+        if param:
+            assert response.json()["error"]["message"].startswith(f"{param}: ")
+        assert len(response.text) < 1000
+        assert await calls(g, session) == []
+
+
+async def test_what_is_not_json_and_what_is_nested_too_deeply() -> None:
+    async with gateway() as g:
+        session = await g.open(tools=[ASK | {"wait_s": None}])
+        for body in (b"{", b"\xff", b'{"a":' * 20000 + b"1" + b"}" * 20000):
+            response = await g.http(session.key).post("/v1/tools/ask", content=body)
+            assert response.status_code in (400, 413), body[:10]
+        assert (await g.http(session.key).post("/v1/tools/ask")).json() == {"ok": True}  # nothing to say is fine
+
+
+async def test_what_there_is_not() -> None:
+    async with gateway() as g:
+        session, none = await g.open(tools=[ANSWER, ASK]), await g.open()
+        unknown = await call(g, session, {}, "reward")
+        assert unknown.status_code == 404 and "answer, ask" in unknown.json()["error"]["message"]
+        assert "has none" in (await call(g, none, {}, "answer")).json()["error"]["message"]
+        assert (await g.http(none.key).get("/v1/tools")).json() == {"tools": []}
+        await g.seal(session.id)
+        ended = await call(g, session, {"text": "x"})
+        assert ended.status_code == 409 and "sealed" in ended.json()["error"]["message"]
+        for path in (f"/admin/sessions/{session.id}/tools", f"/admin/sessions/{session.id}/tools/1/answer"):
+            for key in ("", session.key):
+                response = await g.http(key).request("POST" if "answer" in path else "GET", path, json={"reply": 1})
+                assert response.status_code == 401
+        assert (await g.admin.get("/admin/sessions/never/tools")).status_code == 404
+
+
+async def test_a_session_makes_only_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosttools, "MOST_CALLS", 3)
+    async with gateway() as g:
+        session, other = await g.open(tools=[ANSWER]), await g.open(tools=[ANSWER])
+        for n in range(3):
+            assert (await call(g, session, {"text": str(n)})).status_code == 200
+        refused = await call(g, session, {"text": "4"})
+        assert refused.status_code == 409 and "3 tool calls" in refused.json()["error"]["message"]
+        assert (await call(g, other, {"text": "1"})).status_code == 200
+        assert len(await calls(g, session)) == 3
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{**ANSWER, "name": "Answer"}], "tools[0].name"),
+        ([{**ANSWER, "name": "answer\n"}], "tools[0].name"),
+        ([{**ANSWER, "name": "a/b"}], "tools[0].name"),
+        ([ASK, ANSWER, ANSWER], "tools[2].name"),
+        ([{**ANSWER, "schema": {"type": "string"}}], "tools[0].schema"),
+        ([{**ANSWER, "schema": {"type": "object", "properties": {"a": {"type": "strnig"}}}}], "tools[0].schema"),
+        ([{"name": "answer", "schema": {"type": "object"}}], "tools[0].description"),
+        ([{**ASK, "wait_s": 0}], "tools[0].wait_s"),
+        ([{**ASK, "wait_s": 1e9}], "tools[0].wait_s"),
+        ([{**ASK, "name": f"a{n}"} for n in range(65)], "tools"),
+        ([{**ASK, "reward": 1}], "tools[0].reward"),
+    ],
+)
+async def test_tools_that_make_no_sense_are_refused_when_the_session_is_opened(tools: Any, param: str) -> None:
+    async with gateway() as g:
+        response = await g.admin.post("/admin/sessions", json={"tools": tools})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"].startswith(param)
+        assert g.rows("SELECT count(*) FROM sessions") == [(0,)]
+
+
+async def test_a_schema_fetches_nothing() -> None:
+    fetched = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        fetched.append(await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/schema"
+    async with server, gateway() as g:
+        session = await g.open(tools=[{**ANSWER, "schema": {"type": "object", "$ref": url}}])
+        assert (await call(g, session, {"text": "x"})).status_code == 400
+        await asyncio.sleep(0.05)
+    assert fetched == []
+
+
+async def test_a_call_that_is_repeated_is_one_call() -> None:
+    """The relay in a sandbox sends a call again whose answer it did not get, under the same mark."""
+    async with gateway() as g:
+        session = await g.open(tools=[ANSWER])
+        for _ in range(2):
+            mark = {"idempotency-key": "m1"}
+            assert (await call(g, session, {"text": "x"}, **mark)).json() == {"ok": True}
+        other = await call(g, session, {"text": "y"}, **mark)
+        assert other.status_code == 409 and other.json()["error"]["param"] == "Idempotency-Key"
+        await call(g, session, {"text": "x"})
+        assert len(await calls(g, session)) == 2
+
+
+# ── the host's answers ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_host_answers_a_call_that_waits() -> None:
+    async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as host:
+        session = await g.open(tools=[ASK])
+        waiting = [g.start(call(g, session, {"n": n}, "ask")) for n in range(2)]
+        await until(lambda: len(asking(g, session)) == 2)
+        for seen in await host.tool_calls(session.id):
+            assert seen["waiting"] and seen["reply"] is None
+            done = await host.answer_tool(session.id, seen["call"], {"you asked": seen["arguments"]["n"]})
+            assert done["answered_by"] == "host"
+        assert [(await w).json() for w in waiting] == [{"you asked": 0}, {"you asked": 1}]
+        assert not any(seen["waiting"] for seen in await host.tool_calls(session.id))
+        assert kinds(g) == ["opened", "tool", "tool", "answered", "answered"]
+        with pytest.raises(Refused, match="answered") as late:
+            await host.answer_tool(session.id, 1, {})
+        assert late.value.answered == 409
+        with pytest.raises(Refused) as unknown:
+            await host.answer_tool(session.id, 9, {})
+        assert unknown.value.answered == 404
+
+
+async def test_many_calls_are_listed_whole() -> None:
+    async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as host:
+        session = await g.open(tools=[ANSWER])
+        for n in range(203):
+            await g.app.control.tools.call(g.app.control.find(session.id), "answer", b'{"text": "%d"}' % n)
+        assert [c["arguments"]["text"] for c in await host.tool_calls(session.id)] == [str(n) for n in range(203)]
+        assert len(await calls(g, session)) == 100
+
+
+async def test_a_host_that_says_nothing_leaves_nobody_hanging() -> None:
+    async with gateway() as g:
+        session = await g.open(
+            tools=[{**ASK, "wait_s": 0.1}, {**ASK, "name": "ask_2", "wait_s": 0.1, "reply": "go on"}]
+        )
+        began = time.monotonic()
+        assert (await call(g, session, {}, "ask")).json() == {"ok": True, "answered": False}
+        assert (await call(g, session, {}, "ask_2")).json() == "go on"
+        assert 0.2 <= time.monotonic() - began < 3
+        late = await answer(g, session, 1, "too late")
+        assert late.status_code == 409 and "time was up" in late.json()["error"]["message"]
+        assert [c["answered_by"] for c in await calls(g, session)] == ["time", "time"]
+        clock = await g.open(tools=[ASK], limits={"seconds": 0.3})
+        assert (await asyncio.wait_for(call(g, clock, {}, "ask"), 5)).json() == {"ok": True, "answered": False}
+
+
+async def test_the_end_of_a_session_ends_the_waiting() -> None:
+    async with gateway() as g:
+        for end in ("seal", "cancel", "delete"):
+            session = await g.open(tools=[ASK])
+            waiting = g.start(call(g, session, {}, "ask"))
+            await until(lambda s=session: asking(g, s))  # type: ignore[misc]
+            if end == "delete":
+                await g.admin.delete(f"/admin/sessions/{session.id}")
+            else:
+                await g.admin.post(f"/admin/sessions/{session.id}/{end}")
+            response = await asyncio.wait_for(waiting, 5)
+            assert response.status_code == 409
+            assert {"seal": "sealed"}.get(end, "cancelled") in response.json()["error"]["message"]
+            if end != "delete":
+                assert (await answer(g, session, 1, "late")).status_code == 409
+        assert "answered" not in kinds(g)
+
+
+async def test_the_end_of_the_gateway_ends_it_too_and_the_call_goes_on_after_it(tmp_path: Path) -> None:
+    async with gateway(data=tmp_path) as g:
+        session = await g.open(tools=[ASK])
+        waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
+        await until(lambda: asking(g, session))
+        await g.app.control.stop()
+        response = await asyncio.wait_for(waiting, 5)
+        assert response.status_code == 503 and "repeat" in response.json()["error"]["message"]
+    async with gateway(data=tmp_path) as g:
+        assert (await answer(g, session, 1, "x")).status_code == 409  # nobody waits at present
+        waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
+        await until(lambda: asking(g, session))
+        assert (await answer(g, session, 1, "here")).status_code == 200
+        assert (await waiting).json() == "here" and len(await calls(g, session)) == 1
+
+
+async def test_an_agent_that_hangs_up_is_not_waited_for_unless_it_has_come_again() -> None:
+    async with gateway() as g:
+        session = await g.open(tools=[ASK])
+        first, second = (g.start(call(g, session, {}, "ask", **{"idempotency-key": "m"})) for _ in range(2))
+        await until(lambda: sum(g.app.control.tools._waiting.values()) == 2)
+        first.cancel()
+        await until(lambda: sum(g.app.control.tools._waiting.values()) == 1)
+        assert (await answer(g, session, 1, "for the second")).status_code == 200
+        assert (await second).json() == "for the second"
+        gone = g.start(call(g, session, {}, "ask"))
+        await until(lambda: asking(g, session))
+        gone.cancel()
+        await until(lambda: not asking(g, session))
+        late = await answer(g, session, 2, "x")
+        assert late.status_code == 409 and "nobody waits" in late.json()["error"]["message"]
+
+
+async def test_a_call_that_waits_is_no_turn_and_keeps_its_session_alive() -> None:
+    async with gateway([say("Hello.")], idle_s=0.3) as g:
+        session = await g.open(tools=[{**ASK, "wait_s": 1.0}], limits={"turns": 1})
+        waiting = g.start(call(g, session, {}, "ask"))
+        await until(lambda: asking(g, session))
+        assert (await g.ask(session.key, "Hi")).content == "Hello."  # the one turn that it may have
+        await asyncio.sleep(0.5)
+        assert (await g.show(session.id))["status"] == "open"
+        assert (await waiting).json() == {"ok": True, "answered": False}

@@ -1,0 +1,102 @@
+"""A data folder of the version before events were stored is taken over as it is, and goes on.
+
+`samples/schema-2.db` was written by that version: a session that is open after one turn, and one that has ended after two.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.kit import gateway, say, user
+from turngate.cli.show import of_folder
+from turngate.control import Control
+from turngate.events import Events
+from turngate.fence import Fence
+from turngate.store.sqlite import SCHEMA_VERSION, Store
+from turngate.verdicts import stored_rows
+from turngate.verify import Folder, Means, Renderers, verify
+
+SAMPLE = Path(__file__).parent / "samples" / "schema-2.db"
+KEY = "tg-2119ifRYfGGw25JbkjWSkJziSmVMrVwubEuNkGzAOWjyuRw"  # of its open session, and of nothing else
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    shutil.copy(SAMPLE, tmp_path / "turngate.db")
+    return tmp_path
+
+
+def schema(data: Path) -> int:
+    with closing(sqlite3.connect(data / "turngate.db")) as db:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def everything(data: Path) -> dict[str, list[object]]:
+    """What the older version had recorded."""
+    with closing(sqlite3.connect(data / "turngate.db")) as db:
+        tables = ("sessions", "nodes", "preambles")
+        return {table: db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables}
+
+
+async def test_sessions_go_on_and_everything_is_as_it_was(data: Path) -> None:
+    before = everything(data)
+    assert schema(data) == 2 and len(before["nodes"]) == 6
+    async with gateway([say("Third.")], data=data) as g:
+        assert everything(data) == before
+        assert schema(data) == SCHEMA_VERSION == 3
+        assert (await g.show("ended"))["turns"] == 2 and (await g.show("ended"))["outcome"] is None
+        said = await g.ask(KEY, [user("Hi"), {"role": "assistant", "content": "Hello."}, user("Go on")])
+        assert said.content == "Third."
+        [row] = await g.samples("still-open")
+        assert len(row["spans"]) == 2  # it was recognised
+        assert (await g.admin.put("/admin/sessions/ended/outcome", json={"kind": "graded", "reward": 1})).is_success
+        assert [(e.session, e.kind) for e in g.app.events.page()] == [("still-open", "turn"), ("ended", "outcome")]
+        await g.seal("still-open")
+    with Folder(data) as folder, stored_rows(data) as rows:
+        for session in ("still-open", "ended"):
+            assert verify(folder, session, Means(rows=rows, renderers=Renderers())).ok
+
+
+async def test_a_cursor_of_before_is_behind_all_that_comes(data: Path) -> None:
+    """Events were counted from the start of the gateway in milliseconds, with several workers once for each."""
+    async with gateway(data=data) as g:
+        session = await g.open()
+        for cursor in ("1763208812000", "1763208812000.1763208812007"):
+            told = await g.admin.get(f"/admin/events?after={cursor}&wait=0")
+            assert told.text.count("data: ") == 1 and session.id in told.text
+
+
+def test_opening_it_twice_and_an_interrupted_start(data: Path) -> None:
+    Store(data).close()
+    store = Store(data)
+    first = Events(store).add("", "note", {})
+    store.close()
+    with closing(sqlite3.connect(data / "turngate.db")) as db:
+        db.execute("PRAGMA user_version=2")  # as if the process had been killed before the last step
+    store = Store(data)
+    events = Events(store)
+    assert [e.seq for e in events.page()] == [first] and events.add("", "note", {}) == first + 1
+    store.close()
+
+
+def test_it_is_looked_at_without_being_touched(data: Path) -> None:
+    before = (data / "turngate.db").read_bytes()
+    view, _ = of_folder(data, "ended")
+    assert view.summary["turns"] == 2 and view.summary["outcome"] is None
+    store = Store.reading(data)
+    assert [row["id"] for row in Control(store, Fence(0), Events(store)).listing()] == ["ended", "still-open"]
+    store.close()
+    with Folder(data) as folder:
+        assert folder.sessions() == ["ended", "still-open"]
+    assert (data / "turngate.db").read_bytes() == before and schema(data) == 2
+
+
+def test_a_new_folder_counts_from_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert [Events(store).add("", "note", {}) for _ in range(2)] == [1, 2]
+    store.close()
