@@ -19,6 +19,7 @@ _REAL = (
     "tests/rollout",
     "tests/batch",
     "tests/cli/test_run",
+    "tests/tasks/test_prove",
     "tests/gauntlet/test_turngate",
 )
 _LIGHT = ("test_archive.py", "test_door.py", "test_ledger.py", "test_plan.py", "test_summary.py")

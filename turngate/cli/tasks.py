@@ -15,10 +15,11 @@ from rich.text import Text
 from turngate.cli.run import stoppable
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
-from turngate.errors import ConfigError
+from turngate.errors import ConfigError, TurngateError
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend
 from turngate.tasks.grading.grade import Ground
+from turngate.tasks.grading.logs import known
 from turngate.tasks.prove import Proof, prove
 from turngate.tasks.read import Found, look
 from turngate.tasks.task import Function, Rubric, Script, Swe, Task
@@ -128,6 +129,10 @@ def _provable(task: Task) -> bool:
 def _read(found: Found) -> Checked:
     if found.task is None:
         return Checked(id=found.id, source=found.source, verdict="wrong", message=_why(found))
+    if complaint := _unread(found.task):
+        return Checked(
+            id=found.id, source=found.source, verdict="wrong", message=complaint, grader=graded_by(found.task)
+        )
     lacks = [name for name, part in (("grader", found.task.grader), ("solution", found.task.solution)) if part is None]
     return Checked(
         id=found.id,
@@ -136,6 +141,18 @@ def _read(found: Found) -> Checked:
         message=f"no {' and no '.join(lacks)}, so there is nothing to prove" if lacks else "",
         grader=graded_by(found.task),
     )
+
+
+def _unread(task: Task) -> str:
+    """Why nobody could read what the task's tests print; empty if there is a parser, or no need of one."""
+    graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
+    for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
+        try:
+            if not known(name):
+                return f"log_parser: there is no parser {name}"
+        except TurngateError as error:
+            return error.message
+    return ""
 
 
 def _proven(line: Checked, proof: Proof) -> Checked:
@@ -215,7 +232,7 @@ class _Watching:
 def _tell(lines: Sequence[Checked], asked: Check, console: Console) -> None:
     where = f" in the {asked.sandbox} sandbox" if asked.proves else ""
     table = Table(title=f"Tasks of {safe(asked.where)}{where}", title_justify="left")
-    for heading in ("task", "verdict", "solution", "no change", "seconds", "grader", "what"):
+    for heading in ("task", "verdict", "solution", "no change", "seconds", "grader"):
         table.add_column(heading, overflow="fold")
     for line in lines:
         table.add_row(
@@ -225,9 +242,12 @@ def _tell(lines: Sequence[Checked], asked: Check, console: Console) -> None:
             _number(line.untouched),
             f"{line.seconds:.1f}" if line.seconds else "–",
             line.grader,
-            Text(one_line(line.message)),
         )
     console.print(table)
+    for line in lines:
+        if line.message:
+            style = "dim" if line.verdict in _GOOD else "red"
+            say(console, Text.assemble((f"{one_line(line.id)}: ", "bold"), (one_line(line.message), style)))
     bad = sum(line.verdict not in _GOOD for line in lines)
     proven = sum(line.verdict == "proven" for line in lines)
     if bad:

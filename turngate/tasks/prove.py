@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import SandboxError, TaskError
-from turngate.sandboxes.base import Mount, Result, Sandbox
+from turngate.sandboxes.base import Result, Sandbox
 from turngate.sandboxes.posix import to_the_end
 from turngate.tasks import place
 from turngate.tasks.grading.grade import Grade, Ground, Work
@@ -107,27 +107,27 @@ def _verdict(found: Grade) -> Verdict:
 async def _solved(task: Task, solution: Solution, ground: Ground, folder: Path) -> Work:
     """What the solution makes of the task, in a sandbox that is gone again when this returns."""
     spec = place.spec(task, ground.backend, image=ground.image, resources=ground.resources)
-    seen = bool(solution.files) and ground.backend.relocates
-    if seen:
-        spec = msgspec.structs.replace(spec, mounts=(*spec.mounts, Mount(str(solution.files), SOLUTION)))
+    rooted = ground.backend.relocates  # otherwise there is one file system, and / is the host's
+    if rooted:
+        spec = msgspec.structs.replace(spec, folders=(*spec.folders, SOLUTION))
     sandbox = await ground.backend.create(spec)
     try:
         await place.lay_files(sandbox, task)
         await place.set_up(sandbox, task)
-        await _apply(sandbox, solution, SOLUTION if seen else f"{sandbox.home}/solution", task.timeout_s or SOLVE_S)
+        where = SOLUTION if rooted else f"{sandbox.home}{SOLUTION}"
+        await _apply(sandbox, solution, where, task.timeout_s or SOLVE_S)
         return await take(sandbox, folder, git=with_git(task))
     finally:
         await to_the_end(sandbox.stop())
 
 
 async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: float) -> None:
-    """`where`: the solution's files are there, or are put there."""
+    """`where`: the solution's files are put there."""
     if solution.files is None:
         done = await sandbox.exec(["sh", "-c", _APPLY], stdin=solution.patch.encode(), timeout_s=limit_s)
         _succeeded(done, "the reference patch does not apply")
         return
-    if where != SOLUTION:  # there is one file system, and / is the host's
-        await sandbox.upload(solution.files, where)
+    await sandbox.upload(solution.files, where)
     env = {"DEBIAN_FRONTEND": "noninteractive", **solution.env, "TURNGATE_SOLUTION": where}
     done = await sandbox.exec(["bash", f"{where}/solve.sh"], env=env, timeout_s=limit_s)
     _succeeded(done, "solution/solve.sh did not succeed")

@@ -128,12 +128,16 @@ def _row_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (*_LINES, *_COLUMNS) and file.is_file())
 
 
-def _file(path: Path) -> Iterator[Found]:
+def _file(path: Path, called: str = "") -> Iterator[Found]:
+    """`called`: what the file is called in messages, if not by its path."""
     if path.suffix not in _ROWS:
         yield _tried(path.stem, str(path), lambda: folder.load(path))
         return
     read_rows = _parquet if path.suffix in _COLUMNS else _json_lines if path.suffix in _LINES else _json
-    for where, row in read_rows(path):
+    for number, row in read_rows(path):
+        where = f"{called or path}, row {number}"
+        if isinstance(row, ValueError):
+            row = TaskError(f"task: {where} is not valid JSON: {row}", param="row")
         yield _row(row, where, path.parent)
 
 
@@ -152,37 +156,33 @@ def made(row: Mapping[str, Json], where: str, beside: Path | None = None) -> Tas
     return swe.task(row, where) if swe.is_row(row) else rows.task(row, where, beside)
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, object]]:
+def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    where = f"{path}, row {number}"
-                    yield where, _decoded(line, where)
+                    yield number, _decoded(line)
     except OSError as error:
         raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
 
 
-def _json(path: Path) -> Iterator[tuple[str, object]]:
+def _json(path: Path) -> Iterator[tuple[int, object]]:
     try:
-        whole = _decoded(path.read_bytes(), str(path))
+        whole = _decoded(path.read_bytes())
     except OSError as error:
         raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
-    if isinstance(whole, TaskError):
-        raise whole
-    for number, row in enumerate(whole if isinstance(whole, list) else [whole], 1):
-        yield f"{path}, row {number}", row
+    yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
 
 
-def _decoded(data: bytes, where: str) -> object:
+def _decoded(data: bytes) -> object:
     """The value, or the error that it is none: the rows after it are looked at all the same."""
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return TaskError(f"task: {where} is not valid JSON: {error}", param="row")
+    except ValueError as error:  # also that it is no UTF-8
+        return error
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, object]]:
+def _parquet(path: Path) -> Iterator[tuple[int, object]]:
     if find_spec("pyarrow") is None:
         raise TaskError(f"task: {path}: reading parquet needs pyarrow: pip install 'turngate[parquet]'", param="tasks")
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
@@ -192,7 +192,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
             for batch in file.iter_batches(batch_size=_AT_ONCE):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", _given(row)
+                    yield number, _given(row)
     except (arrow.ArrowException, OSError) as error:
         raise TaskError(f"task: {path} is no parquet file that can be read: {error}", param="tasks") from None
 
@@ -211,18 +211,17 @@ def _hub(where: str) -> Iterator[Found]:
     asked = _DATA_SET.fullmatch(where.removeprefix(HUB))
     if asked is None:
         raise TaskError(f"task: {where} is not of the form hf://org/name or hf://org/name@split", param="tasks")
-    if find_spec("huggingface_hub") is None:
-        raise TaskError(f"task: {where} needs huggingface_hub: pip install 'turngate[huggingface,parquet]'")
-    download = vars(import_module("huggingface_hub"))["snapshot_download"]
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise TaskError(f"task: {where} needs huggingface_hub: pip install 'turngate[huggingface,parquet]'") from None
     patterns = [f"*{suffix}" for suffix in (*_LINES, *_COLUMNS)]
     try:
-        place = Path(download(asked["repo"], repo_type="dataset", allow_patterns=patterns))
+        place = Path(snapshot_download(asked["repo"], repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # whatever its HTTP client, its cache and its checks of names raise
         raise TaskError(f"task: {where} cannot be had: {type(error).__name__}: {error}", param="tasks") from None
     for file in _of_split(place, where, asked["split"] or ""):
-        for found in _file(file):
-            inside = f"{where}/{file.relative_to(place).as_posix()}"
-            yield msgspec.structs.replace(found, source=found.source.replace(str(file), inside))
+        yield from _file(file, f"{where}/{file.relative_to(place).as_posix()}")
 
 
 def _of_split(place: Path, where: str, split: str) -> list[Path]:

@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Literal
 
 import msgspec
@@ -182,8 +181,8 @@ class Row:
                 raise self.wrong(field, f"{value[:80]!r} is no JSON; give a list of test names") from None
         if not isinstance(value, list | tuple):
             raise self.wrong(field, f"has to be a list of test names, and is {_kind(value)}")
-        if odd := next((item for item in value if not isinstance(item, str) or not item), None):
-            raise self.wrong(field, f"holds {_kind(odd)}, and not only test names")
+        if odd := [item for item in value if not isinstance(item, str) or not item]:
+            raise self.wrong(field, f"holds {_kind(odd[0])}, and not only test names")
         return tuple(value)
 
     def table(self, field: str) -> Row | None:
@@ -343,7 +342,8 @@ def _scripted(row: Row, repo: str) -> Way:
             break
         if not line.startswith(("#!", "set -", "git ", "cd ")) and line.strip():
             before.append(line)
-    return Way(test_cmd="\n".join(lines[start + 1 : end]), parser=f"swebench:{repo}", before="\n".join(before))
+    parser = row.text("log_parser", repo)
+    return Way(test_cmd="\n".join(lines[start + 1 : end]), parser=f"swebench:{parser}", before="\n".join(before))
 
 
 def _gym(row: Row, repo: str, cases: Sequence[str]) -> Way:
@@ -363,9 +363,10 @@ def _from_package(row: Row, repo: str) -> Way:
         f"there is no install_config and no eval_script, so nothing says how {repo} is tested; use a data set that has one of them "
         "(SWE-bench publishes eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
     )
-    if find_spec("swebench") is None or find_spec("swebench.harness.test_spec") is None:
-        raise row.wrong("install_config", f"{missing}, or install swebench<5, which knows the old ones")
-    known = vars(import_module("swebench.harness.constants"))["MAP_REPO_VERSION_TO_SPECS"]
+    try:
+        known = vars(import_module("swebench.harness.constants"))["MAP_REPO_VERSION_TO_SPECS"]
+    except (ImportError, KeyError):
+        raise row.wrong("install_config", f"{missing}, or install swebench<5, which knows the old ones") from None
     version = row.text("version")
     if repo not in known or version not in known[repo]:
         raise row.wrong("install_config", f"{missing}; the swebench package does not know {repo} {version} either")

@@ -1,6 +1,7 @@
 """Sets of whole numbers as lists of closed intervals: (1, 3) is 1, 2 and 3."""
 
 import re
+from itertools import pairwise
 
 Interval = tuple[int, int]
 _PART = re.compile(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?")
@@ -33,7 +34,7 @@ def merge(intervals: list[Interval]) -> list[Interval]:
 
 def gaps(intervals: list[Interval]) -> list[Interval]:
     merged = merge(intervals)
-    return [(left[1] + 1, right[0] - 1) for left, right in zip(merged, merged[1:])]
+    return [(left[1] + 1, right[0] - 1) for left, right in pairwise(merged)]
 
 
 def subtract(intervals: list[Interval], others: list[Interval]) -> list[Interval]:

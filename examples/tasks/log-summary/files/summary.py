@@ -8,7 +8,7 @@ def main():
     lines = sys.stdin.read().split("\n")
     statuses, paths, total, seconds = {}, {}, 0, []
     for line in lines:
-        time, method, path, status, size, taken = line.split(" ")
+        _, _, path, status, size, taken = line.split(" ")
         kind = status[0] + "xx"
         statuses[kind] = statuses.get(kind, 0) + 1
         total += int(size)

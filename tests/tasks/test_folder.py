@@ -1,0 +1,156 @@
+"""Harbor task folders: what of them becomes a task, what is refused, and our own table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turngate.errors import TaskError
+from turngate.tasks import load
+from turngate.tasks.task import Function, HostTool, Rubric, Script, Solution
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
+
+
+def made(at: Path, files: dict[str, str]) -> Path:
+    for name, text in {"instruction.md": "Do it.", **files}.items():
+        path = at / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return at
+
+
+FULL = """
+schema_version = "1.4"
+[task]
+name = "org/fix-it"
+[metadata]
+difficulty = "easy"
+made = 2024-05-01
+[agent]
+timeout_sec = 90
+user = "agent"
+[verifier]
+timeout_sec = 45.5
+env = { MODE = "strict", KEY = "${MY_KEY}", OTHER = "${NOT_THERE:-none}" }
+[environment]
+build_timeout_sec = 600.0
+docker_image = "debian:bookworm"
+cpus = 2
+memory = "2G"
+storage = "10G"
+network_mode = "public"
+workdir = "/srv/app"
+env = { LANG = "C" }
+[solution]
+env = { HOW = "well" }
+"""
+
+
+def test_every_part_of_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sesame")
+    at = made(
+        tmp_path / "fix-it",
+        {"task.toml": FULL, "tests/test.sh": "true", "solution/solve.sh": "true", "environment/Dockerfile": "FROM x"},
+    )
+    task = load(at)
+    assert (task.image, task.dockerfile, task.workdir) == ("debian:bookworm", at / "environment", "/srv/app")
+    assert (task.cpus, task.memory_mb, task.timeout_s, task.env) == (2, 2048, 90.0, {"LANG": "C"})
+    assert task.grader == Script(
+        files=at / "tests", timeout_s=45.5, env={"MODE": "strict", "KEY": "sesame", "OTHER": "none"}
+    )
+    assert task.solution == Solution(files=at / "solution", env={"HOW": "well"})
+    assert task.metadata == {"difficulty": "easy", "made": "2024-05-01"}
+
+
+def test_a_probe_is_taken_for_one(tmp_path: Path) -> None:
+    task = load(made(tmp_path, {"tests/test.sh": "true", "tests/run.sh": "true"}))
+    assert isinstance(task.grader, Script)
+    assert task.grader.probe == ("bash", "/tests/run.sh") and task.grader.command == ("bash", "/tests/test.sh")
+    assert task.grader.timeout_s == 600.0, "Harbor's default"
+
+
+def test_our_own_table(tmp_path: Path) -> None:
+    text = """
+    [turngate]
+    setup_timeout_sec = 5
+    workdir = "/work"
+    [[turngate.tools]]
+    name = "answer"
+    description = "Say the answer."
+    schema = { type = "object", properties = { text = { type = "string" } } }
+    [[turngate.rubric]]
+    name = "style"
+    script = "style.sh"
+    [[turngate.rubric]]
+    name = "speed"
+    weight = 3
+    function = "speed.py:grade"
+    """
+    task = load(made(tmp_path, {"task.toml": text, "tests/style.sh": "true", "speed.py": ""}))
+    assert (task.setup_timeout_s, task.workdir) == (5.0, "/work")
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    assert task.tools == (HostTool(name="answer", description="Say the answer.", schema=schema),)
+    assert isinstance(task.grader, Rubric)
+    style, speed = task.grader.parts
+    assert isinstance(style.grader, Script) and style.grader.command == ("bash", "/tests/style.sh")
+    assert isinstance(speed.grader, Function) and speed.grader.name == f"{tmp_path / 'speed.py'}:grade"
+    assert (style.weight, speed.weight) == (1.0, 3.0)
+
+
+def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
+    one = load(made(tmp_path / "a", {"task.toml": '[turngate]\ndecides = "exit code"', "tests/test.sh": "true"}))
+    assert isinstance(one.grader, Script) and one.grader.decides == "exit code"
+    two = load(
+        made(tmp_path / "b", {"task.toml": '[turngate]\ngrader = "my.module:grade"\n[verifier]\ntimeout_sec = 9'})
+    )
+    assert two.grader == Function(name="my.module:grade", timeout_s=9.0)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        (
+            {"task.toml": "[turngate]\nsetup_timeout = 5"},
+            r"turngate.setup_timeout: there is no such setting; did you mean",
+        ),
+        ({"task.toml": '[turngate]\ndecides = "luck"'}, "turngate.decides: 'luck' is not one of"),
+        ({"task.toml": '[turngate]\ngrader = "grade"'}, "neither module:function"),
+        ({"task.toml": '[turngate]\ngrader = "no.py:grade"'}, "there is no file"),
+        ({"task.toml": "[[turngate.rubric]]\nname = 'a'"}, "either script"),
+        ({"task.toml": "[[turngate.rubric]]\nname = 'a'\nscript = '../x.sh'"}, "there is no file"),
+        ({"task.toml": "[[turngate.rubric]]\nname = 'a'\nweight = 0\nfunction='a:b'"}, "weight: Expected"),
+        (
+            {
+                "task.toml": "[[turngate.rubric]]\nname = 'a'\nfunction='a:b'\n[[turngate.rubric]]\nname = 'a'\nfunction='a:b'"
+            },
+            "two lines are called 'a'",
+        ),
+        ({"task.toml": "[turngate]\nworkdir = 'app'"}, "not an absolute path"),
+        ({"task.toml": "[environment]\nmemory = 'much'"}, "environment.memory: 'much' is no size"),
+        ({"task.toml": "[environment]\nmemory = '1G'\nmemory_mb = 512"}, "memory_mb says 512"),
+        ({"task.toml": "[environment]\ngpus = 1"}, "environment.gpus"),
+        ({"task.toml": "[environment]\nos = 'windows'"}, "environment.os"),
+        ({"task.toml": "[verifier.environment]\ncpus = 1"}, "verifier.environment"),
+        ({"task.toml": "[[steps]]\nname = 'one'"}, "steps: tasks of several steps"),
+        ({"environment/docker-compose.yaml": ""}, "several containers"),
+        (
+            {"task.toml": "[verifier]\nenv = { A = '${NOT_SET_ANYWHERE}' }", "tests/test.sh": ""},
+            "NOT_SET_ANYWHERE is not set",
+        ),
+        ({"task.toml": "[environment]\nenv = { A = '${TURNGATE_ADMIN_KEY:-}' }"}, "the gateway's own"),
+        ({"tests/check.py": ""}, "has no test.sh"),
+        ({"solution/answer.txt": ""}, "has no solve.sh"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
+    with pytest.raises(TaskError, match=complaint):
+        load(made(tmp_path / "t", files))
+
+
+@pytest.mark.parametrize("name", sorted(place.name for place in EXAMPLES.iterdir()))
+def test_the_examples_are_whole(name: str) -> None:
+    task = load(EXAMPLES / name)
+    assert task.grader is not None and task.solution is not None and task.files is not None
+    assert task.timeout_s and task.metadata

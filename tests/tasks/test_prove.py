@@ -1,0 +1,139 @@
+"""Tasks that prove themselves in real sandboxes: the examples in each kind, a SWE row with a real repository; and tasks that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tests.sandboxes.kit import MAKE, need, processes
+from tests.tasks.test_swe import Repo
+from turngate.cli.main import app
+from turngate.sandboxes.local import LocalBackend
+from turngate.tasks import Task, read, swe
+from turngate.tasks.grading.grade import Ground
+from turngate.tasks.prove import prove
+from turngate.tasks.task import Script, Solution
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
+IMAGE = {"docker": "turngate-base:bookworm"}
+
+
+@pytest.mark.parametrize("name", MAKE)
+async def test_the_examples_prove_themselves(name: str, tmp_path: Path) -> None:
+    need(name)
+    ground = Ground(backend=MAKE[name](tmp_path / "sandboxes"), image=IMAGE.get(name, ""), log=tmp_path / "grade.log")
+    tasks = list(read(str(EXAMPLES)))
+    assert len(tasks) >= 4
+    for two in zip(tasks[::2], tasks[1::2], strict=True):  # side by side, as many as there are cores
+        for proof in await asyncio.gather(*(prove(task, ground) for task in two)):
+            assert (proof.verdict, proof.message) == ("proven", "")
+            assert proof.solved and proof.untouched and (proof.solved.reward, proof.untouched.reward) == (1.0, 0.0)
+    assert (tmp_path / "grade-solved.log").stat().st_size and (tmp_path / "grade-untouched.log").exists()
+    assert not processes(str(tmp_path / "sandboxes")), "nothing is left running"
+
+
+def script(at: Path, test: str, solve: str) -> Task:
+    for name, text in {"tests/test.sh": test, "solution/solve.sh": solve}.items():
+        (at / name).parent.mkdir(parents=True, exist_ok=True)
+        (at / name).write_text(text)
+    grader = Script(files=at / "tests", decides="exit code", timeout_s=20)
+    return Task(id=at.name, instruction="Make `done`.", grader=grader, solution=Solution(files=at / "solution"))
+
+
+async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
+    ground = Ground(backend=LocalBackend(tmp_path / "sandboxes"))
+    there = "[ -e done ]"
+    good = script(tmp_path / "good", there, "touch done")
+    wrong = {
+        "no change scores 1, not 0": script(tmp_path / "lax", "true", "touch done"),
+        "the reference solution scores 0, not 1": script(tmp_path / "hard", there, "touch elsewhere"),
+        "solve.sh did not succeed (exit code 3): oh no": script(tmp_path / "fails", there, "echo oh no >&2; exit 3"),
+        "no change: invalid task": script(tmp_path / "dies", "kill -9 $$", "touch done"),
+        "has no grader": msgspec.structs.replace(good, grader=None),
+        "has no solution": msgspec.structs.replace(good, solution=None),
+        "the reference patch does not apply": msgspec.structs.replace(good, solution=Solution(patch=PATCH)),
+        "setup.sh ended with exit code 1": msgspec.structs.replace(good, setup="false"),
+    }
+    for message, task in wrong.items():
+        proof = await prove(task, ground)
+        assert proof.verdict == "not proven" and message in proof.message, (message, proof)
+    assert (await prove(good, ground)).verdict == "proven"
+
+
+PATCH = """\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
+TEST_PATCH = """\
+diff --git a/tests/test_calc.py b/tests/test_calc.py
+--- a/tests/test_calc.py
++++ b/tests/test_calc.py
+@@ -4,2 +4,6 @@
+ def test_zero():
+     assert add(0, 0) == 0
++
++
++def test_sum():
++    assert add(1, 2) == 3
+"""
+
+
+async def test_a_swe_row_with_a_real_repository(tmp_path: Path) -> None:
+    made = Repo(tmp_path / "repo")
+    made.git("init", "--quiet")
+    made.git("config", "user.name", "a")
+    made.git("config", "user.email", "a@b")
+    (made.at / "tests").mkdir()
+    (made.at / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    (made.at / "tests" / "test_calc.py").write_text(
+        "from calc import add\n\n\ndef test_zero():\n    assert add(0, 0) == 0\n"
+    )
+    base = made.commit("base")
+    (made.at / "calc.py").write_text("def add(a, b):\n    return a + b\n")
+    made.commit("the fix")
+    row = {
+        "instance_id": "org__calc-1",
+        "repo": "org/calc",
+        "base_commit": base,
+        "problem_statement": "add subtracts.",
+        "patch": PATCH,
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": '["tests/test_calc.py::test_sum"]',
+        "PASS_TO_PASS": ["tests/test_calc.py::test_zero"],
+        "install_config": {"test_cmd": f"{sys.executable} -m pytest -rA -p no:cacheprovider", "log_parser": "pytest"},
+    }
+    # No image here: the repository is laid down as the task's files, and a local sandbox has a working folder of its own.
+    task = msgspec.structs.replace(swe.task(row, "row 1"), files=made.at, image="", workdir="")
+    proof = await prove(task, Ground(backend=LocalBackend(tmp_path / "sandboxes")))
+    assert (proof.verdict, proof.message) == ("proven", "")
+    assert proof.solved and proof.solved.resolved is True and proof.untouched and proof.untouched.resolved is False
+    assert proof.untouched.cases == {
+        "tests/test_calc.py::test_sum": "failed",
+        "tests/test_calc.py::test_zero": "passed",
+    }
+
+
+def test_the_command_proves_and_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    for name, test in {"good": "[ -e done ]", "lax": "true"}.items():
+        script(tmp_path / "all" / name, test, "touch done")
+        (tmp_path / "all" / name / "instruction.md").write_text("Make `done`.")
+        (tmp_path / "all" / name / "task.toml").write_text('[turngate]\ndecides = "exit code"\n')
+    run = CliRunner().invoke
+    done = run(app, ["tasks", "check", str(tmp_path / "all"), "--json"])
+    assert done.exit_code == 1
+    found = {line["id"]: line for line in json.loads(done.stdout)}
+    assert (found["good"]["verdict"], found["good"]["solved"], found["good"]["untouched"]) == ("proven", 1.0, 0.0)
+    assert found["lax"]["verdict"] == "not proven" and "no change scores 1" in found["lax"]["message"]
+    done = run(app, ["tasks", "check", str(tmp_path / "all"), "--only", "good"])
+    assert done.exit_code == 0 and "All 1 in order: 1 proven." in done.output

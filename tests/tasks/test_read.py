@@ -1,0 +1,315 @@
+"""Tasks from every kind of place; filters; and what is wrong, said with the row and the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.tasks.test_swe import row as swe_row
+from turngate.cli.main import app
+from turngate.errors import TaskError
+from turngate.tasks import read
+from turngate.tasks.read import look
+from turngate.tasks.task import Function, Part, Rubric, Script, Solution, Swe, Task
+
+pq = pytest.importorskip("pyarrow.parquet", reason="parquet needs pyarrow: pip install 'turngate[parquet]'")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def lines(path: Path, *rows: object) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    return str(path)
+
+
+def own(name: str = "one", **more: Any) -> dict[str, Any]:
+    return {"id": name, "instruction": "Do it.", **more}
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> str:
+    import pyarrow
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def folder(at: Path) -> Path:
+    at.mkdir(parents=True)
+    (at / "instruction.md").write_text("Do it.")
+    return at
+
+
+def ids(where: object, **how: Any) -> list[str]:
+    return [task.id for task in read(str(where), **how)]
+
+
+# ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_folders_one_and_many(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        folder(tmp_path / "all" / name)
+    (tmp_path / "all" / "notes").mkdir()
+    assert ids(tmp_path / "all") == ["a", "b", "c"]
+    assert ids(tmp_path / "all" / "b") == ["b"]
+
+
+def test_a_row_of_our_own_with_everything(tmp_path: Path) -> None:
+    row = own(
+        files={"src/main.py": "print(1)\n", "run": "#!/bin/sh\ntrue\n"},
+        setup="true",
+        setup_timeout_s=9,
+        image="debian",
+        workdir="/app",
+        cpus=1.5,
+        memory_mb=256,
+        timeout_s=60,
+        env={"A": "b"},
+        metadata={"level": 3},
+        solution={"patch": "diff"},
+        tools=[{"name": "answer", "description": "Say it.", "schema": {"type": "object"}}],
+        grader={
+            "type": "rubric",
+            "parts": [
+                {
+                    "name": "tests",
+                    "weight": 2,
+                    "grader": {"type": "script", "files": {"test.sh": "true"}, "timeout_s": 5},
+                },
+                {"name": "look", "grader": {"type": "function", "name": "grade.py:look"}},
+            ],
+        },
+    )
+    (task,) = read(lines(tmp_path / "t.jsonl", row))
+    assert task.files is not None and (task.files / "src/main.py").read_text() == "print(1)\n"
+    assert (task.files / "run").stat().st_mode & 0o111
+    assert (task.setup, task.setup_timeout_s, task.image, task.workdir) == ("true", 9, "debian", "/app")
+    assert (task.cpus, task.memory_mb, task.timeout_s, task.env) == (1.5, 256, 60, {"A": "b"})
+    assert task.solution == Solution(patch="diff") and task.metadata == {"level": 3}
+    assert task.tools[0].name == "answer"
+    assert isinstance(task.grader, Rubric)
+    tests, look_at = task.grader.parts
+    assert isinstance(tests.grader, Script) and tests.grader.files is not None
+    assert (tests.grader.files / "test.sh").read_text() == "true" and tests.weight == 2
+    assert look_at == Part(name="look", weight=1.0, grader=Function(name=f"{tmp_path / 'grade.py'}:look"))
+    assert task.source == f"{tmp_path / 't.jsonl'}, row 1"
+
+
+def test_files_of_rows_lie_once_per_content_and_are_mended(tmp_path: Path, cache: Path) -> None:
+    where = lines(
+        tmp_path / "t.jsonl", own("a", files={"x": "1"}), own("b", files={"x": "1"}), own("c", files={"x": "2"})
+    )
+    a, b, c = read(where)
+    assert a.files == b.files != c.files and a.files is not None and a.files.parent == cache / "tasks"
+    (a.files / "x").write_text("tampered with")
+    (a.files / "more").write_text("tampered with")
+    again = next(read(where)).files
+    assert again is not None and (again / "x").read_text() == "1" and [p.name for p in again.iterdir()] == ["x"]
+    assert not [path for path in (cache / "tasks").iterdir() if path.name.startswith(".")]
+
+
+def test_swe_rows_are_known_by_their_fields(tmp_path: Path) -> None:
+    mixed = lines(tmp_path / "t.jsonl", swe_row(), "", own())
+    one, two = read(mixed)
+    assert isinstance(one.grader, Swe) and one.source.endswith("t.jsonl, row 1")
+    assert two.id == "one" and two.source.endswith("row 3"), "rows are counted as lines"
+    (tmp_path / "t.json").write_text(json.dumps([swe_row(), own()]))
+    assert ids(tmp_path / "t.json") == ["Org__repo-1", "one"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    rows = [
+        swe_row(),
+        swe_row(instance_id="Org__repo-2", install_config={"test_cmd": "pytest", "log_parser": "pytest"}),
+    ]
+    where = table(tmp_path / "t.parquet", rows)
+    one, two = read(where)
+    assert isinstance(one.grader, Swe) and one.grader.fail_to_pass == ("tests/test_a.py::test_1",)
+    assert isinstance(two.grader, Swe) and (two.grader.install, two.source) == ("", f"{where}, row 2")
+    (tmp_path / "broken.parquet").write_text("PAR0")
+    with pytest.raises(TaskError, match="no parquet file"):
+        ids(tmp_path / "broken.parquet")
+    assert ids(tmp_path / "t.parquet", limit=1) == ["Org__repo-1"]
+
+
+def test_a_folder_of_row_files(tmp_path: Path) -> None:
+    table(tmp_path / "data" / "train-00000-of-00002.parquet", [own("a")])
+    table(tmp_path / "data" / "train-00001-of-00002.parquet", [own("b")])
+    assert ids(tmp_path) == ["a", "b"]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data set in the Hugging Face cache, as a download leaves it; the hub itself is out of reach."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    root = tmp_path / "hub"
+    commit = "c" * 40
+    place = root / "datasets--org--rows" / "snapshots" / commit
+    table(place / "data" / "train-00000-of-00002.parquet", [own("a")])
+    table(place / "data" / "train-00001-of-00002-de6a857746501057.parquet", [own("b")])
+    table(place / "data" / "test-00000-of-00001.parquet", [own("c")])
+    lines(place / "lite" / "test.jsonl", own("d"))
+    (root / "datasets--org--rows" / "refs").mkdir()
+    (root / "datasets--org--rows" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return root
+
+
+def test_a_data_set_of_the_hub(hub: Path) -> None:
+    assert ids("hf://org/rows@train") == ["a", "b"]
+    assert ids("hf://org/rows@test") == ["c"]
+    assert ids("hf://org/rows@lite/test") == ["d"]
+    assert next(read("hf://org/rows@test")).source.startswith(
+        "hf://org/rows@test/data/test-00000-of-00001.parquet, row 1"
+    )
+    with pytest.raises(TaskError, match=r"name one .*test, train, lite/test"):
+        ids("hf://org/rows")
+    with pytest.raises(TaskError, match="no split 'dev'"):
+        ids("hf://org/rows@dev")
+    with pytest.raises(TaskError, match="hf://org/other cannot be had"):
+        ids("hf://org/other")
+    with pytest.raises(TaskError, match="not of the form"):
+        ids("hf://rows")
+
+
+def test_functions(tmp_path: Path) -> None:
+    (tmp_path / "make.py").write_text(
+        "from turngate.tasks import Task\n"
+        "def tasks():\n"
+        "    yield Task(id='a', instruction='Do it.')\n"
+        "    yield {'id': 'b', 'instruction': 'Do it.'}\n"
+        "def broken():\n"
+        "    yield {'id': 'b', 'instruction': 'Do it.'}\n"
+        "    raise KeyError('c')\n"
+        "def odd():\n"
+        "    return {'id': 'b'}\n"
+        "async def later():\n"
+        "    return []\n"
+    )
+    where = f"{tmp_path / 'make.py'}:tasks"
+    first, second = read(where)
+    assert (first.id, second.source) == ("a", f"{where}, item 2")
+    assert ids("tests.tasks.test_read:a_few") == ["x", "y"]
+    for name, complaint in {
+        "broken": "KeyError: 'c'",
+        "odd": "gave dict",
+        "later": "gave coroutine",
+        "missing": "no function missing",
+    }.items():
+        with pytest.raises(TaskError, match=complaint):
+            ids(f"{tmp_path / 'make.py'}:{name}")
+    with pytest.raises(TaskError, match="there is no file"):
+        ids(f"{tmp_path / 'nothing.py'}:tasks")
+    with pytest.raises(TaskError, match="cannot be imported: ModuleNotFoundError"):
+        ids("no.such.module:tasks")
+
+
+def a_few() -> list[Task | Mapping[str, Any]]:
+    return [own("x"), Task(id="y", instruction="Do it.")]
+
+
+# ── filters, duplicates, errors ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_some_and_only_so_many(tmp_path: Path) -> None:
+    where = lines(tmp_path / "t.jsonl", *(own(name) for name in ("a-1", "b-1", "a-2", "a-3")))
+    assert ids(where, only=["a-*"]) == ["a-1", "a-2", "a-3"]
+    assert ids(where, only=["a-*"], limit=2) == ["a-1", "a-2"]
+    assert ids(where, only=["b-?", "a-3"]) == ["b-1", "a-3"]
+    with pytest.raises(TaskError, match=r"nothing in .* matches z\*"):
+        ids(where, only=["z*"])
+    with pytest.raises(TaskError, match="limit: 0"):
+        ids(where, limit=0)
+
+
+def test_an_id_twice_names_both_places(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", own("same"))
+    lines(tmp_path / "b.jsonl", own("other"), own("same"))
+    with pytest.raises(TaskError, match=r"same is in .*a.jsonl, row 1 and in .*b.jsonl, row 2"):
+        ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"instruction": "x"}, r"t.jsonl, row 2: id: is missing"),
+        (own(instruction=3), r"t.jsonl, row 2 \(one\): instruction: Expected `str`, got `int`"),
+        (own(grade={}), r"\(one\): grade: there is no such field; did you mean grader"),
+        (own(grader={"type": "scirpt"}), "grader"),
+        (own(grader={"type": "script", "timeout": 3}), "grader.timeout"),
+        (own(grader={"type": "script"}), "there is no test.sh"),
+        (own(grader={"type": "function", "name": "grade"}), "grader.name"),
+        (own(grader={"type": "rubric", "parts": []}), "grader.parts"),
+        (own(files={"../x": "1"}), r"files: '../x' is no plain relative path"),
+        (own(files={"/x": "1"}), "no plain relative path"),
+        (own(files={"x": 1}), "files"),
+        (own(files={"a": "1", "a/b": "2"}), "files: .*cannot be written"),
+        (own(timeout_s=-1), "timeout_s"),
+        (own(workdir="app"), "workdir"),
+        (own(solution={}), "either patch or files"),
+        (own(solution={"files": {"x": ""}}), "no solve.sh"),
+        (own(instruction=" "), "is empty"),
+        ("{not json", "t.jsonl, row 2 is not valid JSON"),
+        ('{"id": "\udcff"}', "t.jsonl, row 2 is not valid JSON"),
+        ([1], "t.jsonl, row 2: a row has to be an object"),
+        (swe_row(FAIL_TO_PASS="test_1"), r"t.jsonl, row 2 \(Org__repo-1\): FAIL_TO_PASS"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, row: object, complaint: str) -> None:
+    where = lines(tmp_path / "t.jsonl", own("first"), row, own("last"))
+    with pytest.raises(TaskError, match=complaint):
+        ids(where)
+    assert [found.error is None for found in look(where)] == [True, False, True], (
+        "the others are looked at all the same"
+    )
+
+
+@pytest.mark.parametrize("where", ["nowhere", "nowhere.jsonl", "no/such/folder"])
+def test_a_place_that_is_not_there(where: str) -> None:
+    with pytest.raises(TaskError, match=f"there is no {where}"):
+        ids(where)
+
+
+def test_an_empty_place(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"has no instruction.md, no folders with one"):
+        ids(tmp_path)
+    with pytest.raises(TaskError, match="is empty"):
+        ids(lines(tmp_path / "t.jsonl"))
+
+
+# ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_commands_say_what_is_there_and_what_is_wrong(tmp_path: Path) -> None:
+    run = CliRunner(env={"COLUMNS": "200"}).invoke
+    good = lines(tmp_path / "good.jsonl", own("a"), swe_row())
+    bad = lines(tmp_path / "bad.jsonl", own("a"), own("b", files=7))
+    done = run(app, ["tasks", "list", good])
+    assert done.exit_code == 0 and "Org__repo-1" in done.output and "1 to mend, 2 to keep" in done.output
+    assert run(app, ["tasks", "list", bad]).exit_code == 1
+    done = run(app, ["tasks", "check", good, "--no-prove", "--json"])
+    assert done.exit_code == 0
+    assert [(line["id"], line["verdict"]) for line in json.loads(done.stdout)] == [
+        ("a", "valid"),
+        ("Org__repo-1", "valid"),
+    ]
+    done = run(app, ["tasks", "check", bad, "--no-prove", "--json"])
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)[1]["verdict"] == "wrong" and "files" in json.loads(done.stdout)[1]["message"]
+    done = run(app, ["tasks", "check", bad, "--no-prove", "--only", "a"])
+    assert done.exit_code == 0 and "All 1 in order" in done.output and "nothing to prove" in done.output
+    for wrong in (["nowhere"], [good, "--limit", "0"], [good, "--concurrency", "0"], [good, "--sandbox", "moon"]):
+        assert run(app, ["tasks", "check", *wrong]).exit_code == 2, wrong

@@ -1,0 +1,337 @@
+"""Rows of SWE data sets as tasks, and what is wrong with them; and real repositories whose future is hidden."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turngate.errors import TaskError
+from turngate.tasks import swe
+from turngate.tasks.task import Solution, Swe
+
+TEST_PATCH = """\
+diff --git a/tests/test_a.py b/tests/test_a.py
+--- a/tests/test_a.py
++++ b/tests/test_a.py
+@@ -1 +1 @@
+-x
++y
+diff --git a/tests/data.json b/tests/data.json
+--- a/tests/data.json
++++ b/tests/data.json
+@@ -1 +1 @@
+-1
++2
+diff --git a/tests/test_old.py b/tests/test_old.py
+deleted file mode 100644
+--- a/tests/test_old.py
++++ /dev/null
+@@ -1 +0,0 @@
+-x
+"""
+CONFIG = {"install": "pip install -e .", "test_cmd": "pytest -rA", "log_parser": "parse_log_pytest"}
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    whole = {
+        "instance_id": "Org__repo-1",
+        "repo": "Org/repo",
+        "base_commit": "a" * 40,
+        "problem_statement": "It breaks.\n",
+        "hints_text": "The secret is in line 7.",
+        "patch": "diff --git a/x b/x\n",
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": ["tests/test_a.py::test_1"],
+        "PASS_TO_PASS": '["tests/test_a.py::test_2", "tests/test_a.py::test_3[é]"]',
+        "version": "1.0",
+        "install_config": CONFIG,
+        **changes,
+    }
+    return {name: value for name, value in whole.items() if value is not ...}
+
+
+def grader(fields: dict[str, Any]) -> Swe:
+    found = swe.task(fields, "rows.jsonl, row 1").grader
+    assert isinstance(found, Swe)
+    return found
+
+
+def test_swe_rebench() -> None:
+    task = swe.task(row(), "rows.jsonl, row 1")
+    assert (task.id, task.workdir, task.source) == ("Org__repo-1", "/testbed", "rows.jsonl, row 1")
+    assert task.image == "swerebench/sweb.eval.x86_64.org_1776_repo-1:latest"
+    assert task.solution == Solution(patch="diff --git a/x b/x\n")
+    assert "It breaks." in task.instruction and "Org/repo" in task.instruction and "secret" not in task.instruction
+    found = grader(row())
+    assert found.pass_to_pass == ("tests/test_a.py::test_2", "tests/test_a.py::test_3[é]")
+    assert found.test_cmd == "pytest -rA tests/test_a.py", "data and deleted files are no tests"
+    assert (found.parser, found.install) == ("rebench:parse_log_pytest", "pip install -e .")
+    assert "conda activate testbed" in found.before
+    assert "secret" not in repr(task)
+
+
+def test_swe_rebench_v2() -> None:
+    config = json.dumps({**CONFIG, "test_cmd": ["make build", "go test ./..."], "log_parser": "parse_log_gotest"})
+    task = swe.task(row(install_config=config, language="go", image_name="docker.io/swerebenchv2/org-repo:1"), "r")
+    assert (task.image, task.workdir) == ("docker.io/swerebenchv2/org-repo:1", "/repo")
+    found = task.grader
+    assert isinstance(found, Swe)
+    assert found.test_cmd == "make build\ngo test ./...", "as it is"
+    assert (found.parser, found.install, found.before) == ("rebench:parse_log_gotest", "", "")
+    assert task.metadata["language"] == "go"
+
+
+def test_a_parser_of_ours_and_a_command_that_names_its_files() -> None:
+    found = grader(row(install_config={"test_cmd": "pytest tests/test_a.py -rA", "log_parser": "pytest"}))
+    assert (found.test_cmd, found.parser, found.install) == ("pytest tests/test_a.py -rA", "pytest", "")
+
+
+def test_swe_gym() -> None:
+    fields = row(instance_id="getmoto__moto-7365", repo="getmoto/moto", install_config=...)
+    assert swe.task(fields, "r").image == "xingyaoww/sweb.eval.x86_64.getmoto_s_moto-7365:latest"
+    assert grader(fields).test_cmd == "pytest -n0 -rA tests/test_a.py"
+    fields |= {"repo": "python/mypy", "FAIL_TO_PASS": ["mypy/test/testcheck.py::TypeCheckSuite::check-a.test::testOne"]}
+    fields |= {"PASS_TO_PASS": ["mypy/test/testcheck.py::TypeCheckSuite::check-a.test::testTwo"]}
+    assert grader(fields).test_cmd == "pytest -n0 -rA -k 'testOne or testTwo'"
+
+
+SCRIPT = """\
+#!/bin/bash
+set -uxo pipefail
+source /opt/miniconda3/bin/activate
+conda activate testbed
+cd /testbed
+export LANG=en_US.UTF-8
+git config --global --add safe.directory /testbed
+git status
+python -m pip install -e .
+git checkout aaaa tests/test_a.py
+git apply -v - <<'EOF_1'
+diff --git a/x b/x
+EOF_1
+: '>>>>> Start Test Output'
+pytest -rA astropy/tests/test_a.py
+: '>>>>> End Test Output'
+git checkout aaaa tests/test_a.py
+"""
+
+
+def test_swe_bench_with_its_script() -> None:
+    fields = row(
+        repo="astropy/astropy",
+        instance_id="astropy__astropy-1",
+        install_config=...,
+        eval_script=SCRIPT,
+        eval_type="pass_and_fail",
+        log_parser="parse_log_astropy",
+    )
+    assert swe.task(fields, "r").image == "swebench/sweb.eval.x86_64.astropy_1776_astropy-1:latest"
+    found = grader(fields)
+    assert (found.test_cmd, found.parser) == ("pytest -rA astropy/tests/test_a.py", "swebench:parse_log_astropy")
+    assert found.before.splitlines() == [
+        "source /opt/miniconda3/bin/activate",
+        "conda activate testbed",
+        "export LANG=en_US.UTF-8",
+        "python -m pip install -e .",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"FAIL_TO_PASS": "tests/test_a.py::test_1"},
+            r"rows.jsonl, row 7 \(Org__repo-1\): FAIL_TO_PASS: .*no JSON; give a list",
+        ),
+        ({"FAIL_TO_PASS": '"tests/test_a.py::test_1"'}, "FAIL_TO_PASS: has to be a list of test names, and is a text"),
+        ({"FAIL_TO_PASS": 17}, "FAIL_TO_PASS: has to be a list of test names, and is a number"),
+        ({"FAIL_TO_PASS": {"a": 1}}, "FAIL_TO_PASS: .* is an object"),
+        ({"PASS_TO_PASS": ["a", 3]}, "PASS_TO_PASS: holds a number"),
+        ({"PASS_TO_PASS": ["a", None]}, "PASS_TO_PASS: holds nothing"),
+        ({"PASS_TO_PASS": ...}, "PASS_TO_PASS: is missing"),
+        ({"FAIL_TO_PASS": []}, "FAIL_TO_PASS: is empty"),
+        ({"base_commit": "main; rm -rf /"}, "base_commit: 'main; rm -rf /' does not look like one"),
+        ({"repo": "../../etc"}, "repo: "),
+        ({"repo": ...}, "repo: is missing"),
+        ({"problem_statement": 3}, "problem_statement: has to be a string, and is a number"),
+        ({"problem_statement": " "}, "problem_statement: is empty"),
+        ({"test_patch": ""}, "test_patch: is empty"),
+        ({"install_config": "pytest"}, "install_config: 'pytest' is no JSON"),
+        ({"install_config": [1]}, "install_config: has to be an object, and is a list"),
+        ({"install_config": {"log_parser": "pytest"}}, "install_config.test_cmd: is missing"),
+        ({"install_config": {"test_cmd": "pytest"}}, "install_config.log_parser: is missing"),
+        (
+            {"install_config": {**CONFIG, "test_cmd": {"a": 1}}},
+            "install_config.test_cmd: has to be a command or a list",
+        ),
+        ({"language": "go"}, "image_name: is missing"),
+        ({"install_config": ..., "eval_script": "pytest"}, "eval_script: there is nothing between"),
+        ({"install_config": ..., "eval_script": SCRIPT, "eval_type": "fail_only"}, "eval_type"),
+        ({"install_config": ...}, "install_config: .*nothing says how Org/repo is tested.*"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(TaskError, match=complaint):
+        swe.task(row(**changes), "rows.jsonl, row 7")
+
+
+# ── the future ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Repo:
+    """A repository with a past, a base and a future. Commits differ by what is in the file `a`."""
+
+    def __init__(self, at: Path) -> None:
+        at.mkdir(parents=True, exist_ok=True)
+        self.at = at
+        self.env = {"PATH": os.environ["PATH"], "HOME": str(at.parent), "GIT_CONFIG_NOSYSTEM": "1"}
+
+    def git(self, *words: str, ok: bool = True) -> str:
+        given = {"cwd": self.at, "env": self.env, "encoding": "utf-8", "errors": "replace", "timeout": 60}
+        done = subprocess.run(["git", *words], capture_output=True, **given)
+        assert not ok or done.returncode == 0, done.stderr
+        return done.stdout.strip() if ok else done.stdout + done.stderr
+
+    def commit(self, text: str) -> str:
+        (self.at / "a").write_text(text)
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message", text)
+        return self.git("rev-parse", "HEAD")
+
+    def hide(self, base: str) -> subprocess.CompletedProcess[str]:
+        """As a sandbox does it with a task's setup."""
+        command = ["sh", "-e", "-c", swe.HIDE.replace("@BASE@", base)]
+        return subprocess.run(command, cwd=self.at, env=self.env, capture_output=True, text=True, timeout=120)
+
+
+def repo(at: Path) -> tuple[Repo, str, str]:
+    made = Repo(at)
+    made.git("init", "--quiet", "--initial-branch", "devel")
+    made.git("config", "user.name", "a")
+    made.git("config", "user.email", "a@b")
+    made.commit("past")
+    made.git("tag", "v1")
+    made.git("tag", "--annotate", "v1.1", "--message", "old")
+    base = made.commit("base")
+    future = made.commit("the fix")
+    return made, base, future
+
+
+def nothing_later(made: Repo, base: str, *futures: str) -> None:
+    assert set(made.git("log", "--all", "--format=%s").splitlines()) <= {"past", "base", "The environment of the task"}
+    assert made.git("fsck", "--unreachable", "--no-reflogs", "--full") == ""
+    for future in futures:
+        assert "bad object" in made.git("show", future, ok=False)
+    assert made.git("remote") == "" and made.git("stash", "list") == "" and made.git("notes", "list", ok=False) == ""
+    assert set(made.git("reflog", "--all", "--format=%H").splitlines()) <= {base, made.git("rev-parse", "HEAD")}
+    assert "the fix" not in made.git("cat-file", "--batch-all-objects", "--batch")
+    assert not [name for name in os.listdir(made.at / ".git") if name.startswith("turngate")]
+
+
+def test_a_repository_with_every_trace_of_the_future(tmp_path: Path) -> None:
+    made, base, future = repo(tmp_path / "r")
+    made.git("tag", "--annotate", "v2", "--message", "new")
+    made.git("branch", "next")
+    made.git("notes", "add", "--message", "the future")
+    made.git("update-ref", "refs/pull/7/head", future)
+    (made.at / "a").write_text("the fix, stashed")
+    made.git("stash", "--quiet")
+    lost = made.commit("the fix, lost")
+    made.git("reset", "--quiet", "--hard", base)
+    assert made.hide(base).returncode == 0
+    nothing_later(made, base, future, lost)
+    assert made.git("rev-parse", "HEAD") == base and made.git("symbolic-ref", "--short", "HEAD") == "devel"
+    assert made.git("status", "--porcelain") == ""
+    assert made.git("tag").split() == ["v1", "v1.1"], "versions are made of the tags of the past"
+    assert made.hide(base).returncode == 0, "and once more is fine"
+
+
+def test_a_clone_with_packed_refs_and_packed_objects(tmp_path: Path) -> None:
+    origin, base, future = repo(tmp_path / "origin")
+    origin.git("tag", "v2")
+    made = Repo(tmp_path / "clone")
+    made.git("clone", "--quiet", str(origin.at), ".")
+    made.git("remote", "add", "upstream", str(origin.at))
+    made.git("fetch", "--quiet", "upstream", "refs/heads/*:refs/all/*")
+    made.git("pack-refs", "--all")
+    made.git("gc", "--quiet")
+    (pack,) = (made.at / ".git/objects/pack").glob("*.pack")
+    pack.with_suffix(".keep").touch()
+    made.git("commit-graph", "write", "--reachable")
+    assert made.hide(base).returncode == 0, "its tree was the future's"
+    nothing_later(made, base, future)
+    assert (made.at / "a").read_text() == "base" and made.git("status", "--porcelain") == ""
+
+
+def test_objects_that_are_borrowed_from_another_repository(tmp_path: Path) -> None:
+    origin, base, future = repo(tmp_path / "origin")
+    made = Repo(tmp_path / "clone")
+    made.git("clone", "--quiet", "--shared", str(origin.at), ".")
+    assert made.hide(base).returncode == 0
+    nothing_later(made, base, future)
+
+
+def test_what_the_making_of_an_image_changed_stays(tmp_path: Path) -> None:
+    for how in ("as a commit", "as it is"):
+        made, base, future = repo(tmp_path / how)
+        made.git("reset", "--quiet", "--hard", base)
+        (made.at / "a").write_text("pinned")
+        (made.at / "built.so").write_text("not in git")
+        if how == "as a commit":
+            made.git("commit", "--quiet", "--all", "--message", "SWE-bench")
+        copy = Repo(Path(shutil.copytree(made.at, tmp_path / f"{how}, once more")))
+        assert made.hide(base).returncode == copy.hide(base).returncode == 0
+        assert (made.at / "a").read_text() == "pinned" and (made.at / "built.so").exists()
+        assert made.git("status", "--porcelain", "--untracked-files=no") == ""
+        assert made.git("rev-parse", "HEAD^") == base
+        assert made.git("rev-parse", "HEAD") == copy.git("rev-parse", "HEAD"), "the same in every sandbox"
+        nothing_later(made, base, future)
+
+
+def test_hooks_of_the_repository_do_not_run(tmp_path: Path) -> None:
+    made, base, _ = repo(tmp_path / "r")
+    for name in ("post-checkout", "pre-commit", "reference-transaction"):
+        hook = made.at / ".git/hooks" / name
+        hook.write_text(f"#!/bin/sh\necho ran > {tmp_path}/ran\n")
+        hook.chmod(0o755)
+    assert made.hide(base).returncode == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_where_there_is_no_repository_or_no_such_commit(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    assert Repo(tmp_path / "plain").hide("a" * 40).returncode == 0
+    made, *_ = repo(tmp_path / "r")
+    done = made.hide("a" * 40)
+    assert done.returncode == 1 and f"has no commit {'a' * 40}" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else: sudo make test")
+def test_as_somebody_who_is_not_root_in_a_repository_of_roots(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    made, base, future = repo(tmp_path / "r")
+    subprocess.run(["chmod", "-R", "a+rwX", str(made.at)], check=True)
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, 12345, 12345)
+    made.env["HOME"] = str(home)
+    command = ["sh", "-e", "-c", swe.HIDE.replace("@BASE@", base)]
+    done = subprocess.run(
+        command, cwd=made.at, env=made.env, user=12345, group=12345, extra_groups=[], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    log = subprocess.run(
+        ["git", "log", "--all", "--format=%s"], cwd=made.at, env=made.env, user=12345, capture_output=True
+    )
+    assert log.stdout.split() == [b"base", b"past"], "the agent can use git there, too"
+    made.env["HOME"] = str(tmp_path)
+    made.git("config", "--global", "--add", "safe.directory", "*")
+    nothing_later(made, base, future)
