@@ -17,7 +17,8 @@ from turngate.agents.launch import Limits
 from turngate.agents.spec import AgentSpec
 from turngate.config import ServeConfig
 from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Order, Outcome, Rollout
+from turngate.rollout.one import Rollout
+from turngate.rollout.outcome import Order, Outcome
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Backend
 from turngate.server.run import embedded

@@ -22,7 +22,8 @@ from turngate.agents.install import Installed
 from turngate.agents.spec import AgentSpec, find, parse
 from turngate.engines.scripted import Script, Turn
 from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Order, Outcome, Progress, Rollout
+from turngate.rollout.one import Rollout
+from turngate.rollout.outcome import Order, Outcome, Progress
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import folders
 from turngate.sandboxes.base import Backend

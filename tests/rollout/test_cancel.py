@@ -12,7 +12,8 @@ from tests.kit import say, until
 from tests.rollout.kit import Stage, staged
 from turngate.rollout import one
 from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Progress, Rollout
+from turngate.rollout.one import Rollout
+from turngate.rollout.outcome import Progress
 from turngate.tasks.task import Task
 
 STAGES = ["sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean"]

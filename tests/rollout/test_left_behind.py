@@ -15,7 +15,7 @@ from tests.kit import say
 from tests.rollout.kit import Stage, own_agent, staged
 from turngate.rollout import collect as collecting
 from turngate.rollout.collect import collect
-from turngate.rollout.one import Outcome
+from turngate.rollout.outcome import Outcome
 from turngate.sandboxes.base import Result, SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 
@@ -213,8 +213,8 @@ async def test_a_working_folder_that_takes_too_long_is_left_out_and_named(
 
 async def test_a_working_folder_that_is_gone(stage: Stage) -> None:
     outcome = await stage.run('import shutil; shutil.rmtree(os.getcwd()); print("done")')
-    assert (outcome.status, outcome.collected.work, outcome.collected.stdout) == ("finished", False, "done\n")
-    assert "there is no folder" in outcome.collected.missing[0]
+    assert (outcome.status, outcome.collected.stdout) == ("finished", "done\n")
+    assert outcome.collected.missing == ("work: the working folder itself: it is not there any more",)
 
 
 async def test_a_home_that_is_gone(stage: Stage) -> None:
@@ -258,7 +258,7 @@ async def test_the_list_of_files_may_say_anything(tmp_path: Path) -> None:
 
     try:
         launch = _launch(home)
-        left = await collect(Lying(), launch, tmp_path / "left", keep_work=False, limit_s=5)  # type: ignore[arg-type]
+        left = await collect(Lying(), launch, tmp_path / "left")  # type: ignore[arg-type]
     finally:
         await sandbox.stop()
     assert every_file(tmp_path / "left") == ["home/a", "home/c", "stderr", "stdout"]

@@ -22,7 +22,7 @@ from turngate.engines.scripted import Turn
 from turngate.errors import SandboxError
 from turngate.rollout import one
 from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Progress
+from turngate.rollout.outcome import Outcome, Progress
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
@@ -74,8 +74,8 @@ async def test_what_is_known_of_an_outcome_can_be_written_down(stage: Stage) -> 
     written = json.loads(msgspec.json.encode(outcome))
     assert written["status"] == "finished" and written["session"] == outcome.session
     assert written["collected"]["folder"] == str(stage.folder / outcome.session)
-    assert msgspec.convert(written, one.Outcome).seconds == outcome.seconds
-    assert "reward" not in written
+    assert msgspec.convert(written, Outcome).seconds == outcome.seconds
+    assert (written["kind"], written["reward"], written["grade"]) == (None, None, None)  # nobody was asked
 
 
 async def test_an_agent_that_fails(stage: Stage) -> None:
@@ -171,7 +171,7 @@ async def test_a_session_that_is_ended_at_the_gateway_ends_its_agent(verb: str, 
 # ── whose fault it is ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fault(outcome: one.Outcome) -> tuple[str, str, str]:
+def fault(outcome: Outcome) -> tuple[str, str, str]:
     assert outcome.status == "error" and outcome.fault is not None
     return outcome.fault.boundary, outcome.fault.stage, outcome.fault.message
 

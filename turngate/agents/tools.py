@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 
 import msgspec
 
+from turngate.agents.launch import OWN, Launch, LaunchFile
 from turngate.errors import AgentError
 from turngate.trace.tools import HostTool
+
+URL = "TURNGATE_TOOLS_URL"  # a name that no SDK reads: programs that the agent starts do not take it for their provider
+_WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -94,3 +99,33 @@ elif command -v curl >/dev/null 2>&1; then{_CURL}else
   exit 2
 fi
 """
+
+
+def equipped(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
+    """The same run, with a command for each tool in its PATH."""
+    if not tools:
+        return launch
+    key_file, folder = f"{home}/{OWN}/key", f"{home}/{OWN}/bin"
+    files = [LaunchFile(f"{folder}/{tool.name}", shim(tool, URL, key_file).encode(), 0o755) for tool in tools]
+    return msgspec.structs.replace(
+        launch,
+        files=(*launch.files, LaunchFile(key_file, api_key.encode(), 0o600), *files),
+        env={**launch.env, URL: base_url},
+        command=("/bin/sh", "-c", _WITH_PATH, folder, *launch.command),
+    )
+
+
+def described(instruction: str, tools: Sequence[HostTool]) -> str:
+    """What is asked, and the commands that there are for it."""
+    if not tools:
+        return instruction
+    lines = [
+        f"- `{tool.name} '{{…}}'`: {tool.description} Its one argument is a JSON object of this schema: "
+        + msgspec.json.encode(tool.schema).decode()
+        for tool in tools
+    ]
+    return (
+        f"{instruction.rstrip()}\n\nBeside the usual ones there are these commands in your shell:\n"
+        + "\n".join(lines)
+        + "\n"
+    )

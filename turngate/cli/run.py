@@ -9,10 +9,11 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from rich.console import Console
@@ -20,15 +21,16 @@ from rich.live import Live
 from rich.text import Text
 
 from turngate import tasks
-from turngate.agents.install import ensure
+from turngate.agents.install import Installed, ensure
 from turngate.agents.launch import Limits, plan
-from turngate.agents.spec import find
+from turngate.agents.spec import AgentSpec, find
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
 from turngate.config import ServeConfig, load
 from turngate.errors import ConfigError, DataInUse, Unauthorized
 from turngate.rollout.client import GatewayClient, Unreachable, admin_key_given
-from turngate.rollout.one import Order, Outcome, Progress, Rollout
+from turngate.rollout.one import Rollout
+from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome, Progress
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Resources
@@ -49,7 +51,8 @@ EXIT_CODES: Mapping[str, int] = {
 }
 _OFTEN = 5.0  # seconds between plain lines about turns
 _LAST_WORDS = 5  # lines of an agent that failed
-_SCRIPTED = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
+STOPPING = "Stopping: the agent is ended and its sandbox removed; what was recorded stays …"
+SCRIPTED = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -74,7 +77,13 @@ def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_jso
         tell(
             outcome, f"--gateway {gateway}" if gateway else f"--data {shlex.quote(config.data)}", order.folder, console
         )
-    return EXIT_CODES[outcome.status]
+    return exit_code(outcome)
+
+
+def exit_code(outcome: Outcome) -> int:
+    """A grading that somebody else than the agent spoiled counts as an error, however well the agent ended."""
+    spoiled = outcome.kind in ("invalid task", "infrastructure fault")
+    return EXIT_CODES["error"] if spoiled else EXIT_CODES[outcome.status]
 
 
 def _write(path: Path, outcome: Outcome) -> None:
@@ -92,7 +101,7 @@ async def _run(order: Order, config: ServeConfig, gateway: str, reach: Reach, co
         await order.backend.check()
         await order.backend.sweep()
         async with (
-            _reached(config, gateway, console) as (client, own),
+            reached(config, gateway, console) as (client, own),
             WayOut(client.url, reach.public_url, reach.tunnel) as wayout,
         ):
             if not order.model:
@@ -102,16 +111,16 @@ async def _run(order: Order, config: ServeConfig, gateway: str, reach: Reach, co
                 try:
                     outcome = await rollout.run()
                 except asyncio.CancelledError:
-                    _heeded()
+                    heeded()
                     outcome = rollout.outcome
             if own and config.engine == "scripted" and outcome.turns:
-                outcome.notes = (*outcome.notes, _SCRIPTED)
+                outcome.notes = (*outcome.notes, SCRIPTED)
     except asyncio.CancelledError:
-        _heeded()
+        heeded()
     return outcome
 
 
-def _heeded() -> None:
+def heeded() -> None:
     """The cancellation has done what it was for: what follows is not cancelled."""
     task = asyncio.current_task()
     assert task is not None
@@ -119,7 +128,7 @@ def _heeded() -> None:
 
 
 @asynccontextmanager
-async def _reached(config: ServeConfig, gateway: str, console: Console) -> AsyncIterator[tuple[GatewayClient, bool]]:
+async def reached(config: ServeConfig, gateway: str, console: Console) -> AsyncIterator[tuple[GatewayClient, bool]]:
     """A gateway that is named, or that serves the data folder already, or one of our own for as long as this runs. And
     whether it is our own."""
     data = Path(config.data)
@@ -167,7 +176,7 @@ async def _own(config: ServeConfig) -> AsyncIterator[Address]:
         yield address
 
 
-async def stoppable(work: Coroutine[Any, Any, T], console: Console) -> T:
+async def stoppable(work: Coroutine[Any, Any, T], console: Console, told: str = STOPPING) -> T:
     """Ctrl-C, or being told to end, cancels the work, which cleans up; a second time says so; a third gives up."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
@@ -177,7 +186,7 @@ async def stoppable(work: Coroutine[Any, Any, T], console: Console) -> T:
         nonlocal count
         count += 1
         if count == 1:
-            say(console, "Stopping: the agent is ended and its sandbox removed; what was recorded stays …", "yellow")
+            say(console, told, "yellow")
             task.cancel()
         elif count == 2:
             say(console, "Still cleaning up; once more gives up, and leaves what is left to the next run.", "yellow")
@@ -258,6 +267,8 @@ def tell(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
         said = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
         for last in said.splitlines()[-_LAST_WORDS:]:
             _line(console, "said", one_line(last)[:300])
+    if outcome.kind is not None:
+        _grade(outcome, console)
     if outcome.session:
         roles = ", ".join(f"{count} {role}" for role, count in outcome.roles.items())
         turns = "1 turn" if outcome.turns == 1 else f"{outcome.turns} turns"
@@ -278,6 +289,27 @@ def tell(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
         _line(console, "note", one_line(text), "yellow")
 
 
+def _grade(outcome: Outcome, console: Console) -> None:
+    """What the host decided. A reward that is not known is told as such."""
+    grade = outcome.grade
+    assert grade is not None
+    known = "no reward" if grade.reward is None else f"reward {grade.reward:g}"
+    resolved = {True: ", resolved", False: ", not resolved", None: ""}[grade.resolved]
+    counts = Counter(grade.cases.values())
+    cases = ", ".join(f"{count} {case}" for case, count in counts.most_common())
+    style = "green" if grade.reward else "yellow"
+    _line(console, "grade", f"{known}{resolved} ({grade.kind}{f'; tests: {cases}' if cases else ''})", style)
+    for part in grade.parts:
+        reward = "none" if part.reward is None else f"{part.reward:g}"
+        _line(
+            console, "", f"{one_line(part.name)}: {reward} (weight {part.weight:g}) {one_line(part.message)}".rstrip()
+        )
+    if grade.message:
+        _line(console, "why", one_line(grade.message))
+    for text in grade.notes:
+        _line(console, "aside", one_line(text), "yellow")
+
+
 def _line(console: Console, name: str, text: str, style: str = "") -> None:
     say(console, f"  {name:8}{text}", style)
 
@@ -292,6 +324,41 @@ def ordered(given: Mapping[str, Any]) -> int:
     """Run what the flags of `turngate run` ask for."""
     if bool(given["task"]) == bool(given["prompt"]):
         raise ConfigError("task: give either --task PATH or --prompt TEXT", param="task")
+    config = gateway_config(given)
+    task = tasks.load(Path(given["task"])) if given["task"] else tasks.said(given["prompt"])
+    chosen = chosen_agent(given, task.instruction)
+    order = Order(
+        task=task,
+        agent=chosen.spec,
+        installed=chosen.installed,
+        backend=backend(given["sandbox"]),
+        model=config.model,
+        timeout_s=positive(given, "timeout") or task.timeout_s or 1800.0,
+        image=given["image"],
+        network=given["network"],
+        resources=Resources(cpus=positive(given, "cpus"), memory_mb=positive(given, "memory_mb")),
+        session=session_settings(given),
+        grade=given["grade"],
+        policy=end_policy(given),
+        told=chosen.told,
+        options=chosen.options,
+        folder=writable(given["out"]) if given["out"] else Path(config.data) / "rollouts",
+    )
+    reach = Reach(given["public_url"], given["tunnel"])
+    return run(order, config, given["gateway"], reach, as_json=given["as_json"])
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """An agent that is ready to be run."""
+
+    spec: AgentSpec
+    installed: Installed
+    told: Limits
+    options: Mapping[str, str]
+
+
+def gateway_config(given: Mapping[str, Any]) -> ServeConfig:
+    """Of a gateway of our own. What does not go with the one that is named is refused."""
     if given["network"] not in ("none", "open"):
         raise ConfigError(f"network: {given['network']!r} is neither none nor open", param="network")
     if given["gateway"]:
@@ -300,37 +367,31 @@ def ordered(given: Mapping[str, Any]) -> int:
             raise ConfigError(f"{name}: the gateway at {given['gateway']} has its own; leave out --{flag}", param=name)
         GatewayClient(given["gateway"], admin_key_given())  # so that a wrong one is told before anything is made
     # A gateway of our own listens where there is room; a port is for `turngate serve`.
-    config = load(given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0})
-    task = tasks.load(Path(given["task"])) if given["task"] else tasks.said(given["prompt"])
+    return load(given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0})
+
+
+def chosen_agent(given: Mapping[str, Any], instruction: str) -> Chosen:
+    """Found, installed, and tried with an instruction: what cannot be passed on to it is told before anything is made."""
     found = find(given["agent"])
     if found.shadows is not None:
         print(f"agent {found.spec.name}: {found.file} takes the place of {found.shadows}", file=sys.stderr)
-    told = Limits() if given["context_tokens"] is None else Limits(context_tokens=_positive(given, "context_tokens"))
+    told = Limits() if given["context_tokens"] is None else Limits(context_tokens=positive(given, "context_tokens"))
     installed = ensure(found.spec, lambda line: print(line, file=sys.stderr))
-    options = _options(given["option"] or ())
-    # What cannot be passed on to the agent is told before anything is made.
+    options = agent_options(given["option"] or ())
     dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
-    plan(found.spec, installed, prompt=task.instruction, limits=told, options=options, **dry)
-    order = Order(
-        task=task,
-        agent=found.spec,
-        installed=installed,
-        backend=backend(given["sandbox"]),
-        model=config.model,
-        timeout_s=_positive(given, "timeout") or task.timeout_s or 1800.0,
-        image=given["image"],
-        network=given["network"],
-        resources=Resources(cpus=_positive(given, "cpus"), memory_mb=_positive(given, "memory_mb")),
-        session=_session(given),
-        told=told,
-        options=options,
-        folder=_writable(given["out"]) if given["out"] else Path(config.data) / "rollouts",
-    )
-    reach = Reach(given["public_url"], given["tunnel"])
-    return run(order, config, given["gateway"], reach, as_json=given["as_json"])
+    plan(found.spec, installed, prompt=instruction, limits=told, options=options, **dry)
+    return Chosen(found.spec, installed, told, options)
 
 
-def _writable(folder: Path) -> Path:
+def end_policy(given: Mapping[str, Any]) -> EndPolicy:
+    """What becomes of agents that did not end well by themselves."""
+    for flag in ("on_timeout", "on_failure", "on_limit"):
+        if given[flag] not in get_args(AtEnd):
+            raise ConfigError(f"{flag}: {given[flag]!r} is none of {', '.join(get_args(AtEnd))}", param=flag)
+    return EndPolicy(timed_out=given["on_timeout"], failed=given["on_failure"], limit=given["on_limit"])
+
+
+def writable(folder: Path) -> Path:
     """A folder that is there or can be made. That it cannot is told now, not when the agent is done."""
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -338,20 +399,20 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _session(given: Mapping[str, Any]) -> dict[str, Json]:
-    limits = {"turns": _positive(given, "max_turns"), "sampled_tokens": _positive(given, "max_tokens")}
+def session_settings(given: Mapping[str, Any]) -> dict[str, Json]:
+    limits = {"turns": positive(given, "max_turns"), "sampled_tokens": positive(given, "max_tokens")}
     limits = {name: value for name, value in limits.items() if value is not None}
     return {"limits": limits} if limits else {}
 
 
-def _positive(given: Mapping[str, Any], name: str) -> Any:
+def positive(given: Mapping[str, Any], name: str) -> Any:
     value = given[name]
     if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{name}: {value} must be more than 0", param=name)
     return value
 
 
-def _options(pairs: Iterable[str]) -> dict[str, str]:
+def agent_options(pairs: Iterable[str]) -> dict[str, str]:
     options = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -22,7 +22,8 @@ from turngate.engines.scripted import Scripted, derived_logprobs
 from turngate.errors import AgentError
 from turngate.render import load
 from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Order, Outcome, Rollout, Watch
+from turngate.rollout.one import Rollout
+from turngate.rollout.outcome import Order, Outcome, Watch
 from turngate.rollout.playbook import Playbook, Scene, filled
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Backend, Network

@@ -2,7 +2,7 @@
 
 <folder>/stdout, stderr     what it printed
 <folder>/home/…             its transcript and logs
-<folder>/work/…             its working folder
+<folder>/work/…             its working folder, by `tasks/grading/work.py`
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Collected(msgspec.Struct, frozen=True):
     missing: tuple[str, ...] = ()
 
 
-async def collect(sandbox: Sandbox, launch: Launch, folder: Path, *, keep_work: bool, limit_s: float) -> Collected:
-    """Everything into `folder`. What cannot be had, or not in `limit_s`, is named; nothing an agent left can fail a rollout."""
+async def collect(sandbox: Sandbox, launch: Launch, folder: Path) -> Collected:
+    """Everything but the work into `folder`. What cannot be had is named; nothing an agent left can fail a rollout."""
     missing: list[str] = []
     try:
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
@@ -53,10 +53,7 @@ async def collect(sandbox: Sandbox, launch: Launch, folder: Path, *, keep_work: 
     said = {name: await _output(sandbox, path, folder / name, missing) for name, path in _outputs(launch).items()}
     patterns = [p.replace("**", "*") for p in (launch.transcript, launch.subagents, *launch.logs) if p]
     files = await _home_files(sandbox, patterns, folder / "home", missing)
-    work = keep_work and await _work(sandbox, folder / "work", missing, limit_s)
-    return Collected(
-        str(folder), said["stdout"], said["stderr"], files, work, missing=tuple(spelled(line) for line in missing)
-    )
+    return Collected(str(folder), said["stdout"], said["stderr"], files, missing=tuple(map(spelled, missing)))
 
 
 def spelled(text: str) -> str:
@@ -66,20 +63,6 @@ def spelled(text: str) -> str:
 
 def _outputs(launch: Launch) -> dict[str, str]:
     return {"stdout": launch.stdout, "stderr": launch.stderr}
-
-
-async def _work(sandbox: Sandbox, target: Path, missing: list[str], limit_s: float) -> bool:
-    try:
-        async with asyncio.timeout(limit_s):
-            left = await sandbox.download(sandbox.workdir, target)
-    except TimeoutError:
-        missing.append(f"work: it took longer than {limit_s:.0f} s to copy")
-    except SandboxError as error:
-        missing.append(f"work: {error.message}")
-    else:
-        missing += [f"work: {line}" for line in left]
-        return True
-    return False
 
 
 async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str]) -> str:

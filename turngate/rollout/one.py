@@ -1,6 +1,8 @@
 """One rollout, stage by stage.
 
-    sandbox → files → setup → session → relay → launch → agent → seal → collect → clean
+    start   sandbox → files → setup
+    run     session → relay → launch → agent → seal → collect → clean
+    grade   grade → record
 
     sandbox   make the place to run in, with the agent's installation
     files     the task's files
@@ -10,43 +12,46 @@
     launch    write the agent's settings, and see that its program is there
     agent     run it as a background job until it ends, its time is up, its session met a limit or was ended, or somebody cancels
     seal      no more turns
-    collect   what it printed, its own transcript, what it left in the working folder
+    collect   what it printed, its own transcript, its work
     clean     everything is stopped and removed, whatever happened before
+    grade     the host decides, in a fresh sandbox that no agent has touched
+    record    the gateway keeps the outcome beside the trace
 
-Each stage has a time limit, and a failure says whose fault it was. Whatever happens, the trace that was recorded stays. Called by
-`turngate run` and `turngate agents check`.
+Each stage has a time limit, and a failure says whose fault it was. Whatever happens, the trace that was recorded stays. An agent is
+never run twice on one trace; only the grading is tried again. Called by `turngate run`, `turngate batch` and `turngate agents check`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from turngate.agents.install import Installed
-from turngate.agents.launch import Launch, Limits, plan, resolved
-from turngate.agents.spec import AgentSpec
+from turngate.agents.launch import Launch, plan, resolved
+from turngate.agents.tools import described, equipped
 from turngate.errors import AgentError, Boundary, ContextOverflow, SandboxError, TaskError, TurngateError
 from turngate.rollout.agreement import differences
+from turngate.rollout.announce import Announcer
 from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
-from turngate.rollout.collect import Collected, collect, spelled
+from turngate.rollout.collect import collect, spelled
+from turngate.rollout.judge import graded, recorded, without_grading
+from turngate.rollout.outcome import Fault, Gates, Order, Outcome, Progress, Stage, Watch
 from turngate.rollout.wayout import WayOut
-from turngate.sandboxes.base import Backend, Job, Mount, Network, Resources, Sandbox, SandboxSpec
+from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.sandboxes.posix import to_the_end
 from turngate.tasks import place
-from turngate.tasks.task import Task
+from turngate.tasks.grading.grade import Grade, Ground, Work
+from turngate.tasks.grading.work import take, with_git
 from turngate.types import Json
 from turngate.types import Limits as SessionLimits
-
-Stage = Literal["sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean"]
-Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
 
 # Seconds. The agent's own time is the rollout's to say.
 _LIMITS: Mapping[Stage, float] = {
@@ -58,6 +63,7 @@ _LIMITS: Mapping[Stage, float] = {
     "seal": 60,
     "collect": 300,
     "clean": 120,
+    "record": 60,
 }
 # Whose fault it is where a stage takes longer than that; the sandbox's in all others.
 _SLOW: Mapping[str, type[TurngateError]] = {"setup": TaskError, "session": TurngateError, "seal": TurngateError}
@@ -71,71 +77,6 @@ _SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(SessionLi
 _THERE = 'command -v -- "$1" >/dev/null'
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, where, within which bounds."""
-
-    task: Task
-    agent: AgentSpec
-    installed: Installed
-    backend: Backend
-    model: str
-    timeout_s: float
-    image: str = ""
-    network: Network = "none"
-    resources: Resources = Resources()
-    env: Mapping[str, str] = {}
-    session: Mapping[str, Json] = {}  # further settings of the session: limits, sampling, policy …
-    told: Limits = Limits()  # what the agent is told about its model
-    options: Mapping[str, str] = {}  # of the agent's own
-    folder: Path  # where what it left is kept, in a folder of the session's name
-    keep_work: bool = True
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """What went wrong, and on whose side."""
-
-    stage: Stage
-    boundary: Boundary
-    message: str
-
-
-class Outcome(msgspec.Struct, kw_only=True):
-    """How a rollout ended. Nothing here is a reward."""
-
-    session: str = ""
-    task: str
-    agent: str
-    version: str
-    sandbox: str
-    model: str
-    status: Status = "error"
-    exit_code: int | None = None  # of the agent; None: it did not end by itself
-    stop: str = ""  # the session's limit that was met, or who ended it
-    fault: Fault | None = None
-    seconds: dict[str, float] = {}
-    turns: int = 0
-    sampled_tokens: int = 0
-    roles: dict[str, int] = {}
-    rows: int = 0
-    calls: int | None = None  # that the agent made through its door; None: it had none of ours
-    collected: Collected = Collected()
-    not_enforced: tuple[str, ...] = ()  # what was asked of the sandbox and is a wish there
-    notes: tuple[str, ...] = ()
-
-
-class Progress(msgspec.Struct):
-    """For whoever watches."""
-
-    stage: Stage | Literal["done"] = "sandbox"
-    turns: int = 0
-    sampled_tokens: int = 0
-    session: str = ""
-    started: float = 0.0
-
-
-Watch = Callable[[Progress], None]
-
-
 class Rollout:
     """Runs one `Order`. Made for one use."""
 
@@ -146,23 +87,32 @@ class Rollout:
         wayout: WayOut,
         watch: Watch = lambda progress: None,
         *,
+        gates: Gates = lambda phase: nullcontext(),
         placed: Callable[[str], None] = lambda workdir: None,
+        session: str = "",
     ) -> None:
-        """`placed` is told the working folder when there is one."""
+        """`gates` bound how many are in a phase at once; `placed` is told the working folder when there is one; `session` is the
+        id that the session will have, where the caller wants to know it before."""
         self._order = order
         self._gateway = gateway
         self._wayout = wayout
         self._watch = watch
+        self._gates = gates
         self._placed = placed
+        self._session = session or uuid.uuid4().hex
+        self._work: Work | None = None
+        self._announcer = Announcer(gateway, self._session)
         self.progress = Progress(started=time.time())
         self.outcome = Outcome(
+            rollout=order.rollout or self._session,
+            group=order.group or order.task.id,
+            attempt=order.attempt,
             task=order.task.id,
             agent=order.agent.name,
             version=order.agent.install.version,
             sandbox=order.backend.name,
             model=order.model,
         )
-        self._session = ""  # the id, from when there may be a session
         self._ending = self._ended = False  # the session, by us
         self._fault_at: Stage | None = None
         self._complete = False  # all there is to know is known: being cancelled changes nothing about it
@@ -176,9 +126,12 @@ class Rollout:
 
     async def run(self) -> Outcome:
         """To the end. Cancelling it is a way to end it: everything is cleaned up before the cancellation goes on."""
+        async with self._announcer:
+            return await self._run()
+
+    async def _run(self) -> Outcome:
         try:
-            async with AsyncExitStack() as stack:
-                await self._stages(stack)
+            await self._agent_phases()
         except asyncio.CancelledError:
             await self._cancelled()
             raise
@@ -188,15 +141,35 @@ class Rollout:
                 await self._cancelled()
                 raise asyncio.CancelledError from error
             self._failed(error)
-        await self._summed_up(_SUM_S)
+        try:
+            await self._summed_up(_SUM_S)
+            await self._judged()
+        except asyncio.CancelledError:
+            # Without its grade it is not complete, and whoever goes on with it starts anew.
+            self.outcome.status, self.outcome.kind = "cancelled", None
+            raise
+        finally:
+            await to_the_end(asyncio.to_thread(self._discard_work))
+        await self._recorded()
+        self._told("done")
         return self.outcome
 
     async def _cancelled(self) -> None:
-        if not self._complete:
+        if not self._complete or self._to_be_graded:
             self.outcome.status = "cancelled"
         await self._summed_up(_END_S)
+        await to_the_end(asyncio.to_thread(self._discard_work))
+        self._told("done")
 
-    async def _stages(self, stack: AsyncExitStack) -> None:
+    async def _agent_phases(self) -> None:
+        """Start and run. What they made is removed when this ends, so that nothing of the agent is there when its work is graded."""
+        async with AsyncExitStack() as stack:
+            async with self._gates("start"):
+                sandbox = await self._started(stack)
+            async with self._gates("run"):
+                await self._ran(stack, sandbox)
+
+    async def _started(self, stack: AsyncExitStack) -> Sandbox:
         order = self._order
         async with self._stage("sandbox"):
             spec = self._spec()
@@ -208,6 +181,10 @@ class Rollout:
             await place.lay_files(sandbox, order.task)
         async with self._stage("setup", order.task.setup_timeout_s + _SPARE_S):
             await place.set_up(sandbox, order.task)
+        return sandbox
+
+    async def _ran(self, stack: AsyncExitStack, sandbox: Sandbox) -> None:
+        order = self._order
         async with self._stage("session"):
             opened = await self._open(stack)
         await stack.enter_async_context(self._followed(opened.id))
@@ -227,14 +204,99 @@ class Rollout:
             self.outcome.calls = way.generations
         unsealed = await self._sealed()
         async with self._stage("collect"):
-            self.outcome.collected = await collect(
-                sandbox, launch, order.folder / opened.id, keep_work=order.keep_work, limit_s=_LIMITS["collect"] / 2
-            )
+            await self._collected(sandbox, launch)
             if unsealed is None:
                 await self._compare(opened.id)
         if unsealed is not None:
             raise unsealed
         self._complete = True
+
+    async def _collected(self, sandbox: Sandbox, launch: Launch) -> None:
+        """What it left. Its output and logs may be missing; without its work there is nothing to grade."""
+        folder = self._kept
+        collected = await collect(sandbox, launch, folder)
+        self.outcome.collected = collected
+        if not (self._order.keep_work or self._to_be_graded):
+            return
+        try:
+            async with asyncio.timeout(_LIMITS["collect"] / 2):
+                self._work = await take(
+                    sandbox, folder / "work", git=with_git(self._order.task), answers=await self._answers()
+                )
+        except TimeoutError:
+            missing = f"work: it took longer than {_LIMITS['collect'] / 2:.0f} s to copy"
+        except SandboxError as error:
+            missing = f"work: {spelled(error.message)}"
+        else:
+            lost = (self._work.lost,) if self._work.lost else ()
+            left = tuple(f"work: {line}" for line in (*lost, *self._work.left_out))
+            self.outcome.collected = msgspec.structs.replace(
+                collected, work=self._order.keep_work and not lost, missing=(*collected.missing, *left)
+            )
+            return
+        self.outcome.collected = msgspec.structs.replace(collected, missing=(*collected.missing, missing))
+
+    async def _answers(self) -> list[dict[str, object]]:
+        """What the agent told the host by its tools, in order."""
+        if not self._order.task.tools:
+            return []
+        calls = await self._gateway.tool_calls(self._session)
+        return [{"tool": call["tool"], "arguments": call["arguments"]} for call in calls]
+
+    @property
+    def _kept(self) -> Path:
+        """Where what it left is kept."""
+        return self._order.folder / self._session
+
+    @property
+    def _to_be_graded(self) -> bool:
+        return self._order.grade and self._order.task.grader is not None
+
+    def _discard_work(self) -> None:
+        if not self._order.keep_work:
+            shutil.rmtree(self._kept / "work", ignore_errors=True)
+
+    # ── what the host decides ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _judged(self) -> None:
+        """The class and the reward. A rollout that somebody cancelled has neither."""
+        outcome, order = self.outcome, self._order
+        if outcome.status == "cancelled":
+            return
+        found = without_grading(outcome, order.policy)
+        if found is None and self._to_be_graded:
+            found = await self._graded()
+        elif outcome.fault is None and not self._to_be_graded:
+            return  # nobody was asked
+        assert found is not None
+        outcome.grade, outcome.kind, outcome.reward = found, found.kind, found.reward
+
+    async def _graded(self) -> Grade:
+        order = self._order
+        if self._work is None:
+            why = "; ".join(self.outcome.collected.missing) or "it was not taken"
+            return Grade(kind="infrastructure fault", message=f"there is no work to grade: {why}")
+        ground = Ground(
+            backend=order.backend, image=order.image, resources=order.resources, log=self._kept / "grade.log"
+        )
+        began = time.monotonic()
+        async with self._gates("grade"):
+            self._told("grade")
+            try:
+                return await graded(order.task, self._work, ground)
+            finally:
+                self._spent("grade", began)
+
+    async def _recorded(self) -> None:
+        """At the gateway, beside the trace. Where it is gone, the outcome is still the caller's."""
+        outcome = self.outcome
+        if not outcome.session or outcome.kind is None or not self._ended:
+            return
+        try:
+            async with self._stage("record"):
+                await self._gateway.record(outcome.session, recorded(outcome))
+        except TurngateError as error:
+            self._note(f"the outcome could not be recorded at the gateway: {error.message}")
 
     async def _sealed(self) -> TurngateError | None:
         """No more turns. Where the gateway is gone, that is told when what the agent left has been saved."""
@@ -261,10 +323,9 @@ class Rollout:
 
     async def _open(self, stack: AsyncExitStack) -> Opened:
         """Under an id of our own: where we are cancelled before the answer comes, there is a session to end all the same."""
-        self._session = uuid.uuid4().hex
         stack.push_async_callback(self._end_whatever_happened)
         opened = await self._gateway.open(self._settings(), self._session)
-        self._session = self.outcome.session = self.progress.session = opened.id
+        self.outcome.session = self.progress.session = opened.id
         return opened
 
     def _settings(self) -> dict[str, Json]:
@@ -274,29 +335,36 @@ class Rollout:
             "agent": order.agent.name,
             "agent_version": order.agent.install.version,
             "sandbox": order.backend.name,
+            **(
+                {"rollout": order.rollout, "group": self.outcome.group, "attempt": order.attempt}
+                if order.rollout
+                else {}
+            ),
         }
         given = dict(order.session)
         return {
             "model": order.model,
             "signals": msgspec.to_builtins(resolved(order.agent.signals, order.model)),
+            **({"tools": msgspec.to_builtins(order.task.tools)} if order.task.tools else {}),
             **given,
             "metadata": {**metadata, **given.get("metadata", {})},
         }
 
     def _launch(self, sandbox: Sandbox, base_url: str, opened: Opened) -> Launch:
         order = self._order
-        return plan(
+        planned = plan(
             order.agent,
             self._installed,
             base_url=base_url,
             api_key=opened.key,
             model=order.model,
-            prompt=order.task.instruction,
+            prompt=described(order.task.instruction, order.task.tools),
             home=sandbox.home,
             workdir=sandbox.workdir,
             limits=order.told,
             options=order.options,
         )
+        return equipped(planned, order.task.tools, base_url=base_url, api_key=opened.key, home=sandbox.home)
 
     async def _check(self, sandbox: Sandbox, launch: Launch) -> None:
         """An agent that is said to be in the image has to be there, and so has whatever runs it."""
@@ -426,6 +494,7 @@ class Rollout:
         try:
             async with asyncio.timeout(_END_S):
                 await end(self._session)
+                self._ended = True
         except TimeoutError:
             self._note(f"the session could not be ended: the gateway did not answer for {_END_S:.0f} s")
         except Refused as refused:
@@ -462,7 +531,6 @@ class Rollout:
 
     async def _summed_up(self, limit_s: float) -> None:
         """What the gateway has recorded, as far as it can still be asked."""
-        self.progress.stage = "done"
         if self.outcome.session:
             self.outcome.turns, self.outcome.sampled_tokens = self.progress.turns, self.progress.sampled_tokens
             try:
@@ -473,7 +541,6 @@ class Rollout:
                     self.outcome.rows = len(await self._gateway.samples(self.outcome.session))
             except (TurngateError, TimeoutError) as error:
                 self._note(f"the gateway could not be asked what it has recorded: {error}")
-        self._watch(self.progress)
 
     def _failed(self, error: TurngateError) -> None:
         self.outcome.status = "error"
@@ -481,8 +548,7 @@ class Rollout:
 
     @asynccontextmanager
     async def _stage(self, stage: Stage, limit_s: float | None = None) -> AsyncIterator[None]:
-        self.progress.stage = stage
-        self._watch(self.progress)
+        self._told(stage)
         began = time.monotonic()
         limit = limit_s or _LIMITS[stage]
         try:
@@ -495,8 +561,24 @@ class Rollout:
             self._fault_at = self._fault_at or stage
             raise
         finally:
-            spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began
-            self.outcome.seconds = {**self.outcome.seconds, stage: round(spent, 3)}
+            self._spent(stage, began)
+
+    def _told(self, stage: Stage | Literal["done"]) -> None:
+        self.progress.stage = stage
+        self._watch(self.progress)
+        self._announcer.say("stage", self._facts(stage))
+
+    def _facts(self, stage: Stage | Literal["done"]) -> dict[str, Json]:
+        """What followers of the stream are told. The end has the outcome; they are the host's, so it may."""
+        outcome = self.outcome
+        begun = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
+        if stage != "done":
+            return begun
+        return {**begun, "status": outcome.status, "class": outcome.kind, "reward": outcome.reward}
+
+    def _spent(self, stage: Stage, began: float) -> None:
+        spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began
+        self.outcome.seconds = {**self.outcome.seconds, stage: round(spent, 3)}
 
 
 def _being_cancelled() -> bool:

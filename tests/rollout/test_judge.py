@@ -1,0 +1,158 @@
+"""From how a rollout ended to its class and reward: graded work, policies, and faults that never have a reward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit import say
+from tests.rollout.kit import PRELUDE, Stage, staged
+from turngate.engines.scripted import Turn
+from turngate.errors import Boundary
+from turngate.rollout import judge
+from turngate.rollout.judge import without_grading
+from turngate.rollout.outcome import AtEnd, EndPolicy, Fault, Outcome
+from turngate.tasks.grading.grade import Grade
+from turngate.tasks.task import Script, Task
+
+WRITES = 'ask("Hi")\nopen("answer.txt", "w").write("{answer}")'
+IS_42 = """
+reward=0; [ "$(cat answer.txt 2>/dev/null)" = 42 ] && reward=1
+mkdir -p "$TURNGATE_LOGS/verifier"; echo $reward > "$TURNGATE_LOGS/verifier/reward.txt"
+"""
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with staged([say("Hello.")] * 20) as stage:
+        yield stage
+
+
+def asked(folder: Path, program: str, test: str = IS_42, **more: Any) -> Task:
+    tests = folder / "tests"
+    tests.mkdir(exist_ok=True)
+    (tests / "test.sh").write_text(test)
+    return Task(id="forty-two", instruction=PRELUDE + program, grader=Script(files=tests), **more)
+
+
+def ended(status: Any = "finished", **facts: Any) -> Outcome:
+    return Outcome(
+        task="t",
+        agent="a",
+        version="",
+        sandbox="local",
+        model="m",
+        status=status,
+        **{"turns": 1, "exit_code": 0, **facts},
+    )
+
+
+# ── whose fault ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("boundary", "kind"),
+    [
+        ("task", "invalid task"),
+        ("agent", "agent failed"),
+        ("sandbox", "infrastructure fault"),
+        ("engine", "infrastructure fault"),
+        ("store", "infrastructure fault"),
+        ("gateway", "infrastructure fault"),
+        ("config", "infrastructure fault"),
+    ],
+)
+def test_a_fault_has_a_class_and_no_reward(boundary: Boundary, kind: str) -> None:
+    everything: AtEnd = "zero"
+    policy = EndPolicy(timed_out=everything, failed=everything, limit=everything)
+    found = without_grading(ended("error", fault=Fault("agent", boundary, "it broke")), policy)
+    assert found == Grade(kind=kind, reward=None, message="it broke")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("status", "field"), [("timed out", "timed_out"), ("failed", "failed"), ("limit", "limit")])
+def test_each_bad_end_has_a_policy_of_its_own(status: str, field: str) -> None:
+    outcome = ended(status, exit_code=3, stop="turns")
+    assert without_grading(outcome, EndPolicy()) is None
+    for choice, reward in (("exclude", None), ("zero", 0.0)):
+        found = without_grading(outcome, EndPolicy(**{field: choice}))  # type: ignore[arg-type]
+        assert found is not None and (found.kind, found.reward) == ("agent failed", reward)
+        others = {name: choice for name in ("timed_out", "failed", "limit") if name != field}
+        assert without_grading(outcome, EndPolicy(**others)) is None  # type: ignore[arg-type]
+
+
+def test_an_agent_that_never_spoke_to_its_model_has_no_reward() -> None:
+    found = without_grading(ended("failed", turns=0, exit_code=127), EndPolicy(failed="zero"))
+    assert found is not None and (found.kind, found.reward) == ("agent failed", None)
+    assert "exit code 127 before its first turn" in found.message
+
+
+# ── whole rollouts ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("42", 1.0), ("41", 0.0)])
+async def test_the_work_is_graded_and_the_outcome_recorded(
+    stage: Stage, tmp_path: Path, answer: str, reward: float
+) -> None:
+    outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer=answer)))
+    assert (outcome.status, outcome.kind, outcome.reward) == ("finished", "graded", reward)
+    assert stage.stages[-4:] == ["clean", "grade", "record", "done"]  # the agent's sandbox is gone before
+    shown = await stage.gateway.show(outcome.session)
+    assert (shown["outcome"]["kind"], shown["outcome"]["reward"]) == ("graded", reward)
+    assert (shown["outcome"]["task"], shown["outcome"]["group"]) == ("forty-two", "forty-two")
+    assert "reward" not in json.dumps(await stage.client.trace(outcome.session))
+
+
+async def test_work_is_kept_only_where_it_is_wanted(stage: Stage, tmp_path: Path) -> None:
+    kept = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")))
+    gone = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")), keep_work=False)
+    assert kept.reward == gone.reward == 1.0
+    assert stage.left(kept, "answer.txt") == b"42" and kept.collected.work
+    assert not (stage.folder / gone.session / "work").exists() and not gone.collected.work
+
+
+async def test_a_task_without_a_grader_has_no_class_and_no_reward(stage: Stage) -> None:
+    outcome = await stage.run('ask("Hi")')
+    assert (outcome.status, outcome.kind, outcome.reward, outcome.grade) == ("finished", None, None, None)
+    assert (await stage.gateway.show(outcome.session))["outcome"] is None
+
+
+async def test_what_a_timed_out_agent_did_is_graded(stage: Stage, tmp_path: Path) -> None:
+    program = WRITES.format(answer="42") + "\ntime.sleep(600)"
+    outcome = await stage.run(task=asked(tmp_path, program), timeout_s=4.0)
+    assert (outcome.status, outcome.kind, outcome.reward) == ("timed out", "graded", 1.0)
+
+
+async def test_what_a_timed_out_agent_did_is_left_out_by_policy(stage: Stage, tmp_path: Path) -> None:
+    program = WRITES.format(answer="42") + "\ntime.sleep(600)"
+    task, policy = asked(tmp_path, program), EndPolicy(timed_out="exclude")
+    outcome = await stage.run(task=task, timeout_s=4.0, policy=policy)
+    assert (outcome.status, outcome.kind, outcome.reward) == ("timed out", "agent failed", None)
+    assert (await stage.gateway.show(outcome.session))["outcome"]["reward"] is None
+
+
+async def test_an_engine_that_fails_is_never_the_agents_zero(tmp_path: Path) -> None:
+    async with staged([Turn(fail_before=True)] * 20) as stage:
+        outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="41")))
+    assert (outcome.status, outcome.kind, outcome.reward) == ("error", "infrastructure fault", None)
+
+
+async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "BACK_OFF_S", 0.01)
+    tried: list[str] = []
+    real = judge.grade
+
+    async def flaky(task: Task, work: Any, ground: Any) -> Grade:
+        tried.append(task.id)
+        return (
+            Grade(kind="infrastructure fault", message="no room") if len(tried) < 3 else await real(task, work, ground)
+        )
+
+    monkeypatch.setattr(judge, "grade", flaky)
+    outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")))
+    assert (outcome.kind, outcome.reward, len(tried), outcome.turns) == ("graded", 1.0, 3, 1)
