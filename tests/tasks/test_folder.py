@@ -8,7 +8,8 @@ import pytest
 
 from turngate.errors import TaskError
 from turngate.tasks import load
-from turngate.tasks.task import Function, HostTool, Rubric, Script, Solution
+from turngate.tasks.task import Function, Rubric, Script, Solution
+from turngate.trace.tools import HostTool
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 
@@ -126,6 +127,14 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
                 "task.toml": "[[turngate.rubric]]\nname = 'a'\nfunction='a:b'\n[[turngate.rubric]]\nname = 'a'\nfunction='a:b'"
             },
             "two lines are called 'a'",
+        ),
+        (
+            {"task.toml": "[[turngate.tools]]\nname = 'answer'\ndescription = 'Say it.'\nschema = { type = 'string' }"},
+            r"tools\[0\].schema: must be a JSON schema of type 'object'",
+        ),
+        (
+            {"task.toml": "[[turngate.tools]]\nname = 'An Answer'\ndescription = 'Say it.'\nschema = {}"},
+            "turngate.tools",
         ),
         ({"task.toml": "[turngate]\nworkdir = 'app'"}, "not an absolute path"),
         ({"task.toml": "[environment]\nmemory = 'much'"}, "environment.memory: 'much' is no size"),

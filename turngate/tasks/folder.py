@@ -25,12 +25,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.errors import TaskError
+from turngate.errors import BadRequest, TaskError
 from turngate.explain import explain
 from turngate.tasks.task import (
     Function,
     Grader,
-    HostTool,
     Part,
     Rubric,
     Script,
@@ -39,6 +38,8 @@ from turngate.tasks.task import (
     checked,
     named,
 )
+from turngate.trace.tools import HostTool
+from turngate.trace.tools import checked as checked_tools
 from turngate.types import Json
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -86,15 +87,6 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function: str = ""
 
 
-class _Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of [[turngate.tools]]."""
-
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
-    description: Annotated[str, msgspec.Meta(min_length=1)]
-    schema: Mapping[str, Json]
-    reply: Json = "Received."
-
-
 class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The table [turngate]: what Harbor has no word for."""
 
@@ -104,7 +96,7 @@ class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     git: bool = False  # the agent's own .git is part of its work
     grader: str = ""
     rubric: list[_Line] = []
-    tools: list[_Tool] = []
+    tools: tuple[HostTool, ...] = ()
 
 
 class _TaskFile(msgspec.Struct, frozen=True):
@@ -300,16 +292,11 @@ def _solution(folder: Path, settings: _TaskFile) -> Solution | None:
 
 
 def _tools(folder: Path, own: _Own) -> tuple[HostTool, ...]:
-    names = [tool.name for tool in own.tools]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise _wrong(folder, "turngate.tools", f"two tools are called {twice!r}")
-    for tool in own.tools:
-        if tool.schema.get("type") != "object":
-            raise _wrong(folder, f"turngate.tools ({tool.name})", 'schema: its "type" has to be "object"')
-    return tuple(
-        HostTool(name=tool.name, description=tool.description, schema=tool.schema, reply=tool.reply)
-        for tool in own.tools
-    )
+    try:
+        checked_tools(own.tools)
+    except BadRequest as error:
+        raise _wrong(folder, f"turngate.{error.param}", error.message.removeprefix(f"{error.param}: ")) from None
+    return own.tools
 
 
 def text(path: Path) -> str:

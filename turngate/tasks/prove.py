@@ -60,14 +60,15 @@ async def _proof(task: Task, ground: Ground) -> Proof:
     untouched = await grade(task, None, _logged(ground, "untouched"))
     if complaint := _unlike(untouched, 0.0, "no change"):
         return Proof(task=task.id, verdict=_verdict(untouched), message=complaint, untouched=untouched)
-    with tempfile.TemporaryDirectory(prefix="turngate-prove-") as scratch:
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="turngate-prove-") as scratch:
             work = await _solved(task, task.solution, ground, Path(scratch) / "work")
-        except TaskError as error:
-            return Proof(task=task.id, verdict="not proven", message=error.message, untouched=untouched)
-        except SandboxError as error:
-            return Proof(task=task.id, verdict="infrastructure fault", message=error.message, untouched=untouched)
-        solved = await grade(task, work, _logged(ground, "solved"))
+            solved = await grade(task, work, _logged(ground, "solved"))
+    except TaskError as error:
+        return Proof(task=task.id, verdict="not proven", message=error.message, untouched=untouched)
+    except (SandboxError, OSError) as error:
+        said = error.message if isinstance(error, SandboxError) else str(error)
+        return Proof(task=task.id, verdict="infrastructure fault", message=said, untouched=untouched)
     complaint = _unlike(solved, 1.0, "the reference solution")
     return Proof(
         task=task.id,

@@ -19,9 +19,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from turngate.agents.install import cache
-from turngate.errors import TaskError
+from turngate.errors import BadRequest, TaskError
 from turngate.explain import explain
-from turngate.tasks.task import Function, Grader, HostTool, Part, Rubric, Script, Solution, Swe, Task, checked, named
+from turngate.tasks.task import Function, Grader, Part, Rubric, Script, Solution, Swe, Task, checked, named
+from turngate.trace.tools import HostTool
+from turngate.trace.tools import checked as checked_tools
 from turngate.types import Json
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -75,13 +77,6 @@ class _Solution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: Mapping[str, str] = {}
 
 
-class _Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: NotEmpty
-    description: NotEmpty
-    schema: Mapping[str, Json]
-    reply: Json = "Received."
-
-
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: NotEmpty
     instruction: NotEmpty
@@ -95,7 +90,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: Seconds | None = None
     grader: _Script | _Function | _Swe | _Rubric | None = None
     solution: _Solution | None = None
-    tools: tuple[_Tool, ...] = ()
+    tools: tuple[HostTool, ...] = ()
     env: Mapping[str, str] = {}
     metadata: Mapping[str, Json] = {}
 
@@ -123,7 +118,7 @@ def task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> 
         timeout_s=row.timeout_s,
         grader=None if row.grader is None else _grader(row.grader, f"{here}: grader", beside),
         solution=None if row.solution is None else _solution(row.solution, f"{here}: solution"),
-        tools=tuple(HostTool(**msgspec.structs.asdict(tool)) for tool in row.tools),
+        tools=_tools(row.tools, here),
         env=row.env,
         metadata=row.metadata,
         source=where,
@@ -165,6 +160,14 @@ def _solution(given: _Solution, here: str) -> Solution:
     if given.files and "solve.sh" not in given.files:
         raise TaskError(f"task: {here}.files: there is no solve.sh, which does what is asked", param="solution")
     return Solution(patch=given.patch, files=laid(given.files, f"{here}.files"), env=given.env)
+
+
+def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
+    try:
+        checked_tools(tools)
+    except BadRequest as error:
+        raise TaskError(f"task: {here}: {error.message}", param="tools") from None
+    return tools
 
 
 # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────

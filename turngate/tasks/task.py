@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import TaskError
+from turngate.trace.tools import HostTool
 from turngate.types import Json
 
 LARGEST = 1_000_000  # characters of an instruction
@@ -81,15 +82,6 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}  # for solve.sh
 
 
-class HostTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the agent calls at the gateway and the host answers, always with the same `reply`: it says nothing about a reward."""
-
-    name: str
-    description: str
-    schema: Mapping[str, Json]  # JSON Schema of the arguments
-    reply: Json = "Received."
-
-
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     instruction: str
@@ -104,7 +96,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # the agent's time
     grader: Grader | None = None
     solution: Solution | None = None
-    tools: tuple[HostTool, ...] = ()
+    tools: tuple[HostTool, ...] = ()  # that the agent may call at the gateway, and the host handles
     env: Mapping[str, str] = {}  # for every command in the sandbox
     metadata: Mapping[str, Json] = {}
     source: str = ""  # where it was read, for messages: a folder, or a file and its row
