@@ -80,6 +80,7 @@ class Events:
                     yield event
                     after = event.seq
                 if page:
+                    await asyncio.sleep(0)  # a long past must not keep turns waiting
                     continue
                 if not wait:
                     return

@@ -15,6 +15,8 @@ from tests.kit import Running, gateway, until
 from turngate.agents.install import node_here
 from turngate.agents.tools import shim
 from turngate.errors import AgentError
+from turngate.rollout.wayout import Connection
+from turngate.sandboxes import door
 from turngate.trace.tools import HostTool
 
 ANSWER = {
@@ -112,6 +114,18 @@ async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, 
         answered = await g.admin.post(f"/admin/sessions/{session}/tools/1/answer", json={"reply": {"hint": 7}})
         assert answered.status_code == 200
         assert await running == Said(0, '{"hint":7}\n', "")
+
+
+async def test_through_the_door_of_a_sandbox(tmp_path: Path) -> None:
+    async with gateway() as g, door.opened(g.root) as way:
+        session = await opened(g, tmp_path, "python3")
+        assert await run(tmp_path, '{"text": "x"}', GATE_URL=way.target) == Said(0, '{"ok":true}\n', "")
+        [call] = (await g.admin.get(f"/admin/sessions/{session}/tools")).json()["calls"]
+        assert call["arguments"] == {"text": "x"}
+        connection = Connection("", 0)
+        for method, path in (("GET", "/v1/tools"), ("POST", "/v1/tools/answer")):
+            connection.passed(method, path)
+        assert connection.generations == 0  # a tool call samples nothing
 
 
 async def test_what_is_missing_is_said(tmp_path: Path) -> None:

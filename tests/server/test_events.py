@@ -240,11 +240,11 @@ async def test_old_events_are_removed_where_that_was_set(tmp_path: Path) -> None
     db.close()
     async with gateway(data=tmp_path) as g:
         assert len(await told(g)) == 1  # as ever, they stay
-    async with gateway(data=tmp_path, event_days=2, idle_s=100) as g:
-        await g.open()
-        g.app.control._prune(time.time() - 2 * 86400)
-        [left] = await told(g)
-        assert left["session"] != session.id and left["seq"] > first["seq"]
+    async with gateway(data=tmp_path, event_days=2, idle_s=0.4) as g:
+        newer = await g.open()
+        await until(lambda: session.id not in {e.session for e in g.app.events.page() if e.kind == "opened"})
+        left = await told(g)
+        assert left[0]["session"] == newer.id and left[0]["seq"] > first["seq"]
 
 
 # ── told by others ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -163,7 +163,8 @@ class Gateway:
 
     def _tell_verified(self, verdict: Verdict) -> None:
         try:
-            self.events.add(verdict.session, "verified", summed_up(verdict))
+            if self.store.find(verdict.session) is not None:  # it may be deleted meanwhile
+                self.events.add(verdict.session, "verified", summed_up(verdict))
         except StoreError as error:
             log.warning("the verdict on session %s is not in the events: %s", verdict.session, error.message)
 
