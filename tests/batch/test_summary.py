@@ -85,7 +85,9 @@ def test_every_finished_rollout_is_in_one_class() -> None:
 
 def test_times_are_means_over_those_that_came_so_far() -> None:
     found = [
-        done("a", 0, 1.0, seconds={"sandbox": 1.0, "setup": 1.0, "agent": 4.0, "grade": 2.0}, turns=3, sampled_tokens=9),
+        done(
+            "a", 0, 1.0, seconds={"sandbox": 1.0, "setup": 1.0, "agent": 4.0, "grade": 2.0}, turns=3, sampled_tokens=9
+        ),
         done("a", 1, seconds={"sandbox": 3.0}),
     ]
     overall = summed_up("b", ["a"], 2, found).overall
@@ -104,7 +106,9 @@ def test_the_histogram_has_every_reward_once() -> None:
 
 
 def test_the_picture_is_well_formed_whatever_a_task_is_called() -> None:
-    found = [done("a<b>&\"'", n, float(n % 2), seconds={"agent": 1.0}, turns=n, sampled_tokens=n * 100) for n in range(8)]
+    found = [
+        done("a<b>&\"'", n, float(n % 2), seconds={"agent": 1.0}, turns=n, sampled_tokens=n * 100) for n in range(8)
+    ]
     summary = summed_up("<batch>", ["a<b>&\"'"], 8, found)
     root = ET.fromstring(svg(summary, found))
     said = " ".join(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))

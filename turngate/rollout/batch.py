@@ -40,7 +40,9 @@ from turngate.rollout.summary import Summary, summed_up
 from turngate.rollout.tally import Tally, Watch
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.posix import to_the_end
+from turngate.store.outcome import Recorded
 from turngate.tasks.task import Task
+from turngate.types import Json
 
 log = logging.getLogger("turngate")
 _LONGEST_S = 60.0  # between two attempts
@@ -195,13 +197,10 @@ class Batch:
         known = ledger.known
         for finished in known.finished.values():
             self._count(finished)
+        await self._closed(ledger)
         self.tally.before = self.tally.done
         if self.tally.before:
             self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
-        for begun in list(known.open.values()):
-            await self._cancelled_at_gateway(begun.session)
-            await asyncio.to_thread(self._remove_work, begun.session)
-            await ledger.add(_ended(begun, "lost", "its runner ended before it did"))
         self._fresh = (
             todo
             for task in self._plan.in_order()
@@ -211,12 +210,32 @@ class Batch:
         self.tally.started = time.monotonic()
         self._watch(self.tally)
 
-    async def _cancelled_at_gateway(self, session: str) -> None:
+    async def _closed(self, ledger: Ledger) -> None:
+        """Attempts whose runner was killed. One whose outcome the gateway has was over by then, and counts; the others are ended."""
+        for begun in list(ledger.known.open.values()):
+            shown = await self._cancelled_at_gateway(begun.session)
+            await asyncio.to_thread(self._remove_work, begun.session)
+            recorded = (
+                None if shown is None or shown["outcome"] is None else msgspec.convert(shown["outcome"], Recorded)
+            )
+            if recorded is None:
+                await ledger.add(_ended(begun, "lost", "its runner ended before it did"))
+            elif recorded.kind == "infrastructure fault":
+                await ledger.add(_ended(begun, "fault", recorded.message))
+            else:
+                await ledger.add(_adopted(begun, recorded, shown))
+                self._count(ledger.known.finished[begun.rollout])
+
+    async def _cancelled_at_gateway(self, session: str) -> Json:
+        """What the gateway has of it; None: it was never opened."""
         try:
             await self._gateway.cancel(session)
         except Refused as refused:
-            if refused.answered not in (404, 409):  # it was never opened, or has ended
+            if refused.answered == 404:
+                return None
+            if refused.answered != 409:  # it has ended
                 raise
+        return await self._gateway.show(session)
 
     def _remove_work(self, session: str) -> None:
         if not self._plan.keep_work:
@@ -281,15 +300,15 @@ class Batch:
         if self._is_invalid(todo.task):
             await self._finish(_skipped(todo, self._invalid[todo.task.id]))
             return
-        if (free := shutil.disk_usage(self._plan.folder).free) < self._plan.least_free:
-            self._stop(f"{self._plan.folder}: the disk is full ({free / 1e6:.0f} MB are left); make room")
+        if full := self._disk_is_full():
+            self._stop(full)
             return
         attempt = ledger.known.attempts.get(todo.id, 0) + 1
         begun = Begun(rollout=todo.id, attempt=attempt, session=uuid.uuid4().hex, at=now())
         await ledger.add(begun)
         if ledger.full:
             await ledger.add(_ended(begun, "cancelled", "the disk is full"))
-            self._stop(f"{self._plan.folder}: the disk is full; make room")
+            self._stop(self._disk_is_full())
             return
         try:
             outcome = await self._run(todo, begun)
@@ -299,7 +318,7 @@ class Batch:
             raise
         await self._settled(todo, begun, outcome)
         if ledger.full:
-            self._stop(f"{self._plan.folder}: the disk is full; make room")
+            self._stop(self._disk_is_full())
 
     async def _run(self, todo: _Todo, begun: Begun) -> Outcome:
         order = self._plan.order(todo.task, todo.index, self._batch, begun.attempt)
@@ -376,6 +395,8 @@ class Batch:
             return found
 
     async def _probe(self) -> str:
+        if full := self._disk_is_full():
+            return full
         try:
             await self._plan.backend.check()
         except SandboxUnavailable as error:
@@ -393,6 +414,13 @@ class Batch:
             except TurngateError as error:
                 return error.message
             await asyncio.sleep(0.5)
+
+    def _disk_is_full(self) -> str:
+        """What is said of it; empty: there is room."""
+        free = shutil.disk_usage(self._plan.folder).free
+        if free >= self._plan.least_free and not self._books.full:
+            return ""
+        return f"{self._plan.folder}: the disk is full ({free / 1e6:.1f} MB are left); make room"
 
     def _stop(self, why: str) -> None:
         if not self._stopped:
@@ -435,6 +463,24 @@ def _finished(todo: _Todo, begun: Begun, outcome: Outcome) -> Finished:
         stage=fault.stage if fault else "",
         boundary=fault.boundary if fault else "",
         message=_message(outcome)[:_TOLD],
+        at=now(),
+    )
+
+
+def _adopted(begun: Begun, recorded: Recorded, shown: Json) -> Finished:
+    """From what the gateway keeps. How long it took is not known."""
+    return Finished(
+        rollout=begun.rollout,
+        task=recorded.task,
+        index=int(begun.rollout.rpartition(".")[2]),
+        kind=recorded.kind,
+        reward=recorded.reward,
+        resolved=recorded.resolved,
+        attempt=begun.attempt,
+        session=begun.session,
+        turns=shown["turns"],
+        sampled_tokens=shown["sampled_tokens"],
+        message=recorded.message[:_TOLD],
         at=now(),
     )
 

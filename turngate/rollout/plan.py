@@ -93,6 +93,10 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Of each task, by its id."""
         return {task.id: _digest(_bare(task)) for task in self.tasks}
 
+    def fingerprint(self) -> str:
+        """The same for the same batch: a folder's name, where nobody chose another."""
+        return _digest([self.terms(), self.digests()])[:12]
+
     def in_order(self) -> tuple[Task, ...]:
         """Group after group, so that the first are complete early. With a seed in an order of its own."""
         if self.seed is None:

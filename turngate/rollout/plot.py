@@ -32,6 +32,7 @@ class Panel(msgspec.Struct, frozen=True):
     title: str
     bars: tuple[Bar, ...]
     note: str = ""  # what is said where there is nothing to show, or below it
+    whole: float | None = None  # what a full bar stands for; None: the largest
 
 
 def panels(summary: Summary, finished: Iterable[Finished]) -> tuple[Panel, ...]:
@@ -60,7 +61,7 @@ def _pass_at(summary: Summary) -> Panel:
     fewer = [p.k for p in summary.overall.pass_at if p.tasks < tasks]
     note = f"from k = {fewer[0]} on not over all {tasks} tasks" if fewer else ""
     bars = tuple(Bar(f"k = {p.k}", p.estimate, f"{p.estimate:.1%}") for p in summary.overall.pass_at)
-    return Panel("pass@k", bars, note)
+    return Panel("pass@k", bars, note, whole=1.0)
 
 
 def _spread(title: str, values: Sequence[int], colour: str) -> Panel:
@@ -93,7 +94,7 @@ def lines(panel: Panel, width: int = 40) -> list[str]:
     if not panel.bars:
         return [f"{panel.title}: nothing to show"]
     label = max(len(bar.label) for bar in panel.bars)
-    most = max(bar.value for bar in panel.bars) or 1.0
+    most = panel.whole or max(bar.value for bar in panel.bars) or 1.0
     head = panel.title + (f"  ({panel.note})" if panel.note else "")
     return [head, *(f"  {b.label:>{label}}  {_filled(b.value / most, width)} {b.shown}" for b in panel.bars)]
 

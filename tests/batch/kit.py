@@ -1,0 +1,143 @@
+"""What the tests of batches are written with: a small agent, tasks that go well or wrong in a known way, and a runner to be killed.
+
+    python -m tests.batch.kit URL OUT ROOT      runs `storm(…)` against a gateway; its key comes from TURNGATE_ADMIN_KEY
+
+The agent asks the model once and writes down a guess; half of them are right. What a task is called says what befalls its rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from turngate.agents.install import Installed
+from turngate.agents.spec import find
+from turngate.errors import SandboxError
+from turngate.rollout.batch import BatchResult, run_batch
+from turngate.rollout.client import GatewayClient
+from turngate.rollout.gates import Bounds
+from turngate.rollout.outcome import EndPolicy
+from turngate.rollout.plan import BatchPlan
+from turngate.rollout.tally import Tally
+from turngate.rollout.wayout import WayOut
+from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.local import LocalBackend
+from turngate.sandboxes.supervised import Supervised
+from turngate.server.auth import ADMIN_KEY
+from turngate.tasks.task import Script, Task
+
+# With a bare socket: importing an HTTP client takes three times as long as all the rest of it.
+AGENT = """
+import json, os, socket, sys, time
+text = sys.stdin.read()
+body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": text}]})
+host, _, port = os.environ["TURNGATE_BASE_URL"].rpartition("/")[2].partition(":")
+with socket.create_connection((host, int(port))) as line:
+    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\ncontent-type: application/json\\r\\n"
+    line.sendall((head + f"authorization: Bearer {os.environ['TURNGATE_API_KEY']}\\r\\ncontent-length: {len(body)}\\r\\n\\r\\n{body}").encode())
+    reply = b"".join(iter(lambda: line.recv(65536), b""))
+if b" 200 " not in reply.partition(b"\\r\\n")[0]:
+    sys.exit(1)
+if "hang" in text:
+    time.sleep(600)
+open("guess", "w").write("right" if os.urandom(1)[0] % 2 else "wrong")
+"""
+DECIDE = 'read -r guess < guess; [ "$guess" = right ] && echo 1 > "$TURNGATE_LOGS/verifier/reward.txt" || echo 0 > "$TURNGATE_LOGS/verifier/reward.txt"'
+CRASH = "kill -9 $$"
+
+# What befalls the rollouts of a task, by the first word of its name, and the class that they end in.
+ENDS = {
+    "well": "graded",
+    "sandbox": "infrastructure fault",  # none can be made for it
+    "engine": "infrastructure fault",  # drops the connection
+    "hang": "agent failed",  # runs out of time, and is excluded for that
+    "grader": "invalid task",  # crashes, whatever the work
+    "setup": "invalid task",
+}
+
+
+def task(name: str) -> Task:
+    what = name.partition("-")[0]
+    return Task(
+        id=name,
+        instruction=f"Guess. This is {name}.",
+        setup="exit 3" if what == "setup" else "",
+        timeout_s=4.0 if what == "hang" else 120.0,
+        grader=Script(command=("sh", "-c", CRASH if what == "grader" else DECIDE)),
+    )
+
+
+class Unsteady(LocalBackend):
+    """Local sandboxes, some of which cannot be made: never for one kind of task, and now and then for any."""
+
+    def __init__(self, root: Path, every: int = 0) -> None:
+        super().__init__(root)
+        self._every = every
+        self._made = 0
+
+    async def create(self, spec: SandboxSpec) -> Supervised:
+        self._made += 1
+        if spec.labels["task"].startswith("sandbox") or (self._every and self._made % self._every == 0):
+            raise SandboxError("no sandbox today")
+        return await super().create(spec)
+
+
+def plan(folder: Path, root: Path, names: Sequence[str], **fields: Any) -> BatchPlan:
+    given = {
+        "tasks": tuple(map(task, names)),
+        "agent": find("shell").spec,
+        "installed": Installed(),
+        "backend": Unsteady(root),
+        "model": "m",
+        "folder": folder,
+        "n": 4,
+        "options": {"command": f"exec {sys.executable} -I -S {root / 'agent.py'}"},
+        "policy": EndPolicy(timed_out="exclude"),
+        "bounds": Bounds(running=8),
+        "back_off_s": 0.2,
+        "least_free": 4_000_000,
+        **fields,
+    }
+    root.mkdir(mode=0o700, exist_ok=True)
+    (root / "agent.py").write_text(AGENT)
+    return BatchPlan(**given)
+
+
+STORM = [
+    *(f"well-{n}" for n in range(56)),
+    *(f"{what}-{n}" for what in ("sandbox", "engine", "hang") for n in range(2)),
+    *(f"well-{n}" for n in range(56, 112)),
+    *(f"{what}-{n}" for what in ("sandbox", "engine", "hang", "grader", "setup") for n in range(2, 3)),
+    *(f"{what}-{n}" for what in ("grader", "setup") for n in range(1)),
+]
+
+
+def storm(folder: Path, root: Path) -> BatchPlan:
+    """500 rollouts: 448 of them go well if nothing else happens, and every fiftieth sandbox does not start."""
+    return plan(
+        folder, root, STORM, backend=Unsteady(root, every=50), bounds=Bounds(running=64, starting=8, grading=8), seed=7
+    )
+
+
+async def main(url: str, out: str, root: str) -> int:
+    """Says how many are finished after each, and at the end why it stopped, if it did."""
+
+    def watch(tally: Tally) -> None:
+        print(tally.done, flush=True)
+
+    async with GatewayClient(url, os.environ[ADMIN_KEY]) as client, WayOut(url) as wayout:
+        result: BatchResult = await run_batch(storm(Path(out), Path(root)), client, wayout, watch)
+    print(result.stopped, file=sys.stderr)
+    return 0 if result.complete else 3
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    tempfile.tempdir = sys.argv[3]
+    sys.exit(asyncio.run(main(*sys.argv[1:])))
