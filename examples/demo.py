@@ -1,7 +1,7 @@
 """`make demo`: an unmodified agent does a task through the gateway, and comes out as a training row.
 
 The agent is Pi, as it is on npm. Only the model is not real: the scripted engine samples the replies of `replies.json`, so that the demo
-needs no GPU and no weights. Everything else is what a training run uses: sandbox, relay, gateway, trace, row. The two commands that
+needs no GPU and no weights. Everything else is what a training run uses: sandbox, relay, gateway, trace, row, grade. The commands that
 it runs are printed; try them with your own engine (`--engine vllm --engine-url … --model … --tokenizer …`).
 """
 
@@ -58,7 +58,11 @@ def main() -> None:
         view = json.loads(turngate("show", "last", "--json", "--data", data, shown=False).stdout)
         [work] = Path(data, "rollouts").glob("*/work/main.py")
         console.print(f"\nmain.py, as the agent left it: {work.read_text().splitlines()[-1].strip()!r}")
-        held = promises(view) | {"The agent fixed the file": "a + b" in work.read_text()}
+        outcome = json.loads((work.parents[1] / "outcome.json").read_text())
+        graded = (outcome["kind"], outcome["reward"]) == ("graded", 1.0)
+        held = promises(view) | {
+            "A test that the agent never saw, in a sandbox it never touched, gave it reward 1": graded
+        }
         for promise, kept in held.items():
             console.print(f"{promise}: {'yes' if kept else 'NO'}.", style="green" if kept else "red")
         console.print(
