@@ -17,12 +17,15 @@ _REAL = (
     "tests/real",
     "tests/agents_real",
     "tests/rollout",
+    "tests/redteam",
+    "tests/tasks/grading",
     "tests/batch",
     "tests/cli/test_run",
     "tests/tasks/test_prove",
+    "tests/swe/test_swe",
     "tests/gauntlet/test_turngate",
 )
-_LIGHT = ("test_archive.py", "test_door.py", "test_ledger.py", "test_plan.py", "test_summary.py")
+_LIGHT = ("test_archive.py", "test_door.py", "test_patch.py", "test_testimony.py", "test_reward.py", "test_ledger.py", "test_plan.py", "test_summary.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
