@@ -55,7 +55,6 @@ from turngate.types import (
     Done,
     Finish,
     Ids,
-    Json,
     Message,
     ReplyEvent,
     Sampling,
@@ -487,7 +486,7 @@ class Turns:
             else np.array([np.nan if p is None else p for p in draft.logprobs], type_of_logprobs)
         )
         sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
-        facts: dict[str, Json] = {
+        facts = {
             "node": sampled.id,
             "finish": finish,
             "prompt_tokens": context.length,

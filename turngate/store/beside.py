@@ -1,7 +1,7 @@
 """What is kept beside the traces: what happened (events), how rollouts ended (outcomes), and the calls of host tools.
 
 Each class is one table of the store's file and is reached through `Store`. An event that belongs to something else that is
-written, a turn or the end of a session, is written in that one's transaction by `insert_event`.
+written, a turn or the end of a session, is written in that one's transaction by `also`.
 """
 
 from __future__ import annotations
@@ -92,6 +92,12 @@ def insert_event(db: sqlite3.Connection, event: NewEvent) -> int:
     written = db.execute(_EVENT, (event.time, event.session, event.kind, event.data)).lastrowid
     assert written is not None
     return written
+
+
+def also(db: sqlite3.Connection, event: NewEvent | None) -> None:
+    """The same, for what is not always told."""
+    if event is not None:
+        insert_event(db, event)
 
 
 class EventLog:

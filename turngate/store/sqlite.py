@@ -23,7 +23,7 @@ import numpy as np
 
 from turngate.errors import ConfigError, StoreError
 from turngate.slots import ALONE, Place
-from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, insert_event
+from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, also
 from turngate.store.lock import lock
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -223,13 +223,13 @@ class Store:
             except sqlite3.IntegrityError:
                 raise KeyError(session_id) from None
             assert cursor.lastrowid is not None
-            _also(db, event)
+            also(db, event)
             return cursor.lastrowid
 
     def close_session(self, key: int, status: Status, stop: str, closed: float, event: NewEvent | None = None) -> None:
         with self._writing() as db:
             db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
-            _also(db, event)
+            also(db, event)
 
     def note_stop(self, key: int, stop: str) -> None:
         """A limit was met. The session stays open, but will not forget it."""
@@ -243,7 +243,7 @@ class Store:
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
             db.execute("DELETE FROM events WHERE session=(SELECT id FROM sessions WHERE key=?)", (key,))
             db.execute("DELETE FROM sessions WHERE key=?", (key,))
-            _also(db, event)
+            also(db, event)
 
     def find(self, session_id: str) -> SessionRow | None:
         return next(self._rows("WHERE id=?", (session_id,)), None)
@@ -289,7 +289,7 @@ class Store:
                     row = _node_row(turn.session, turn.context, turn.context_messages)
                     db.execute(_INSERT_NODE.replace("INSERT", "INSERT OR IGNORE", 1), row)
                 db.execute(_INSERT_NODE, _node_row(turn.session, turn.sampled, turn.message))
-                _also(db, turn.event)
+                also(db, turn.event)
 
     def mark_undelivered(self, session: int, node: int) -> None:
         with self._writing() as db:
@@ -363,7 +363,7 @@ class Store:
             db.execute(
                 "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value", (name, value)
             )
-            _also(db, event)
+            also(db, event)
 
     def probe(self) -> None:
         """Is it possible to write again, as much as a large turn needs? Raises StoreError if not."""
@@ -423,11 +423,6 @@ class Store:
             except (sqlite3.Error, OSError):
                 continue  # the log only grows until the next try; a write that fails is reported by the writer
         db.close()
-
-
-def _also(db: sqlite3.Connection, event: NewEvent | None) -> None:
-    if event is not None:
-        insert_event(db, event)
 
 
 _INSERT_NODE = (
