@@ -229,6 +229,8 @@ def test_only_some_and_only_so_many(tmp_path: Path) -> None:
     assert ids(where, only=["a-*"]) == ["a-1", "a-2", "a-3"]
     assert ids(where, only=["a-*"], limit=2) == ["a-1", "a-2"]
     assert ids(where, only=["b-?", "a-3"]) == ["b-1", "a-3"]
+    wrong = lines(tmp_path / "wrong.jsonl", own("a-1"), own("b-1", files=3), "{")
+    assert ids(wrong, only=["a-*"]) == ["a-1"], "the others are nobody's concern"
     with pytest.raises(TaskError, match=r"nothing in .* matches z\*"):
         ids(where, only=["z*"])
     with pytest.raises(TaskError, match="limit: 0"):

@@ -71,7 +71,8 @@ def test_swe_rebench() -> None:
     found = grader(row())
     assert found.pass_to_pass == ("tests/test_a.py::test_2", "tests/test_a.py::test_3[é]")
     assert found.test_cmd == "pytest -rA tests/test_a.py", "data and deleted files are no tests"
-    assert (found.parser, found.install) == ("rebench:parse_log_pytest", "pip install -e .")
+    assert found.parser == "rebench:parse_log_pytest"
+    assert "\npip install -e .\n" in found.install
     assert "conda activate testbed" in found.before
     assert "secret" not in repr(task)
 
@@ -99,6 +100,15 @@ def test_swe_gym() -> None:
     fields |= {"repo": "python/mypy", "FAIL_TO_PASS": ["mypy/test/testcheck.py::TypeCheckSuite::check-a.test::testOne"]}
     fields |= {"PASS_TO_PASS": ["mypy/test/testcheck.py::TypeCheckSuite::check-a.test::testTwo"]}
     assert grader(fields).test_cmd == "pytest -n0 -rA -k 'testOne or testTwo'"
+
+
+@pytest.mark.parametrize("install", ["exit 3", "false; true", "cd nowhere; nothing-like-this", "cat <<E\nx\nE"])
+def test_an_install_that_fails_is_told_and_ends_nothing(install: str) -> None:
+    command = grader(row(install_config={**CONFIG, "install": install})).install
+    for shell in ("sh", "bash"):
+        done = subprocess.run([shell, "-c", f"{command}\necho after"], capture_output=True, text=True, timeout=20)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "after"
+        assert ("failed" in done.stdout) == (install in ("exit 3", "cd nowhere; nothing-like-this"))
 
 
 SCRIPT = """\

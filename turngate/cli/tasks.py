@@ -172,7 +172,8 @@ def _why(found: Found) -> str:
 
 
 def _first(task: Task) -> str:
-    line = next(line for line in task.instruction.splitlines() if line.strip())
+    asked = task.instruction.partition("<issue>")[2] or task.instruction  # what all SWE tasks begin with says nothing
+    line = next(line for line in asked.splitlines() if line.strip())
     return one_line(line if len(line) <= 70 else f"{line[:69]}…")
 
 

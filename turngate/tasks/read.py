@@ -15,15 +15,17 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from turngate.errors import TaskError, TurngateError
 from turngate.tasks import folder, rows, swe
-from turngate.tasks.task import Task
+from turngate.tasks.task import Task, named
 from turngate.types import Json
 
 HUB = "hf://"
@@ -44,7 +46,12 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     error: TaskError | None = None
 
 
-Say = Callable[[], Task]
+class Candidate(NamedTuple):
+    """A task that has not been made yet: whoever wants only some need not make all of them."""
+
+    id: str
+    source: str
+    make: Callable[[], Task]
 
 
 def read(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
@@ -62,9 +69,10 @@ def look(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> I
         raise TaskError(f"limit: {limit} is not 1 or more", param="limit")
     seen: dict[str, str] = {}
     count = 0
-    for found in _everything(where):
-        if only and not any(fnmatch.fnmatchcase(found.id, pattern) for pattern in only):
+    for candidate in _everything(where):
+        if only and not any(fnmatch.fnmatchcase(candidate.id, pattern) for pattern in only):
             continue
+        found = _made(candidate)
         if found.error is None and found.id in seen:
             error = TaskError(f"task: {found.id} is in {seen[found.id]} and in {found.source}; ids have to differ")
             found = Found(id=found.id, source=found.source, error=error)
@@ -77,7 +85,7 @@ def look(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> I
         raise TaskError(f"task: nothing in {where} matches {', '.join(only)}" if only else f"task: {where} is empty")
 
 
-def _everything(where: str) -> Iterator[Found]:
+def _everything(where: str) -> Iterator[Candidate]:
     if where.startswith(HUB):
         return _hub(where)
     path = Path(where).expanduser()
@@ -94,25 +102,25 @@ def _everything(where: str) -> Iterator[Found]:
     )
 
 
-def _tried(name: str, source: str, make: Say) -> Found:
+def _made(candidate: Candidate) -> Found:
     try:
-        task = make()
+        task = candidate.make()
     except TaskError as error:
-        return Found(id=name, source=source, error=error)
-    return Found(id=task.id, source=task.source or source, task=task)
+        return Found(id=candidate.id, source=candidate.source, error=error)
+    return Found(id=task.id, source=task.source or candidate.source, task=task)
 
 
 # ── folders and files ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _folder(path: Path) -> Iterator[Found]:
+def _folder(path: Path) -> Iterator[Candidate]:
     if (path / "instruction.md").exists() or (path / "task.toml").exists():
-        yield _tried(path.name, str(path), lambda: folder.load(path))
+        yield _loaded(path)
         return
     inner = sorted(place for place in path.iterdir() if place.is_dir() and not place.name.startswith("."))
     tasks = [place for place in inner if (place / "instruction.md").exists() or (place / "task.toml").exists()]
     for place in tasks:
-        yield _tried(place.name, str(place), lambda place=place: folder.load(place))  # type: ignore[misc]
+        yield _loaded(place)
     if tasks:
         return
     files = _row_files(path)
@@ -124,35 +132,40 @@ def _folder(path: Path) -> Iterator[Found]:
         yield from _file(file)
 
 
+def _loaded(path: Path) -> Candidate:
+    return Candidate(
+        named(path.stem if path.is_file() else path.absolute().name), str(path), partial(folder.load, path)
+    )
+
+
 def _row_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (*_LINES, *_COLUMNS) and file.is_file())
 
 
-def _file(path: Path, called: str = "") -> Iterator[Found]:
+def _file(path: Path, called: str = "") -> Iterator[Candidate]:
     """`called`: what the file is called in messages, if not by its path."""
     if path.suffix not in _ROWS:
-        yield _tried(path.stem, str(path), lambda: folder.load(path))
+        yield _loaded(path)
         return
     read_rows = _parquet if path.suffix in _COLUMNS else _json_lines if path.suffix in _LINES else _json
     for number, row in read_rows(path):
         where = f"{called or path}, row {number}"
-        if isinstance(row, ValueError):
-            row = TaskError(f"task: {where} is not valid JSON: {row}", param="row")
         yield _row(row, where, path.parent)
 
 
-def _row(row: object, where: str, beside: Path | None) -> Found:
-    if not isinstance(row, Mapping):
-        error = (
-            row if isinstance(row, TaskError) else TaskError(f"task: {where}: a row has to be an object", param="row")
-        )
-        return Found(id="?", source=where, error=error)
-    name = next((value for key in ("instance_id", "id") if isinstance(value := row.get(key), str) and value), "?")
-    return _tried(name, where, lambda: made(row, where, beside))
+def _row(row: object, where: str, beside: Path | None) -> Candidate:
+    name = ""
+    if isinstance(row, Mapping):
+        name = next((value for key in ("instance_id", "id") if isinstance(value := row.get(key), str)), "")
+    return Candidate(named(name) if name else "?", where, partial(made, row, where, beside))
 
 
-def made(row: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
+def made(row: object, where: str, beside: Path | None = None) -> Task:
     """The task of a row of either kind."""
+    if isinstance(row, ValueError):
+        raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
+    if not isinstance(row, Mapping):
+        raise TaskError(f"task: {where}: a row has to be an object", param="row")
     return swe.task(row, where) if swe.is_row(row) else rows.task(row, where, beside)
 
 
@@ -207,7 +220,7 @@ def _given(value: Json) -> Json:
 # ── the hub ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _hub(where: str) -> Iterator[Found]:
+def _hub(where: str) -> Iterator[Candidate]:
     asked = _DATA_SET.fullmatch(where.removeprefix(HUB))
     if asked is None:
         raise TaskError(f"task: {where} is not of the form hf://org/name or hf://org/name@split", param="tasks")
@@ -244,14 +257,17 @@ def _of_split(place: Path, where: str, split: str) -> list[Path]:
 # ── functions ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _called(where: str, asked: re.Match[str]) -> Iterator[Found]:
+def _called(where: str, asked: re.Match[str]) -> Iterator[Candidate]:
     for number, item in enumerate(_yielded(where, _function(where, asked)), 1):
         source = f"{where}, item {number}"
         if isinstance(item, Task):
-            task = item if item.source else msgspec.structs.replace(item, source=source)
-            yield Found(id=task.id, source=task.source, task=task)
+            yield Candidate(item.id, source, partial(_sourced, item, source))
         else:
             yield _row(item, source, Path(asked["file"]).parent if asked["file"] else None)
+
+
+def _sourced(task: Task, source: str) -> Task:
+    return task if task.source else msgspec.structs.replace(task, source=source)
 
 
 def _function(where: str, asked: re.Match[str]) -> Callable[[], Iterable[object]]:

@@ -321,7 +321,7 @@ def _configured(row: Row, config: Row, kind: DataSet) -> Way:
     return Way(
         test_cmd="\n".join(commands) if whole else with_files(commands[0], files_tested(row.text("test_patch"))),
         parser=f"rebench:{parser}" if parser.startswith("parse_log_") else parser,
-        install="" if kind == "swe-rebench-v2" else "\n".join(config.commands("install_config.install")),
+        install="" if kind == "swe-rebench-v2" else _again("\n".join(config.commands("install_config.install"))),
         before="" if kind == "swe-rebench-v2" else CONDA,
     )
 
@@ -379,9 +379,18 @@ def _from_package(row: Row, repo: str) -> Way:
     return Way(
         test_cmd=command if isinstance(command, str) else "\n".join(command),
         parser=f"swebench:{repo}",
-        install=install if isinstance(install, str) else "\n".join([*install, *spec.get("build", [])]),
+        install=_again(install if isinstance(install, str) else "\n".join([*install, *spec.get("build", [])])),
         before="\n".join([CONDA, *spec.get("eval_commands", [])]),
     )
+
+
+def _again(install: str) -> str:
+    """Installed once more, after the work. As in the data sets' own harnesses that may fail: the image has it all installed, and what pip
+    fetches to build is out of reach here."""
+    if not install.strip():
+        return ""
+    settings = "export PIP_RETRIES=0 PIP_DISABLE_PIP_VERSION_CHECK=1"
+    return f"{settings}\n(\n{install}\n) || echo 'Installing it again failed: what the image has is tested.'"
 
 
 def files_tested(patch: str) -> tuple[str, ...]:
