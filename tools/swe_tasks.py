@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this also runs by its path
@@ -294,6 +295,8 @@ def missing(only: Sequence[str] = ()) -> str | None:
     """Why the rows cannot be had in a moment, and what to run; None when they can. Makes nothing."""
     if reason := base_image.missing_docker():
         return reason
+    if find_spec("swebench") is None:
+        return "swebench is missing (run: pip install 'turngate[swe]')"
     for pair in chosen(only):
         if not _kept(pair).is_file() or not _is_image(_image(pair)):
             return f"the SWE task {pair.instance} is not made (run: python tools/swe_tasks.py --out FILE)"

@@ -103,10 +103,10 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def ran(folder: Path, *options: str) -> str:
-    """What pytest prints."""
+def ran(folder: Path, *options: str, columns: int = 80) -> str:
+    """What pytest prints on a terminal so wide."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": str(columns)}
     plugins = ["-p", "no:cacheprovider", *(["-p", "xdist"] if "-n2" in options else [])]
     command = [sys.executable, "-m", "pytest", "--continue-on-collection-errors", *plugins, *options]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False).stdout
@@ -128,9 +128,10 @@ def test_progress_lines_tell_every_outcome(suite: Path, options: tuple[str, ...]
     assert logs.parse("pytest", ran(suite, *options)) == OUTCOMES | SKIPPED
 
 
-def test_several_runs_in_one_log_are_all_read(suite: Path) -> None:
-    one = ran(suite, "-rA", "test_broken.py")
-    other = ran(suite, "-rA", "-q", "test_suite.py")
+@pytest.mark.parametrize("columns", [40, 240])
+def test_several_runs_in_one_log_are_all_read(suite: Path, columns: int) -> None:
+    one = ran(suite, "-rA", "test_broken.py", columns=columns)
+    other = ran(suite, "-rA", "-q", "test_suite.py", columns=columns)
     assert logs.parse("pytest", one + other) == OUTCOMES
     assert logs.parse("pytest", other + one) == OUTCOMES
 

@@ -65,7 +65,10 @@ def known(name: str) -> bool:
 
 _HEADER = re.compile(r"=+ (.{1,200}?) =+")
 _START, _SUMMARY = "test session starts", "short test summary info"
-_END = re.compile(r"(?:=+ )?(?:no tests ran|\d+ [a-z]+)\b[^=]{0,200} in \d+(?:\.\d+)?s\b.{0,40}")
+# "=== 1 failed, 2 passed in 0.50s (0:00:00) ===", bare with -q, and of old "in 0.50 seconds"
+_END = re.compile(
+    r"(?:=+ )?(?:no tests ran|\d+ [a-z]+)\b[^=]{0,200} in \d+(?:\.\d+)?(?:s| seconds)(?: \([^)]{1,40}\))?(?: =+)?"
+)
 _RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|SUBFAIL(?:ED)?(?:\[[^\]]*\]|\([^)]*\))*) (\S.*)")
 _COUNTED = re.compile(r"\[\d+\] ")  # "SKIPPED [2] test_a.py:7: why": places, and no tests
 _WORKER = re.compile(r"\[gw\d+\]\s+(?:\[\s*\d+%\]\s+)?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S.*)")
