@@ -112,8 +112,10 @@ async def attempt(task: Task, grader: Swe, work: Work | None, ground: Ground, lo
             f"task: {task.id}: FAIL_TO_PASS and PASS_TO_PASS are empty: nothing decides", param="FAIL_TO_PASS"
         )
     async with fresh.opened(task, ground, life_s=grader.timeout_s + INSTALL_S) as sandbox:
-        changed = await _patched(sandbox, task, grader, log)
-        notes = await _laid(sandbox, work, changed) if work is not None else ()
+        guard = _Guard(_touched(task, grader))
+        found = await _sums(sandbox, guard) if work is not None else {}
+        await _patched(sandbox, task, grader, guard.changed, log)
+        notes = await _laid(sandbox, work, guard, found) if work is not None else ()
         await _installed(sandbox, grader, log)
         seen, code = await _tested(sandbox, grader, log)
     _decisive(grader, seen, code, untouched=work is None)
@@ -126,12 +128,16 @@ async def attempt(task: Task, grader: Swe, work: Work | None, ground: Ground, lo
 # ---- the checkout and the work ----
 
 
-async def _patched(sandbox: Sandbox, task: Task, grader: Swe, log: Log) -> tuple[str, ...]:
-    """The tests as the task wants them, on a checkout that no agent has seen. The files that are theirs."""
+def _touched(task: Task, grader: Swe) -> tuple[str, ...]:
     changed = touched(grader.test_patch)
     for path in changed:
         if not path or path.startswith("/") or ".." in PurePosixPath(path).parts or "\n" in path:
             raise TaskError(f"task: {task.id}: test_patch: {path!r} is no path in a repository", param="test_patch")
+    return changed
+
+
+async def _patched(sandbox: Sandbox, task: Task, grader: Swe, changed: Sequence[str], log: Log) -> None:
+    """The tests as the task wants them, on a checkout that no agent has seen."""
     ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
     await sandbox.write(f"{ours}/touched", b"".join(os.fsencode(path) + b"\n" for path in changed))
     await sandbox.write(f"{ours}/patch", grader.test_patch.encode("utf-8", "surrogateescape"))
@@ -143,21 +149,21 @@ async def _patched(sandbox: Sandbox, task: Task, grader: Swe, log: Log) -> tuple
         raise TaskError(f"task: {task.id}: test_patch does not apply to the base commit: {said}", param="test_patch")
     if done.exit_code or done.timed_out:
         raise SandboxError(f"the tests could not be put in place: {said or f'exit code {done.exit_code}'}")
-    return changed
 
 
 class _Guard:
     """Which files are the tests' own: those that the test patch touches, the test folders around them, and what steers the runner."""
 
     def __init__(self, changed: Sequence[str]) -> None:
-        self._changed = frozenset(changed)
+        self.changed = tuple(changed)
+        self._patched = frozenset(changed)
         self._folders = {folder for path in changed if (folder := _test_folder(path))}
         self.settings: set[str] = set()
 
     def __call__(self, path: str) -> bool:
         parts = PurePosixPath(path).parts
         below = any("/".join(parts[: n + 1]) in self._folders for n in range(len(parts)))
-        return below or path in self._changed or path in self.settings or _steers(parts)
+        return below or path in self._patched or path in self.settings or _steers(parts)
 
 
 def _test_folder(path: str) -> str:
@@ -169,18 +175,24 @@ def _steers(parts: Sequence[str]) -> bool:
     return parts[-1] in RUNNER or parts[-1].endswith(ADDED_ENDINGS) or any(part in ADDED for part in parts)
 
 
-async def _laid(sandbox: Sandbox, work: Work, changed: Sequence[str]) -> tuple[str, ...]:
-    """Lay the work down around the tests. What of it was set aside."""
-    listed = await fresh.step(sandbox, _LIST, sandbox.workdir)
-    base = {os.fsdecode(path).removeprefix("./") for path in listed.stdout.split(b"\0") if path}
-    guard = _Guard(changed)
+async def _laid(sandbox: Sandbox, work: Work, guard: _Guard, found: Mapping[str, str]) -> tuple[str, ...]:
+    """Lay the work down around the tests. `found`: their files as the agent found them. What of the work was set aside."""
+    base = await _listed(sandbox)
     guard.settings = await _changed_settings(sandbox, work.folder, base)
-    held = sorted(path for path in base if guard(path) and CACHE not in PurePosixPath(path).parts)
-    sums = await _sums(sandbox, held)
+    held = sorted(path for path in base if guard(path) and not _cached(path))
     mine = await asyncio.to_thread(_files, work.folder)
-    exclude = {path for path in mine if guard(path) or CACHE in PurePosixPath(path).parts}
-    told = await asyncio.to_thread(_told, work.folder, exclude, mine, held, sums)
+    exclude = {path for path in mine if guard(path) or _cached(path)}
+    told = await asyncio.to_thread(_told, work.folder, exclude, mine, found, guard.settings & base)
     return (*named(told), *await fresh.lay(sandbox, work.folder, exclude=exclude, held=held))
+
+
+def _cached(path: str) -> bool:
+    return CACHE in PurePosixPath(path).parts
+
+
+async def _listed(sandbox: Sandbox) -> set[str]:
+    listed = await fresh.step(sandbox, _LIST, sandbox.workdir)
+    return {os.fsdecode(path).removeprefix("./") for path in listed.stdout.split(b"\0") if path}
 
 
 def _files(folder: Path) -> set[str]:
@@ -192,17 +204,19 @@ def _files(folder: Path) -> set[str]:
     return found
 
 
-def _told(folder: Path, exclude: set[str], mine: set[str], held: Sequence[str], sums: Mapping[str, str]) -> list[str]:
+def _told(folder: Path, exclude: set[str], mine: set[str], found: Mapping[str, str], settings: set[str]) -> list[str]:
     """What the agent did to files that are not its to change."""
     told = []
     for path in sorted(exclude):
-        if CACHE in PurePosixPath(path).parts:
+        if _cached(path):
             continue
-        if path not in sums:
+        if path in settings:
+            told.append(f"{path}: what it says to pytest was changed by the work; the task's own is used")
+        elif path not in found:
             told.append(f"{path}: added by the work, and set aside")
-        elif (folder / path).is_symlink() or _sum(folder / path) != sums[path]:
+        elif (folder / path).is_symlink() or _sum(folder / path) != found[path]:
             told.append(f"{path}: changed by the work; the task's own is used")
-    return told + [f"{path}: removed by the work; the task's own is used" for path in held if path not in mine]
+    return told + [f"{path}: removed by the work; the task's own is used" for path in sorted(found) if path not in mine]
 
 
 def _sum(path: Path) -> str:
@@ -210,7 +224,9 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-async def _sums(sandbox: Sandbox, paths: Sequence[str]) -> dict[str, str]:
+async def _sums(sandbox: Sandbox, guard: _Guard) -> dict[str, str]:
+    """The tests' own files as the agent found them."""
+    paths = [path for path in await _listed(sandbox) if guard(path) and not _cached(path)]
     if not paths:
         return {}
     names = b"".join(os.fsencode(f"./{path}") + b"\0" for path in paths)
@@ -219,7 +235,7 @@ async def _sums(sandbox: Sandbox, paths: Sequence[str]) -> dict[str, str]:
         command, cwd="/", stdin=names, timeout_s=fresh.STEP_S
     )  # links that lead nowhere have none
     sums = dict.fromkeys(paths, "")
-    for line in done.stdout.split(b"\n"):
+    for line in filter(None, done.stdout.split(b"\n")):
         odd = line.startswith(b"\\")  # as sha256sum writes a name with a line end in it
         value, _, name = line.removeprefix(b"\\").partition(b"  ")
         if odd:

@@ -37,8 +37,10 @@ PATCHED = (  # module, names: what decides about an outcome
     ("_pytest.main", "pytest_runtestloop wrap_session _main"),
     ("pytest", "raises fail skip approx"),
     ("pluggy", "PluginManager.register PluginManager._hookexec"),
-    ("pluggy._callers", "_multicall"),
+    ("pluggy._callers", "_multicall"),  # where it is differs between versions
+    ("pluggy._execution", "_multicall"),
     ("pluggy._hooks", "HookCaller.__call__ _HookCaller.__call__"),
+    ("pluggy._caller", "HookCaller.__call__"),
     ("builtins", "AssertionError isinstance issubclass len sorted all any abs sum min max type getattr hasattr"),
 )
 HOOKS = (

@@ -1,0 +1,190 @@
+"""What the tests of grading are written with: small tasks with a bug in them, works that agents might leave, and places to grade in."""
+
+from __future__ import annotations
+
+import atexit
+import compileall
+import importlib.metadata
+import importlib.util
+import py_compile
+import shutil
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from tests.sandboxes import kit
+from turngate.sandboxes.base import Resources
+from turngate.tasks.grading.grade import Grade, Ground, Work
+from turngate.tasks.grading.run import grade
+from turngate.tasks.task import Script, Swe, Task
+
+BUG = "def total(prices):\n    return sum(prices[1:])\n"
+FIX = "def total(prices):\n    return sum(prices)\n"
+
+# ── a repository, judged by its tests ──
+
+REPO: Mapping[str, str] = {
+    "shop/__init__.py": "",
+    "shop/prices.py": BUG,
+    "tests/test_prices.py": "from shop.prices import total\n\n\ndef test_nothing():\n    assert total([]) == 0\n",
+    "tests/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef prices():\n    return [1, 2, 3]\n",
+    "pyproject.toml": '[project]\nname = "shop"\n\n[tool.pytest.ini_options]\naddopts = "-ra"\n',
+    "README.md": "A shop.\n",
+}
+TEST_PATCH = """\
+diff --git a/tests/test_prices.py b/tests/test_prices.py
+--- a/tests/test_prices.py
++++ b/tests/test_prices.py
+@@ -3,3 +3,7 @@ from shop.prices import total
+ 
+ def test_nothing():
+     assert total([]) == 0
++
++
++def test_all(prices):
++    assert total(prices) == 6
+diff --git a/tests/test_more.py b/tests/test_more.py
+new file mode 100644
+--- /dev/null
++++ b/tests/test_more.py
+@@ -0,0 +1,5 @@
++from shop.prices import total
++
++
++def test_one():
++    assert total([7]) == 7
+"""
+SETUP = """
+mv .deps "$HOME/deps"
+g() { git -c user.name=t -c user.email=t@t -c init.defaultBranch=main -c commit.gpgSign=false "$@"; }
+g init -q . && g add -A && g commit -q -m base
+"""
+PASS, FAIL = ("tests/test_prices.py::test_nothing",), ("tests/test_prices.py::test_all", "tests/test_more.py::test_one")
+PYTEST = "python3 -m pytest -rA -p no:cacheprovider tests/test_prices.py tests/test_more.py"
+SWE = Swe(
+    repo="toy/shop",
+    base_commit="HEAD",
+    test_patch=TEST_PATCH,
+    fail_to_pass=FAIL,
+    pass_to_pass=PASS,
+    test_cmd=PYTEST,
+    before='export PYTHONPATH="$HOME/deps"',
+    timeout_s=60,
+)
+PARTS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py", "pygments")
+
+
+def laid(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+@cache
+def deps() -> Path:
+    """pytest and what it needs, as it is installed here and compiled: no sandbox's system has it."""
+    target = Path(tempfile.mkdtemp(prefix="tg-deps-"))
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    unneeded = shutil.ignore_patterns("__pycache__", "lexers", "*.pyi")
+    for name in PARTS:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        file = Path(str(spec.origin))
+        if file.name != "__init__.py":
+            shutil.copy2(file, target)
+            continue
+        shutil.copytree(file.parent, target / name, ignore=unneeded)
+    lexers = Path(str(importlib.util.find_spec("pygments").origin)).parent / "lexers"  # type: ignore[union-attr]
+    (target / "pygments" / "lexers").mkdir()
+    for name in ("__init__.py", "_mapping.py", "diff.py", "python.py"):
+        shutil.copy2(lexers / name, target / "pygments" / "lexers")
+    for name in ("pluggy", "pytest"):
+        info = Path(str(importlib.metadata.distribution(name)._path))  # type: ignore[attr-defined]
+        laid(target / info.name, {"METADATA": (info / "METADATA").read_bytes()})
+    compileall.compile_dir(target, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    return target
+
+
+def repository(folder: Path, grader: Swe = SWE, files: Mapping[str, str] = REPO) -> Task:
+    """A task of the SWE kind, with git and pytest in it."""
+    laid(folder / "files", files)
+    shutil.copytree(deps(), folder / "files" / ".deps")
+    return Task(id="shop", instruction="Mend total().", files=folder / "files", setup=SETUP, grader=grader)
+
+
+def worked(folder: Path, changes: Mapping[str, str | bytes | None], files: Mapping[str, str] = REPO) -> Work:
+    """What an agent leaves that changes some files; None: it removes them."""
+    laid(folder, dict(files))
+    for name, content in changes.items():
+        if content is None:
+            (folder / name).unlink()
+        else:
+            laid(folder, {name: content})
+    return Work(folder=folder)
+
+
+# ── a folder, judged by a script ──
+
+FOLDER: Mapping[str, str] = {"prices.py": BUG}
+TEST_SH = """\
+#!/bin/bash
+cd "$(pwd)"
+if python3 "${TURNGATE_TESTS:-/tests}/check.py"; then echo 1; else echo 0; fi > "${TURNGATE_LOGS:-/logs}/verifier/reward.txt"
+"""
+CHECK = (
+    "import sys; sys.path.insert(0, '.')\nfrom prices import total\nsys.exit(total([1, 2, 3]) != 6 or total([]) != 0)\n"
+)
+RUN_SH = """\
+#!/bin/bash
+PYTHONPATH=. python3 - "$TURNGATE_TESTS/inputs/prices.json" > "$TURNGATE_LOGS/probe/answer.json" <<'END'
+import json, sys
+from prices import total
+print(json.dumps([total(prices) for prices in json.load(open(sys.argv[1]))]))
+END
+"""
+JUDGE = """\
+#!/bin/bash
+if [ "$(tr -d ' ' < "$TURNGATE_LOGS/probe/answer.json")" = "$(cat "$TURNGATE_TESTS/expected.json")" ]; then echo 1; else echo 0; fi \
+  > "$TURNGATE_LOGS/verifier/reward.txt"
+"""
+
+
+def scripted(folder: Path, tests: Mapping[str, str] | None = None, **fields: object) -> Task:
+    laid(folder / "files", FOLDER)
+    laid(folder / "tests", tests or {"test.sh": TEST_SH, "check.py": CHECK})
+    script = msgspec.structs.replace(Script(files=folder / "tests", timeout_s=60), **fields)
+    return Task(id="prices", instruction="Mend total().", files=folder / "files", grader=script)
+
+
+def probed(folder: Path) -> Task:
+    tests = {
+        "run.sh": RUN_SH,
+        "test.sh": JUDGE,
+        "inputs/prices.json": "[[1, 2, 3], [], [10, 0.5]]",
+        "expected.json": "[6,0,10.5]",
+    }
+    return scripted(folder, tests, probe=("bash", "/tests/run.sh"))
+
+
+# ── places ──
+
+
+def ground(name: str, root: Path, **fields: object) -> Ground:
+    kit.need(name)
+    return msgspec.structs.replace(Ground(backend=kit.MAKE[name](root), resources=Resources(pids=256)), **fields)
+
+
+async def graded(task: Task, work: Work | None, ground: Ground) -> Grade:
+    """`grade`, and that it left nothing behind."""
+    found = await grade(task, work, ground)
+    root = ground.backend.root  # type: ignore[attr-defined]
+    assert not list(root.iterdir()), "a sandbox was left behind"
+    assert (found.reward is None) or found.kind == "graded"
+    return found
