@@ -25,6 +25,8 @@ app = typer.Typer(
 
 agents_app = typer.Typer(help="The agents that can be run.")
 app.add_typer(agents_app, name="agents")
+tasks_app = typer.Typer(help="The tasks that agents are given.", no_args_is_help=True)
+app.add_typer(tasks_app, name="tasks")
 
 
 def _version(wanted: bool) -> None:
@@ -80,6 +82,7 @@ def serve(
         Optional[str], typer.Option(help="process or disk: what kind of crash a recorded turn survives. [process]")
     ] = None,
     idle_s: Annotated[Optional[float], typer.Option(help="Seal sessions unused for this long. [86400]")] = None,
+    event_days: Annotated[Optional[float], typer.Option(help="Remove events older than this. [0: keep them]")] = None,
     alive_s: Annotated[Optional[float], typer.Option(help="Seconds of silence before a sign of life. [10]")] = None,
     max_body_mb: Annotated[Optional[float], typer.Option(help="Largest request. [64]")] = None,
     open_loopback: Annotated[
@@ -172,6 +175,10 @@ def run(
     script: Annotated[Optional[str], typer.Option(help="Scripted engine: a JSON list of replies.")] = None,
     max_context: Annotated[Optional[int], typer.Option(help="The model's context length.")] = None,
     timeout: Annotated[Optional[float], typer.Option(help="Seconds that the agent has. [the task's, or 1800]")] = None,
+    grade: Annotated[bool, typer.Option("--grade/--no-grade", help="Have the task's grader decide.")] = True,
+    on_timeout: Annotated[str, typer.Option(help="An agent that ran out of time: grade, exclude or zero.")] = "grade",
+    on_failure: Annotated[str, typer.Option(help="One that ended with an error: grade, exclude or zero.")] = "grade",
+    on_limit: Annotated[str, typer.Option(help="One whose session met a limit: grade, exclude or zero.")] = "grade",
     max_turns: Annotated[Optional[int], typer.Option(help="Turns that the session may have.")] = None,
     max_tokens: Annotated[Optional[int], typer.Option(help="Tokens that may be sampled in all.")] = None,
     context_tokens: Annotated[
@@ -189,14 +196,98 @@ def run(
     out: Annotated[Optional[Path], typer.Option(help="Folder for what the agent left. [DATA/rollouts]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON.")] = False,
 ) -> None:
-    """Run one rollout: an agent on a task, in a sandbox, recorded token by token.
+    """Run one rollout: an agent on a task, in a sandbox, recorded token by token and graded.
 
-    Exit codes: 0 the agent finished; 1 it failed, or met its time or a limit; 2 something that was given is wrong; 3 something
-    else than the agent failed; 130 stopped by Ctrl-C.
+    Exit codes: 0 the agent finished, whatever its reward; 1 it failed, or met its time or a limit; 2 something that was given is
+    wrong; 3 something else than the agent failed; 130 stopped by Ctrl-C.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     given = dict(locals())
     from turngate.cli.run import ordered
+
+    raise typer.Exit(_or_exit(lambda: ordered(given)))
+
+
+@app.command()
+def batch(
+    agent: Annotated[str, typer.Option(help="A name of `turngate agents`, or a file of your own: ./my-agent.toml.")],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="A task folder or a folder of them, a .jsonl or .parquet file, hf://org/name, file.py:function."
+        ),
+    ],
+    n: Annotated[int, typer.Option("--n", help="Rollouts of each task.")] = 1,
+    concurrency: Annotated[int, typer.Option(help="Agents that run at once.")] = 8,
+    starting: Annotated[
+        Optional[int], typer.Option(help="Sandboxes that are started at once. [twice the cores]")
+    ] = None,
+    grading: Annotated[Optional[int], typer.Option(help="Rollouts that are graded at once. [the cores]")] = None,
+    warm: Annotated[
+        Optional[int], typer.Option(help="Sandboxes that are prepared ahead of a free place. [the cores]")
+    ] = None,
+    retries: Annotated[int, typer.Option(help="Further attempts after faults that are not the agent's.")] = 2,
+    only: Annotated[
+        Optional[list[str]], typer.Option(help="Ids of tasks, with * for anything; repeat for more.")
+    ] = None,
+    limit: Annotated[Optional[int], typer.Option(help="At most so many tasks.")] = None,
+    seed: Annotated[
+        Optional[int], typer.Option(help="The order of the tasks, and each rollout's sampling, follow from it.")
+    ] = None,
+    sandbox: Annotated[
+        str, typer.Option(help="Where agents run: local, bubblewrap, docker, e2b, huggingface.")
+    ] = "local",
+    image: Annotated[str, typer.Option(help="The container image or template to run in. [the task's]")] = "",
+    network: Annotated[str, typer.Option(help="none (only the gateway) or open.")] = "none",
+    config: Annotated[Optional[Path], typer.Option(help="A TOML file with settings of the gateway.")] = None,
+    gateway: Annotated[str, typer.Option(help="Use a running gateway; its key comes from TURNGATE_ADMIN_KEY.")] = "",
+    data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
+    engine: Annotated[
+        Optional[str],
+        typer.Option(help="vllm, sglang, scripted, or one to observe: openai, anthropic, gemini, responses."),
+    ] = None,
+    engine_url: Annotated[Optional[list[str]], typer.Option(help="Where the engine listens.")] = None,
+    engine_key_env: Annotated[
+        Optional[str], typer.Option(help="Name of the environment variable with the engine's key.")
+    ] = None,
+    model: Annotated[Optional[str], typer.Option(help="The model's name, for agent and engine.")] = None,
+    tokenizer: Annotated[Optional[str], typer.Option(help="Folder with tokenizer.json and a chat template.")] = None,
+    script: Annotated[Optional[str], typer.Option(help="Scripted engine: a JSON list of replies.")] = None,
+    max_context: Annotated[Optional[int], typer.Option(help="The model's context length.")] = None,
+    timeout: Annotated[Optional[float], typer.Option(help="Seconds that an agent has. [the task's, or 1800]")] = None,
+    grade: Annotated[bool, typer.Option("--grade/--no-grade", help="Have the tasks' graders decide.")] = True,
+    on_timeout: Annotated[str, typer.Option(help="An agent that ran out of time: grade, exclude or zero.")] = "grade",
+    on_failure: Annotated[str, typer.Option(help="One that ended with an error: grade, exclude or zero.")] = "grade",
+    on_limit: Annotated[str, typer.Option(help="One whose session met a limit: grade, exclude or zero.")] = "grade",
+    max_turns: Annotated[Optional[int], typer.Option(help="Turns that a session may have.")] = None,
+    max_tokens: Annotated[Optional[int], typer.Option(help="Tokens that may be sampled in a session.")] = None,
+    context_tokens: Annotated[
+        Optional[int], typer.Option(help="What agents are told that the model can take. [131072]")
+    ] = None,
+    cpus: Annotated[Optional[float], typer.Option(help="CPUs of a sandbox.")] = None,
+    memory_mb: Annotated[Optional[int], typer.Option(help="Memory of a sandbox, in megabytes.")] = None,
+    option: Annotated[
+        Optional[list[str]], typer.Option("--set", help="An option of the agent's own, NAME=VALUE; repeat for more.")
+    ] = None,
+    public_url: Annotated[str, typer.Option(help="Where remote sandboxes reach the gateway.")] = "",
+    tunnel: Annotated[
+        str, typer.Option(help="A command that makes a tunnel to {port} and prints its URL, instead of a public URL.")
+    ] = "",
+    out: Annotated[Optional[Path], typer.Option(help="Folder of the batch. [DATA/batches/…, by what it is]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Refuse to begin a new batch.")] = False,
+    keep_work: Annotated[
+        bool, typer.Option("--keep-work", help="Keep agents' working folders after they are graded.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
+) -> None:
+    """Run n rollouts of each task, through failures; the same command again goes on with what is left.
+
+    Exit codes: 0 every rollout is finished, whatever its class; 2 something that was given is wrong; 3 it had to stop early; 130
+    stopped by Ctrl-C.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    given = dict(locals())
+    from turngate.cli.batch import ordered
 
     raise typer.Exit(_or_exit(lambda: ordered(given)))
 
@@ -258,6 +349,51 @@ def agents_check(
     from turngate.cli.agents import check
 
     if not _or_exit(lambda: check(name, sandbox, image, keep)):
+        raise typer.Exit(1)
+
+
+_WHERE = "A task folder, a folder of them, a .jsonl or .parquet file, hf://org/name@split, or module:function."
+
+
+@tasks_app.command("list")
+def tasks_list(
+    where: Annotated[str, typer.Argument(help=_WHERE)],
+    only: Annotated[Optional[list[str]], typer.Option(help="Only ids like this pattern; repeat for more.")] = None,
+    limit: Annotated[Optional[int], typer.Option(help="At most so many.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """List the tasks of a place. Exit code 1 if one of them cannot be read."""
+    from turngate.cli.tasks import listing
+
+    if not _or_exit(lambda: listing(where, only or (), limit, as_json)):
+        raise typer.Exit(1)
+
+
+@tasks_app.command("check")
+def tasks_check(
+    where: Annotated[str, typer.Argument(help=_WHERE)],
+    sandbox: Annotated[str, typer.Option(help="Where they are proven: local, bubblewrap, docker …")] = "local",
+    image: Annotated[str, typer.Option(help="The container image; wins over the tasks' own.")] = "",
+    only: Annotated[Optional[list[str]], typer.Option(help="Only ids like this pattern; repeat for more.")] = None,
+    limit: Annotated[Optional[int], typer.Option(help="At most so many.")] = None,
+    prove: Annotated[bool, typer.Option("--prove/--no-prove", help="Solve and grade them, too.")] = True,
+    concurrency: Annotated[int, typer.Option(help="How many are proven at once.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Say whether tasks are in order, and prove those with a solution: it scores 1, and no change scores 0. Exit code 1 if not."""
+    from turngate.cli.tasks import Check, check
+
+    asked = Check(
+        where=where,
+        sandbox=sandbox,
+        image=image,
+        only=tuple(only or ()),
+        limit=limit,
+        proves=prove,
+        concurrency=concurrency,
+        as_json=as_json,
+    )
+    if not _or_exit(lambda: check(asked)):
         raise typer.Exit(1)
 
 
