@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from tests.tasks.test_swe import row as swe_row
@@ -16,8 +19,6 @@ from turngate.errors import TaskError
 from turngate.tasks import read
 from turngate.tasks.read import look
 from turngate.tasks.task import Function, Part, Rubric, Script, Solution, Swe, Task
-
-pq = pytest.importorskip("pyarrow.parquet", reason="parquet needs pyarrow: pip install 'turngate[parquet]'")
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +39,6 @@ def own(name: str = "one", **more: Any) -> dict[str, Any]:
 
 
 def table(path: Path, rows: list[dict[str, Any]]) -> str:
-    import pyarrow
-
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pyarrow.Table.from_pylist(rows), path)
     return str(path)
@@ -153,7 +152,6 @@ def test_a_folder_of_row_files(tmp_path: Path) -> None:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data set in the Hugging Face cache, as a download leaves it; the hub itself is out of reach."""
-    constants = pytest.importorskip("huggingface_hub.constants")
     root = tmp_path / "hub"
     commit = "c" * 40
     place = root / "datasets--org--rows" / "snapshots" / commit
