@@ -39,8 +39,9 @@ text = sys.stdin.read()
 body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": text}]})
 host, _, port = os.environ["TURNGATE_BASE_URL"].rpartition("/")[2].partition(":")
 with socket.create_connection((host, int(port))) as line:
-    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\ncontent-type: application/json\\r\\n"
-    line.sendall((head + f"authorization: Bearer {os.environ['TURNGATE_API_KEY']}\\r\\ncontent-length: {len(body)}\\r\\n\\r\\n{body}").encode())
+    head = ["POST /v1/chat/completions HTTP/1.1", "host: x", "connection: close", "content-type: application/json"]
+    head += [f"authorization: Bearer {os.environ['TURNGATE_API_KEY']}", f"content-length: {len(body)}", "", body]
+    line.sendall("\\r\\n".join(head).encode())
     reply = b"".join(iter(lambda: line.recv(65536), b""))
 if b" 200 " not in reply.partition(b"\\r\\n")[0]:
     sys.exit(1)
@@ -48,7 +49,7 @@ if "hang" in text:
     time.sleep(600)
 open("guess", "w").write("right" if os.urandom(1)[0] % 2 else "wrong")
 """
-DECIDE = 'read -r guess < guess; [ "$guess" = right ] && echo 1 > "$TURNGATE_LOGS/verifier/reward.txt" || echo 0 > "$TURNGATE_LOGS/verifier/reward.txt"'
+DECIDE = 'read -r guess < guess; [ "$guess" = right ]; echo $((1 - $?)) > "$TURNGATE_LOGS/verifier/reward.txt"'
 CRASH = "kill -9 $$"
 
 # What befalls the rollouts of a task, by the first word of its name, and the class that they end in.
@@ -68,7 +69,7 @@ def task(name: str) -> Task:
         id=name,
         instruction=f"Guess. This is {name}.",
         setup="exit 3" if what == "setup" else "",
-        timeout_s=4.0 if what == "hang" else 120.0,
+        timeout_s=2.5 if what == "hang" else 120.0,
         grader=Script(command=("sh", "-c", CRASH if what == "grader" else DECIDE)),
     )
 
@@ -127,9 +128,13 @@ def storm(folder: Path, root: Path) -> BatchPlan:
 
 async def main(url: str, out: str, root: str) -> int:
     """Says how many are finished after each, and at the end why it stopped, if it did."""
+    told = 0
 
     def watch(tally: Tally) -> None:
-        print(tally.done, flush=True)
+        nonlocal told
+        if tally.done > told:
+            told = tally.done
+            print(told, flush=True)
 
     async with GatewayClient(url, os.environ[ADMIN_KEY]) as client, WayOut(url) as wayout:
         result: BatchResult = await run_batch(storm(Path(out), Path(root)), client, wayout, watch)

@@ -43,7 +43,7 @@ def test_groups_stay_together_and_a_seed_orders_them_anew(tmp_path: Path) -> Non
     given = plan(tmp_path)
     assert given.in_order() == given.tasks
     shuffled = plan(tmp_path, seed=1).in_order()
-    assert shuffled != given.tasks and set(t.id for t in shuffled) == set(t.id for t in given.tasks)
+    assert shuffled != given.tasks and {t.id for t in shuffled} == {t.id for t in given.tasks}
     assert shuffled == plan(tmp_path, seed=1).in_order() != plan(tmp_path, seed=2).in_order()
 
 

@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def root() -> Any:
 async def test_five_hundred_rollouts_through_a_storm(disk: tuple[Path, bool], root: Path) -> None:
     (folder, fillable), out = disk, disk[0] / "out"
     async with kit.gateway(engine, model="m") as gateway:
-        run = lambda: runner(gateway.root, gateway.app.admin_key, out, root)  # noqa: E731
+        run = partial(runner, gateway.root, gateway.app.admin_key, out, root)
         async with run() as first:
             assert await first.until(lambda done: done >= 200) >= 200
             first.process.send_signal(signal.SIGKILL)
@@ -166,7 +167,8 @@ def assert_sessions(known: Known, sessions: dict[str, Any]) -> None:
             assert (outcome["reward"], outcome["kind"]) == (one.reward, one.kind)
         else:
             assert outcome is None or outcome["reward"] is None
-    attempts = Counter((s["metadata"]["rollout"], s["metadata"]["attempt"]) for s in sessions.values())
+    told = [session["config"]["metadata"] for session in sessions.values()]
+    attempts = Counter((one["rollout"], one["attempt"]) for one in told)
     assert set(attempts.values()) == {1}, "no agent ran twice in one attempt"
 
 
