@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.kit import Opened, Running, gateway, say
+from turngate.cli import app
 from turngate.errors import BadRequest
 from turngate.rollout.client import GatewayClient, Refused
 from turngate.store.outcome import LARGEST, Class, Recorded
@@ -152,3 +154,25 @@ async def test_by_python() -> None:
         assert (await client.show(session.id))["outcome"]["reward"] == 0.0
         with pytest.raises(BadRequest, match="reward"):
             await client.record(session.id, Recorded(kind="graded", reward=float("nan")), replace=True)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "line"),
+    [
+        (GRADED, "outcome graded · reward 0.5 · not resolved · 1 of 2"),
+        (
+            {"kind": "infrastructure fault", "message": "the disk\nwas full"},
+            "outcome infrastructure fault · no reward · the",
+        ),
+        (None, ""),
+    ],
+)
+async def test_turngate_show_has_a_line_for_it(tmp_path: Path, outcome: Any, line: str) -> None:
+    async with gateway(data=tmp_path) as g:
+        session = await ended(g)
+        if outcome is not None:
+            assert (await put(g, session.id, outcome)).status_code == 200
+        shown = CliRunner().invoke(app, ["show", session.id, "--data", str(tmp_path)])
+        assert shown.exit_code == 0, shown.output
+        lines = [text for text in shown.output.splitlines() if text.startswith("outcome")]
+        assert len(lines) == bool(line) and all(text.startswith(line) for text in lines)
