@@ -380,9 +380,9 @@ def _kept(pair: Pair) -> Path:
 
 def _release(pair: Pair, version: str, sha256: str, scratch: Path) -> Path:
     """A release, unpacked, without what packing added to it."""
-    archive = _archive(pair.name, version, sha256)
+    packed = archive(pair.name, version, sha256)
     place = scratch / f"release-{version}"
-    with tarfile.open(archive) as tar:
+    with tarfile.open(packed) as tar:
         tar.extractall(place, filter="data")
     [folder] = place.iterdir()
     for path in sorted(folder.rglob("*")):
@@ -391,7 +391,7 @@ def _release(pair: Pair, version: str, sha256: str, scratch: Path) -> Path:
     return folder
 
 
-def _archive(name: str, version: str, sha256: str) -> Path:
+def archive(name: str, version: str, sha256: str) -> Path:
     file = f"{name.replace('-', '_')}-{version}.tar.gz"
     place = cached() / "releases" / file
     if place.is_file() and hashlib.sha256(place.read_bytes()).hexdigest() == sha256:
