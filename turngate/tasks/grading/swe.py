@@ -73,10 +73,13 @@ if [ -e {GIT} ] && command -v git >/dev/null && g rev-parse --quiet --verify "$b
   done <"$ours/touched"
 fi
 [ -s "$ours/patch" ] || exit 0
-command -v git >/dev/null && g apply --whitespace=nowarn "$ours/patch" && exit 0
-command -v git >/dev/null && g apply --whitespace=nowarn --ignore-whitespace "$ours/patch" && exit 0
-command -v patch >/dev/null && patch --batch --forward --fuzz=5 --no-backup-if-mismatch -p1 -i "$ours/patch" && exit 0
-exit {_NO_PATCH}
+if command -v git >/dev/null; then
+  g apply --whitespace=nowarn "$ours/patch" || g apply --whitespace=nowarn --ignore-whitespace "$ours/patch" || exit {_NO_PATCH}
+elif command -v patch >/dev/null; then
+  patch --batch --forward --fuzz=0 --no-backup-if-mismatch -p1 -i "$ours/patch" || exit {_NO_PATCH}
+else
+  echo "the image has neither git nor patch"; exit {_NO_PATCH}
+fi
 """
 _LIST = f'{fresh.SYSTEM}; cd -- "$1" && find . -path ./{GIT} -prune -o ! -type d -print0'
 _SUMS = f'{fresh.SYSTEM}; cd -- "$1" && xargs -0 sha256sum --'
@@ -146,7 +149,7 @@ async def _patched(sandbox: Sandbox, task: Task, grader: Swe, changed: Sequence[
     said = (done.stdout + done.stderr).decode("utf-8", "replace").strip()[-500:]
     if done.exit_code == _NO_PATCH:
         log.add("test patch", done.stdout + done.stderr)
-        raise TaskError(f"task: {task.id}: test_patch does not apply to the base commit: {said}", param="test_patch")
+        raise TaskError(f"task: {task.id}: test_patch cannot be applied to the base commit: {said}", param="test_patch")
     if done.exit_code or done.timed_out:
         raise SandboxError(f"the tests could not be put in place: {said or f'exit code {done.exit_code}'}")
 
@@ -375,9 +378,16 @@ def _instead(case: str, testimony: Testimony) -> Case:
     return "failed" if testimony.knows(case) else "missing"
 
 
+def _case(case: str, seen: Seen) -> Case:
+    """Logs name tests that passed or failed; those that were skipped, not always."""
+    if case not in seen.cases and seen.testimony.outcomes.get(case) == "skipped":
+        return "skipped"
+    return seen.cases.get(case, "missing")
+
+
 def _grade(grader: Swe, seen: Seen, notes: Iterable[str]) -> Grade:
     wanted = _wanted(grader)
-    cases: dict[str, Case] = {case: seen.cases.get(case, "missing") for case in wanted}
+    cases = {case: _case(case, seen) for case in wanted}
     passed = sum(case == "passed" for case in cases.values())
     resolved = passed == len(cases)
     reward = float(resolved) if grader.reward == "resolved" else passed / len(cases)

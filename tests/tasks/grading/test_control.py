@@ -1,0 +1,137 @@
+"""Whose fault it is that a grader gave no reward: the work's, the task's, or that of neither."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.redteam import attacks
+from tests.tasks.grading import kit
+from turngate.errors import SandboxError
+from turngate.sandboxes.base import SandboxSpec
+from turngate.sandboxes.bubblewrap import BubblewrapBackend
+from turngate.sandboxes.supervised import Supervised
+from turngate.tasks.grading.grade import Ground
+from turngate.tasks.grading.run import grade
+
+REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("exit 0", "left neither reward.txt"),
+        ("kill -9 $$", "ended by signal 9"),
+        ("sleep 60", "ran out of its 2 s"),
+        ("reward=much\n" + REWARD, "holds no number"),
+        ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "no plain file"),
+    ],
+)
+async def test_a_grader_that_never_decides_is_an_invalid_task(
+    script: str, why: str, walled: Ground, tmp_path: Path
+) -> None:
+    task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=2.0)
+    for work in (None, kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)):
+        found = await kit.graded(task, work, walled)
+        assert (found.kind, found.reward) == ("invalid task", None)
+        assert why in found.message
+
+
+async def test_a_grader_that_only_this_work_breaks_says_0_and_how(walled: Ground, tmp_path: Path) -> None:
+    """The control is run once for all works of a task."""
+    script = 'echo "run" >> /tmp/runs; if grep -q hang prices.py; then sleep 60; fi; reward=0.5\n' + REWARD
+    task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=1.5)
+    made: list[str] = []
+
+    class Counting(BubblewrapBackend):
+        async def create(self, spec: SandboxSpec) -> Supervised:
+            made.append("one")
+            return await super().create(spec)
+
+    ground = Ground(backend=Counting(walled.backend.root))  # type: ignore[attr-defined]
+    works = [kit.worked(tmp_path / f"w{n}", {"prices.py": f"# hang {n}\n"}, kit.FOLDER) for n in range(3)]
+    for found in await asyncio.gather(*(grade(task, work, ground) for work in works)):
+        assert (found.kind, found.reward) == ("graded", 0.0)
+        assert "ran out of its" in found.message and "the work that broke it" in found.message
+    assert len(made) == 3 + 1
+    assert (await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), ground)).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "reward"), [(0, "graded", 1.0), (1, "graded", 0.0), (2, "invalid task", None)]
+)
+async def test_an_exit_code_may_decide(
+    code: int, kind: str, reward: float | None, walled: Ground, tmp_path: Path
+) -> None:
+    task = kit.scripted(tmp_path / "task", {"test.sh": f"exit {code}"}, decides="exit code")
+    found = await kit.graded(task, None, walled)
+    assert (found.kind, found.reward) == (kind, reward)
+
+
+class Failing(BubblewrapBackend):
+    """The n-th sandbox cannot be made."""
+
+    left = 0
+
+    async def create(self, spec: SandboxSpec) -> Supervised:
+        if self.left == 0:
+            raise SandboxError("no room for another one")
+        self.left -= 1
+        return await super().create(spec)
+
+
+async def test_a_sandbox_that_fails_is_nobody_s_fault_and_never_0(walled: Ground, tmp_path: Path) -> None:
+    backend = Failing(walled.backend.root)  # type: ignore[attr-defined]
+    ground = msgspec.structs.replace(walled, backend=backend)
+    task = kit.scripted(tmp_path / "task", timeout_s=2.0)
+    work = kit.worked(tmp_path / "work", {"prices.py": attacks.SCRIPT["never ends"]}, kit.FOLDER)
+    found = await kit.graded(task, work, ground)
+    assert (found.kind, found.reward, found.message) == ("infrastructure fault", None, "no room for another one")
+    backend.left = 1  # now the control's cannot be made
+    found = await kit.graded(task, work, ground)
+    assert (found.kind, found.reward) == ("infrastructure fault", None)
+    backend.left = 9  # which was not remembered
+    found = await kit.graded(task, work, ground)
+    assert (found.kind, found.reward) == ("graded", 0.0)
+
+
+async def test_being_cancelled_leaves_nothing(walled: Ground, tmp_path: Path) -> None:
+    task = kit.scripted(tmp_path / "task", {"test.sh": "sleep 60"})
+    for after_s in (0.05, 0.4, 1.0):
+        running = asyncio.create_task(grade(task, kit.worked(tmp_path / f"w{after_s}", {}, kit.FOLDER), walled))
+        await asyncio.sleep(after_s)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not list(walled.backend.root.iterdir())  # type: ignore[attr-defined]
+
+
+async def test_what_is_wrong_with_a_task_is_said(walled: Ground, tmp_path: Path) -> None:
+    task = kit.scripted(tmp_path / "task")
+    assert "has no grader" in (await kit.graded(msgspec.structs.replace(task, grader=None), None, walled)).message
+    broken = msgspec.structs.replace(task, setup="echo no such thing >&2; exit 3")
+    found = await kit.graded(broken, None, walled)
+    assert (found.kind, found.reward) == ("invalid task", None) and "no such thing" in found.message
+    shutil.rmtree(tmp_path / "task" / "tests")
+    found = await kit.graded(task, None, walled)
+    assert found.kind == "invalid task" and "there is no folder" in found.message
+
+
+async def test_the_agent_s_own_git_travels_where_the_task_is_about_git(walled: Ground, tmp_path: Path) -> None:
+    script = "reward=$(git -C . rev-list --count HEAD)\n" + REWARD
+    task = kit.scripted(tmp_path / "task", {"test.sh": script}, git=True)
+    task = msgspec.structs.replace(
+        task, setup="git init -q . && git -c user.name=t -c user.email=t@t commit -q --allow-empty -m 1"
+    )
+    assert (await kit.graded(task, None, walled)).reward == 1.0
+    (tmp_path / "work").mkdir()
+    made = await asyncio.create_subprocess_shell(
+        "git init -q . && for i in 1 2 3; do git -c user.name=t -c user.email=t@t commit -q --allow-empty -m $i; done",
+        cwd=tmp_path / "work",
+    )
+    await made.wait()
+    assert (await kit.graded(task, kit.Work(folder=tmp_path / "work"), walled)).reward == 3.0

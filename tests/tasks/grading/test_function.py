@@ -1,0 +1,120 @@
+"""A Python function decides, and a rubric of several graders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.tasks.grading import kit
+from turngate.tasks.grading.grade import Ground
+from turngate.tasks.task import Function, Part, Rubric, Task
+
+GRADERS = """
+import asyncio, time
+from turngate.tasks.grading.grade import Grade
+
+def reads(subject):
+    assert subject.task.id == "prices" and not (subject.folder / ".git").exists()
+    return 1.0 if "prices[1:]" not in (subject.folder / "prices.py").read_text() else 0.0
+
+async def runs(subject):
+    done = await subject.exec(["python3", "-c", "from prices import total; print(total([1, 2, 3]))"])
+    return Grade(kind="graded", reward=float(done.stdout == b"6\\n"), message="ran")
+
+def runs_too(subject):
+    return subject.run(["python3", "-c", "from prices import total; print(total([1, 2, 3]))"]).stdout == b"6\\n"
+
+def answers(subject):
+    return float(any(call["arguments"] == {"text": "42"} for call in subject.answers))
+
+def fails(subject): raise ValueError("no such thing")
+def fails_on_works(subject): return {"def total(prices):\\n    return sum(prices[1:])\\n": 0.0}[(subject.folder / "prices.py").read_text()]
+def nothing(subject): return None
+def endless(subject): return float("inf")
+def sleeps(subject): time.sleep(3)
+async def sleeps_too(subject): await asyncio.sleep(60)
+async def swallows(subject):
+    try:
+        await subject.exec(["sh", "-c", "exit"], timeout_s=5)
+        raise AssertionError
+    except Exception:
+        return 0.0
+"""
+
+
+def judged(folder: Path, name: str, timeout_s: float = 10.0) -> Task:
+    kit.laid(folder, {"graders.py": GRADERS})
+    task = kit.scripted(folder / "task")
+    return msgspec.structs.replace(task, grader=Function(name=f"{folder}/graders.py:{name}", timeout_s=timeout_s))
+
+
+@pytest.mark.parametrize("name", ["reads", "runs", "runs_too"])
+async def test_a_function_decides(name: str, walled: Ground, tmp_path: Path) -> None:
+    task = judged(tmp_path, name)
+    for changes, reward in (({"prices.py": kit.FIX}, 1.0), ({}, 0.0)):
+        found = await kit.graded(task, kit.worked(tmp_path / f"w{reward}", changes, kit.FOLDER), walled)
+        assert (found.kind, found.reward) == ("graded", reward), found.message
+    assert (await kit.graded(task, None, walled)).reward == 0.0
+
+
+async def test_what_the_agent_answered_can_decide(walled: Ground, tmp_path: Path) -> None:
+    work = kit.worked(tmp_path / "w", {}, kit.FOLDER)
+    call: Mapping[str, object] = {"tool": "answer", "arguments": {"text": "42"}}
+    task = judged(tmp_path, "answers")
+    assert (await kit.graded(task, msgspec.structs.replace(work, answers=(call,)), walled)).reward == 1.0
+    assert (await kit.graded(task, work, walled)).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("fails", "ValueError: no such thing"),
+        ("nothing", "neither a finite number"),
+        ("endless", "neither a finite number"),
+        ("sleeps", "ran out of its 1 s"),
+        ("sleeps_too", "ran out of its 1 s"),
+        ("missing", "cannot be loaded"),
+    ],
+)
+async def test_one_that_never_decides_is_an_invalid_task(name: str, why: str, walled: Ground, tmp_path: Path) -> None:
+    found = await kit.graded(judged(tmp_path, name, 1.0), kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
+    assert (found.kind, found.reward) == ("invalid task", None)
+    assert why in found.message
+
+
+async def test_one_that_only_this_work_breaks_says_0(walled: Ground, tmp_path: Path) -> None:
+    work = kit.worked(tmp_path / "w", {"prices.py": "?"}, kit.FOLDER)
+    found = await kit.graded(judged(tmp_path, "fails_on_works"), work, walled)
+    assert (found.kind, found.reward) == ("graded", 0.0) and "KeyError" in found.message
+
+
+async def test_a_fault_of_the_sandbox_cannot_be_swallowed(walled: Ground, tmp_path: Path) -> None:
+    task = msgspec.structs.replace(judged(tmp_path, "swallows"), files=tmp_path / "nowhere")
+    found = await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
+    assert (found.kind, found.reward) == ("infrastructure fault", None)
+
+
+async def test_a_rubric_is_the_weighted_mean_or_nothing(walled: Ground, tmp_path: Path) -> None:
+    task = judged(tmp_path, "reads")
+    script = kit.scripted(tmp_path / "other").grader
+    assert script is not None and not isinstance(script, Rubric)
+    parts = [
+        Part(name="reads", weight=3.0, grader=task.grader),  # type: ignore[arg-type]
+        Part(name="script", weight=1.0, grader=script),
+    ]
+    half = kit.worked(tmp_path / "w", {"prices.py": "def total(prices):\n    return prices[0]\n"}, kit.FOLDER)
+    found = await kit.graded(msgspec.structs.replace(task, grader=Rubric(parts=tuple(parts))), half, walled)
+    assert (found.kind, found.reward) == ("graded", 0.75)
+    assert [(part.name, part.weight, part.reward) for part in found.parts] == [
+        ("reads", 3.0, 1.0),
+        ("script", 1.0, 0.0),
+    ]
+    parts.append(Part(name="broken", weight=0.1, grader=Function(name=f"{tmp_path}/graders.py:fails")))
+    found = await kit.graded(msgspec.structs.replace(task, grader=Rubric(parts=tuple(parts))), half, walled)
+    assert (found.kind, found.reward) == ("invalid task", None)
+    assert [part.reward for part in found.parts] == [1.0, 0.0, None] and "broken: " in found.message
+    found = await kit.graded(msgspec.structs.replace(task, grader=Rubric(parts=())), half, walled)
+    assert found.kind == "invalid task" and "weights" in found.message
