@@ -47,6 +47,7 @@ from tools import base_image
 from turngate.errors import TurngateError
 from turngate.tasks import swe
 from turngate.tasks.grading import logs
+from turngate.tasks.grading.attempt import Undecided
 from turngate.tasks.grading.grade import Case
 from turngate.tasks.task import Swe
 
@@ -622,7 +623,10 @@ def _outcomes(name: str, grader: Swe, place: Path, image: str, when: str) -> dic
     except subprocess.TimeoutExpired:
         subprocess.run(["docker", "rm", "--force", container], capture_output=True, check=False)
         raise SweError(f"{name}: the tests {when} the patch took more than {TESTS_S} s") from None
-    cases = logs.parse(grader.parser, done.stdout)
+    try:
+        cases = logs.parse(grader.parser, done.stdout)
+    except Undecided as error:
+        raise SweError(f"{name}: {when} the patch: {error}") from error
     if done.returncode not in (0, 1) or not cases:  # pytest's own for "all passed" and "some failed"
         raise SweError(
             f"{name}: {when} the patch: exit code {done.returncode}, {len(cases)} tests; the last lines:\n"

@@ -24,6 +24,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from turngate.errors import ConfigError, TaskError
+from turngate.tasks.grading.attempt import Undecided
 from turngate.tasks.grading.grade import Case
 
 FOREIGN_S = 60.0  # for a parser of `swebench`
@@ -42,7 +43,10 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 
 
 def parse(name: str, log: str) -> dict[str, Case]:
-    """The outcome of every test that a log tells of. Blocks, for up to a minute: not for an event loop."""
+    """The outcome of every test that a log tells of. Blocks, for up to a minute: not for an event loop.
+
+    `Undecided`, where a parser cannot read this log; a name that there is not is the task's fault.
+    """
     if name in _OWN:
         return _OWN[name](_plain(log))
     found = _foreign(name)
@@ -257,17 +261,17 @@ def _ask(kind: str, name: str, log: str) -> dict[str, str]:
 
 
 def _inside(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
+    """Where a log cannot be read the work may have seen to that: the control says whose fault it is."""
     command = [sys.executable, "-I", "-c", _INSIDE, *arguments]
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
-        raise TaskError(
-            f"log_parser: swebench's parser for {arguments[-1]} read a log for {FOREIGN_S:g} s and came to no end",
-            param="log_parser",
-        ) from None
+        what = f"parser for {arguments[-1]} read the log" if arguments else "parsers were imported"
+        raise Undecided(f"swebench's {what} for {FOREIGN_S:g} s and came to no end") from None
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        what = f"its parser for {arguments[-1]}" if arguments else "its parsers"
-        raise TaskError(f"log_parser: swebench does not come to read with {what}: {last}", param="log_parser")
+        if arguments:
+            raise Undecided(f"swebench's parser for {arguments[-1]} cannot read the log: {last}")
+        raise ConfigError(f"log_parser: swebench is installed, but its parsers are not to be had: {last}")
     answer: dict[str, list[str]] = json.loads(done.stdout)
     return answer
