@@ -257,12 +257,12 @@ async def test_a_host_that_says_nothing_leaves_nobody_hanging() -> None:
         began = time.monotonic()
         assert (await call(g, session, {}, "ask")).json() == {"ok": True, "answered": False}
         assert (await call(g, session, {}, "ask_2")).json() == "go on"
-        assert 0.2 <= time.monotonic() - began < 3
+        assert 0.2 <= time.monotonic() - began < 15
         late = await answer(g, session, 1, "too late")
         assert late.status_code == 409 and "time was up" in late.json()["error"]["message"]
         assert [c["answered_by"] for c in await calls(g, session)] == ["time", "time"]
         clock = await g.open(tools=[ASK], limits={"seconds": 0.3})
-        assert (await asyncio.wait_for(call(g, clock, {}, "ask"), 5)).json() == {"ok": True, "answered": False}
+        assert (await asyncio.wait_for(call(g, clock, {}, "ask"), 15)).json() == {"ok": True, "answered": False}
 
 
 async def test_the_end_of_a_session_ends_the_waiting() -> None:
@@ -275,7 +275,7 @@ async def test_the_end_of_a_session_ends_the_waiting() -> None:
                 await g.admin.delete(f"/admin/sessions/{session.id}")
             else:
                 await g.admin.post(f"/admin/sessions/{session.id}/{end}")
-            response = await asyncio.wait_for(waiting, 5)
+            response = await asyncio.wait_for(waiting, 15)
             assert response.status_code == 409
             assert {"seal": "sealed"}.get(end, "cancelled") in response.json()["error"]["message"]
             if end != "delete":
@@ -289,7 +289,7 @@ async def test_the_end_of_the_gateway_ends_it_too_and_the_call_goes_on_after_it(
         waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
         await until(lambda: asking(g, session))
         await g.app.control.stop()
-        response = await asyncio.wait_for(waiting, 5)
+        response = await asyncio.wait_for(waiting, 15)
         assert response.status_code == 503 and "repeat" in response.json()["error"]["message"]
     async with gateway(data=tmp_path) as g:
         assert (await answer(g, session, 1, "x")).status_code == 409  # nobody waits at present
@@ -317,11 +317,13 @@ async def test_an_agent_that_hangs_up_is_not_waited_for_unless_it_has_come_again
 
 
 async def test_a_call_that_waits_is_no_turn_and_keeps_its_session_alive() -> None:
-    async with gateway([say("Hello.")], idle_s=0.3) as g:
-        session = await g.open(tools=[{**ASK, "wait_s": 1.0}], limits={"turns": 1})
+    async with gateway([say("Hello.")]) as g:
+        session = await g.open(tools=[ASK], limits={"turns": 1})
         waiting = g.start(call(g, session, {}, "ask"))
         await until(lambda: asking(g, session))
         assert (await g.ask(session.key, "Hi")).content == "Hello."  # the one turn that it may have
-        await asyncio.sleep(0.5)
-        assert (await g.show(session.id))["status"] == "open"
-        assert (await waiting).json() == {"ok": True, "answered": False}
+        much_later = time.time() + 10**6
+        assert g.app.control.idle(much_later) == []
+        await answer(g, session, 1, "here")
+        assert (await waiting).json() == "here"
+        assert g.app.control.idle(much_later) == [session.id]
