@@ -10,7 +10,6 @@ import hashlib
 import json
 import socket
 import tempfile
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -496,7 +495,6 @@ async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
         following = c[0].start(read_events(c[0], 4))
         await asyncio.sleep(0.1)
         session = await c.open_at(1)
-        began = time.monotonic()
         await c[0].admin.post(
             "/admin/events", json={"session": session.id, "kind": "stage", "data": {"stage": "setup"}}
         )
