@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,8 +13,7 @@ from tests.kit import Opened, Running, gateway, say
 from turngate.cli import app
 from turngate.errors import BadRequest
 from turngate.rollout.client import GatewayClient, Refused
-from turngate.store.outcome import LARGEST, Class, Recorded
-from turngate.tasks.grading import grade
+from turngate.store.outcome import LARGEST, Recorded
 
 GRADED = {
     "kind": "graded",
@@ -40,10 +39,6 @@ async def put(g: Running, session: str, outcome: Any, query: str = "") -> Any:
 
 def told(g: Running) -> list[Any]:
     return [event.data for event in g.app.events.page() if event.kind == "outcome"]
-
-
-def test_the_classes_are_those_of_grading() -> None:
-    assert get_args(Class) == get_args(grade.Class)
 
 
 async def test_an_outcome_is_shown_listed_told_and_kept(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from turngate.sandboxes.base import Backend, Resources
+from turngate.store.outcome import Class as Class
 
-Class = Literal["graded", "agent failed", "invalid task", "infrastructure fault"]
 Case = Literal["passed", "failed", "error", "skipped", "missing"]
 
 
