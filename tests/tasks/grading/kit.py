@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import py_compile
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -58,7 +59,7 @@ new file mode 100644
 +    assert total([7]) == 7
 """
 SETUP = """
-mv .deps "$HOME/deps"
+tar -xof .deps.tar -C "$HOME" && rm .deps.tar
 g() { git -c user.name=t -c user.email=t@t -c init.defaultBranch=main -c commit.gpgSign=false "$@"; }
 g init -q . && g add -A && g commit -q -m base
 """
@@ -88,9 +89,11 @@ def laid(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 
 @cache
 def deps() -> Path:
-    """pytest and what it needs, as it is installed here and compiled: no sandbox's system has it."""
-    target = Path(tempfile.mkdtemp(prefix="tg-deps-"))
-    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    """pytest and what it needs, as it is installed here and compiled, in a tar file: no sandbox's system has it."""
+    made = Path(tempfile.mkdtemp(prefix="tg-deps-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    target = made / "deps"
+    target.mkdir()
     unneeded = shutil.ignore_patterns("__pycache__", "lexers", "*.pyi")
     for name in PARTS:
         spec = importlib.util.find_spec(name)
@@ -109,13 +112,15 @@ def deps() -> Path:
         info = Path(str(importlib.metadata.distribution(name)._path))  # type: ignore[attr-defined]
         laid(target / info.name, {"METADATA": (info / "METADATA").read_bytes()})
     compileall.compile_dir(target, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    return target
+    with tarfile.open(made / "deps.tar", "w") as tar:
+        tar.add(target, arcname="deps")
+    return made / "deps.tar"
 
 
 def repository(folder: Path, grader: Swe = SWE, files: Mapping[str, str] = REPO) -> Task:
     """A task of the SWE kind, with git and pytest in it."""
     laid(folder / "files", files)
-    shutil.copytree(deps(), folder / "files" / ".deps")
+    shutil.copy2(deps(), folder / "files" / ".deps.tar")
     return Task(id="shop", instruction="Mend total().", files=folder / "files", setup=SETUP, grader=grader)
 
 

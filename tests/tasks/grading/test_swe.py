@@ -121,7 +121,7 @@ async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: Ground, tm
     look = 'assert open("tests/blob", "rb").read() == bytes(range(200)); assert b"three\\r\\n" in open("tests/crlf.txt", "rb").read()'
     task = msgspec.structs.replace(
         judged(task, test_patch=kit.TEST_PATCH + patch, test_cmd=f"python3 -c '{look}' && {kit.PYTEST}"),
-        setup='mv .deps "$HOME/deps"',
+        setup='tar -xof .deps.tar -C "$HOME" && rm .deps.tar',
     )
     work = kit.worked(
         tmp_path / "w", {"shop/prices.py": kit.FIX, "tests/blob": "mine", "tests/crlf.txt": "mine"}, files

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path, PurePosixPath
 
@@ -108,8 +109,7 @@ async def lay(
 
     `exclude`: what of the work stays behind. `held`: files of the fresh folder that stay as they are. Returns what could not be laid.
     """
-    ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
-    await sandbox.write(f"{ours}/held", b"".join(os.fsencode(f"./{path}") + b"\0" for path in held), mode=0o600)
+    ours = await put(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
     spared = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # no name is "/"
     rest = await step(sandbox, _CLEAR, sandbox.workdir, ours, spared)
     left_behind = {*exclude, *held, *await asyncio.to_thread(_in_the_way, folder, held)}
@@ -138,6 +138,21 @@ def _in_the_way(folder: Path, held: Sequence[str]) -> set[str]:
             if str(parent) != "." and (place.is_symlink() or (place.exists() and not place.is_dir())):
                 found.add(str(parent))
     return found
+
+
+async def put(sandbox: Sandbox, files: Mapping[str, bytes]) -> str:
+    """Small files of our own, in one go. The folder they are in, which nobody knows before."""
+    ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
+    with tempfile.TemporaryDirectory(prefix="turngate-put-") as folder:
+        await asyncio.to_thread(_written, Path(folder), files)
+        await sandbox.upload(Path(folder), ours)
+    return ours
+
+
+def _written(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        (folder / name).chmod(0o600)
 
 
 async def step(sandbox: Sandbox, script: str, *words: str, stdin: bytes = b"") -> Result:

@@ -141,9 +141,9 @@ def _touched(task: Task, grader: Swe) -> tuple[str, ...]:
 
 async def _patched(sandbox: Sandbox, task: Task, grader: Swe, changed: Sequence[str], log: Log) -> None:
     """The tests as the task wants them, on a checkout that no agent has seen."""
-    ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
-    await sandbox.write(f"{ours}/touched", b"".join(os.fsencode(path) + b"\n" for path in changed))
-    await sandbox.write(f"{ours}/patch", grader.test_patch.encode("utf-8", "surrogateescape"))
+    names = b"".join(os.fsencode(path) + b"\n" for path in changed)
+    patch = grader.test_patch.encode("utf-8", "surrogateescape")
+    ours = await fresh.put(sandbox, {"touched": names, "patch": patch})
     command = ["/bin/sh", "-c", _PATCH, "sh", sandbox.workdir, ours, grader.base_commit]
     done = await sandbox.exec(command, cwd="/", timeout_s=fresh.STEP_S, leave=False)
     said = (done.stdout + done.stderr).decode("utf-8", "replace").strip()[-500:]
@@ -289,11 +289,9 @@ async def _installed(sandbox: Sandbox, grader: Swe, log: Log) -> None:
 async def _tested(sandbox: Sandbox, grader: Swe, log: Log) -> tuple[Seen, int]:
     """Run the tests. What the log and the witness say, and the exit code."""
     key, start, end = (secrets.token_hex(24) for _ in range(3))
-    ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
     source = await asyncio.to_thread(Path(witness.__file__).read_bytes)
-    await sandbox.write(f"{ours}/turngate_witness.py", source)
-    await sandbox.write(f"{ours}/sitecustomize.py", _SITE.encode())
-    await sandbox.write(f"{ours}/key", key.encode(), mode=0o600)
+    files = {"turngate_witness.py": source, "sitecustomize.py": _SITE.encode(), "key": key.encode()}
+    ours = await fresh.put(sandbox, files)
     done = await sandbox.exec(
         ["/bin/sh", "-c", _SHELL, "sh", _RUN, "sh", ours, grader.before, grader.test_cmd],
         stdin=f"{start}\n{end}\n".encode(),
