@@ -10,6 +10,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The extra `swe`, without what only its own harness needs (half a gigabyte).
+PARSERS := swebench==5.0.2 unidiff==1.0.1
 
 .PHONY: setup demo test check format fast bench soak gauntlet parts clean
 
@@ -31,6 +33,8 @@ parts: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 || test "$$CI" != true
 	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
 	@$(BIN)/python tools/base_image.py docker bubblewrap || test "$$CI" != true
+	@$(BIN)/python -m pip install --quiet --no-deps $(PARSERS) || test "$$CI" != true
+	@$(BIN)/python tools/swe_tasks.py --out .venv/swe.jsonl || test "$$CI" != true
 
 # First what can run side by side, and whatever those tests record is proven; then what needs the machine for itself.
 test: check parts
