@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import stat
 from pathlib import Path
 
@@ -178,3 +179,22 @@ async def test_a_hang_up_passes_the_door() -> None:
             await asyncio.sleep(0.01)
         writer.close()
         await asyncio.wait_for(gone.wait(), 2)
+
+
+async def test_doors_that_open_at_once_leave_the_umask_as_it_was(tmp_path: Path) -> None:
+    """It is the whole process's: a rollout that opens its door may not spoil the folders that another one is making."""
+    before = os.umask(0o022)
+    try:
+
+        async def opened(n: int) -> None:
+            folder = tmp_path / str(n)
+            folder.mkdir(mode=0o700)
+            async with door.opened("http://127.0.0.1:9", folder=folder) as own:
+                assert own.socket is not None and stat.S_IMODE(own.socket.stat().st_mode) == 0o600
+                (folder / "made").mkdir(mode=0o700)
+
+        await asyncio.gather(*(opened(n) for n in range(20)))
+        assert [oct(path.stat().st_mode & 0o777) for path in tmp_path.glob("*/made")] == ["0o700"] * 20
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)

@@ -264,6 +264,27 @@ def chunk_size(line: bytes) -> Optional[int]:
     return int(digits, 16) if re.match(rb"[0-9A-Fa-f]{1,12}\Z", digits) else None
 
 
+def _bound(path: str, mode: int) -> socket.socket:
+    """A unix socket with that mode from its first moment. The umask is the whole process's: it is never stricter than it was for longer
+    than this, or the folders that somebody else makes meanwhile could not be entered."""
+    own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            os.fchmod(own.fileno(), mode)  # Linux: what is bound has the socket's mode, less the umask
+            mask = 0
+        except OSError:
+            mask = 0o777 & ~mode
+        before = os.umask(mask)
+        try:
+            own.bind(path)
+        finally:
+            os.umask(before)
+    except BaseException:
+        own.close()
+        raise
+    return own
+
+
 # ---- getting it answered ----
 
 
@@ -304,11 +325,12 @@ class Relay:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str, mode: int) -> None:
-        before = os.umask(0o777 & ~mode)
+        own = _bound(path, mode)
         try:
-            self._server = await asyncio.start_unix_server(self._accept, path, limit=PIECE)
-        finally:
-            os.umask(before)
+            self._server = await asyncio.start_unix_server(self._accept, sock=own, limit=PIECE)
+        except BaseException:
+            own.close()
+            raise
 
     async def close(self) -> None:
         if self._server:
