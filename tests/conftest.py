@@ -25,7 +25,16 @@ _REAL = (
     "tests/swe/test_swe",
     "tests/gauntlet/test_turngate",
 )
-_LIGHT = ("test_archive.py", "test_door.py", "test_patch.py", "test_testimony.py", "test_reward.py", "test_ledger.py", "test_plan.py", "test_summary.py")
+_LIGHT = (
+    "test_archive.py",
+    "test_door.py",
+    "test_patch.py",
+    "test_testimony.py",
+    "test_reward.py",
+    "test_ledger.py",
+    "test_plan.py",
+    "test_summary.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

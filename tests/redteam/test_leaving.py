@@ -23,8 +23,9 @@ ln -s /tests/test.sh absolute; ln -s ../../../etc/passwd relative; ln -s deep/..
 ln -s /logs/verifier/reward.txt out.txt; ln -s . self; mkfifo pipe
 printf x > "$(printf 'new\nline')"; printf x > "$(printf 'not-utf8-\377')"; printf x > '-rf'; printf x > "$(printf 'n%.0s' $(seq 250))"
 printf x > closed; chmod 000 closed; mkdir shut; printf x > shut/file; chmod 000 shut
-d=.; for i in $(seq 60); do d="$d/a-long-name-of-a-folder-that-lies-in-another-like-it-$i"; mkdir "$d"; done; printf x > "$d/bottom"
-mkdir many; cd many; seq 3000 | xargs touch; cd ..
+d=.; for i in $(seq 50); do d="$d/a-long-name-of-a-folder-that-lies-in-another-like-it-$i"; mkdir "$d"; done; printf x > "$d/bottom"
+long=$(printf 'n%.0s' $(seq 250)); mkdir abyss; cd abyss; for i in $(seq 14); do mkdir $long; cd $long; done; printf x > bottom
+cd "$HOME/../../workspace"; mkdir many; cd many; seq 500 | xargs touch; cd ..
 git init -q . 2>/dev/null; mkdir -p .git/hooks; printf '#!/bin/sh\ntouch /tmp/evil' > .git/hooks/pre-commit; chmod +x .git/hooks/*
 (setsid sh -c 'while :; do echo evil > prices.py; sleep 0.05; done' turngate-left-over &) </dev/null >/dev/null 2>&1
 """
@@ -58,9 +59,9 @@ async def test_a_mess_is_taken_and_graded(walled: Ground, tmp_path: Path) -> Non
         assert f"{name}: " in told, told
         assert not (work.folder / name).is_symlink() and not (work.folder / name).exists()
     assert (work.folder / "inside").is_symlink() and (work.folder / "closed").read_text() == "x"
-    assert (work.folder / "shut" / "file").exists() and len(list((work.folder / "many").iterdir())) == 3000
+    assert (work.folder / "shut" / "file").exists() and len(list((work.folder / "many").iterdir())) == 500
     assert b"not-utf8-\xff" in {path.name.encode("utf-8", "surrogateescape") for path in work.folder.iterdir()}
-    assert not (work.folder / ".git").exists()
+    assert "too long a path" in told and not (work.folder / ".git").exists()
     found = await kit.graded(task, work, walled)
     assert (found.kind, found.reward) == ("graded", 1.0), (found.message, found.log)
 

@@ -20,6 +20,7 @@ from turngate.errors import SandboxError, SandboxTooLarge
 MEMBERS = 1_000_000
 HEADER = 1_000_000  # bytes of a name or of other extended headers
 TARGET = 4096  # bytes that a link may point to; Linux has no longer ones
+LONGEST = 3000  # bytes of a path: a longer one could not be packed again, here or in another sandbox
 PIECE = 1 << 20
 WITHIN_S = 600.0
 NAMED = 20  # of what was left out
@@ -123,7 +124,9 @@ def _unpack(stream: IO[bytes], root: int, limit: int, go_on: Callable[[], None])
             if member.size < 0 or size > limit or count > MEMBERS:
                 raise SandboxTooLarge(f"the folder is larger than {limit} bytes, or has more than {MEMBERS} entries")
             path = _path(member.name)
-            if member.isdir():
+            if len(os.fsencode(member.name)) > LONGEST:
+                left.add(member.name, "too long a path")
+            elif member.isdir():
                 os.close(_folder(root, path))
             elif member.issym():
                 if len(member.linkname) > TARGET:

@@ -218,9 +218,9 @@ def take_the_stand():
     with open(HERE + "/key", "rb") as file:
         key = file.read()
     os.unlink(HERE + "/key")
-    path, work = list(sys.path), os.getcwd()
+    path, work = list(sys.path), os.getcwd() + os.sep
     # Nothing of the working folder's may be taken for pytest or for a part of Python.
-    sys.path[:] = [place for place in path if place and not os.path.abspath(place).startswith(work)]
+    sys.path[:] = [place for place in path if place and not (os.path.abspath(place) + os.sep).startswith(work)]
     try:
         import _pytest.config
 
