@@ -170,25 +170,7 @@ class VLLM:
     def post(self, request: Generate) -> Reply:
         return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
 
-    async def chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
-        batches = reply.events() if request.stream else reply.whole()
-        begun = False
-        async for batch in batches:
-            chunk = self._chunk(batch, request.echo_prompt)
-            if chunk is None:
-                continue
-            reply.finished = chunk.finish is not None
-            begun = begun or bool(chunk.ids)
-            if chunk.finish == "abort" and not begun:
-                raise unbegun(self.name)
-            yield chunk
-            if reply.finished:
-                return
-        if reply.done and not begun:  # how a `completions` stream says the same
-            raise unbegun(self.name)
-        raise EngineUnavailable(f"{self.name} ended its reply without finishing")
-
-    def _chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
+    def chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
         """Everything that arrived in one read, as one chunk."""
         ids: list[int] = []
         logprobs: list[float | None] = []
@@ -243,19 +225,51 @@ class VLLM:
 
 
 class Generation:
-    """One call: entered, it is a stream of chunks; left, it is aborted if it had not come to its end."""
+    """One call: entered, it is a stream of chunks; left, it is aborted if it had not come to its end.
+
+    An iterator, and no generator: one of those that is left before its end costs the event loop a task to close it.
+    """
 
     def __init__(self, engine: VLLM, request: Generate) -> None:
         self._engine, self._request = engine, request
-        self._reply: Reply | None = None
+        self._reply: Reply
+        self._begun = False  # something was sampled
+        self._read = False  # all of a reply that is not streamed
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         self._reply = await self._engine.post(self._request).__aenter__()
-        return self._engine.chunks(self._reply, self._request)
+        return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self._reply is not None:
-            await self._reply.__aexit__(*error)
+        await self._reply.__aexit__(*error)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._reply.finished:
+            raise StopAsyncIteration
+        chunk = None
+        while chunk is None:
+            chunk = self._engine.chunk(await self._batch(), self._request.echo_prompt)
+        self._reply.finished = chunk.finish is not None
+        self._begun = self._begun or bool(chunk.ids)
+        if chunk.finish == "abort" and not self._begun:
+            raise unbegun(self._engine.name)
+        return chunk
+
+    async def _batch(self) -> list[bytes]:
+        """The next events. A reply that is not streamed is one of them."""
+        batch = None
+        if self._request.stream:
+            batch = await self._reply.batch()
+        elif not self._read:
+            self._read, batch = True, [await self._reply.document()]
+        if batch is not None:
+            return batch
+        if self._reply.done and not self._begun:  # how a `completions` stream tells of an abort
+            raise unbegun(self._engine.name)
+        raise EngineUnavailable(f"{self._engine.name} ended its reply without finishing")
 
 
 def _prompt(event: _Event) -> list[int] | None:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 
 import msgspec
 
@@ -113,10 +113,13 @@ class ModelCalls:
 
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         done: ReplyEvent | None = None
+
+        async def keep(events: Sequence[ReplyEvent]) -> None:
+            nonlocal done
+            done = events[-1]
+
         with _cancellation_told(session, watch):
-            async with aclosing(self._turns.take(session, call)) as batches:
-                async for events in batches:
-                    done = events[-1]
+            await self._turns.take(session, call, keep)
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
                 await respond(send, 200, dialect.whole(call, done), _named(dialect))
@@ -128,17 +131,19 @@ class ModelCalls:
     async def _stream(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         encoder = dialect.stream(call)
         headers = [(b"content-type", encoder.media.encode()), *_named(dialect)]
+
+        async def tell(events: Sequence[ReplyEvent]) -> None:
+            data = b"".join([encoder.event(event) for event in events])
+            if isinstance(events[-1], Done):
+                with self._delivering(session, events[-1]):
+                    await stream.write(data, last=True)
+            elif data:  # nothing to show is no sign of life
+                await stream.write(data)
+
         with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s, headers) as stream:
             try:
                 with _cancellation_told(session, watch), _faults_told():
-                    async with aclosing(self._turns.take(session, call)) as batches:
-                        async for events in batches:
-                            data = b"".join([encoder.event(event) for event in events])
-                            if isinstance(events[-1], Done):
-                                with self._delivering(session, events[-1]):
-                                    await stream.write(data, last=True)
-                            elif data:  # nothing to show is no sign of life
-                                await stream.write(data)
+                    await self._turns.take(session, call, tell)
             except TurngateError as error:
                 if not stream.started and not dialect.in_stream(error):
                     raise
