@@ -19,10 +19,11 @@ import aiohttp
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from processes import cpu_s  # noqa: E402
+
 from gauntlet.gateways.turngate import Turngate  # noqa: E402
 from gauntlet.scenarios import load  # noqa: E402
 from gauntlet.trial import Trial, engine, started  # noqa: E402
-from processes import cpu_s  # noqa: E402
 
 
 class Checkout(Turngate):
