@@ -161,7 +161,7 @@ def _render(session: Session, located: Located, preamble: Preamble, cause: Cause
     for message in located.reading.all(located.start):
         if message.beyond:
             raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
-    kwargs = json.loads(preamble.raw_kwargs)
+    kwargs = json.loads(preamble.raw_kwargs) if preamble.raw_kwargs != b"{}" else {}
     bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
     if bridged is not None:
         added = np.array(bridged, type_of_ids)

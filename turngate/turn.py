@@ -54,6 +54,7 @@ from turngate.types import (
     Done,
     Finish,
     Ids,
+    Logprobs,
     Message,
     ReplyEvent,
     Sampling,
@@ -102,6 +103,13 @@ class Draft:
             self.logprobs = None  # one chunk without them: the turn has none, rather than some that look whole
         else:
             self.logprobs.extend(logprobs)
+
+    def scores(self) -> Logprobs | None:
+        """The log-probabilities as they are kept: not a number where the engine gave none."""
+        given = self.logprobs
+        if given is not None and None in given:
+            given = [np.nan if value is None else value for value in given]
+        return None if given is None else np.array(given, type_of_logprobs)
 
 
 class Turns:
@@ -472,12 +480,7 @@ class Turns:
             lost=draft.lost,
             verbatim=draft.verbatim,
         )
-        logprobs = (
-            None
-            if draft.logprobs is None
-            else np.array([np.nan if p is None else p for p in draft.logprobs], type_of_logprobs)
-        )
-        sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
+        sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), draft.scores(), info)
         turn = NewTurn(
             session=session.key,
             context=None if context.stored else context,

@@ -196,8 +196,9 @@ class VLLM:
         named = choice.logprobs.tokens if choice.logprobs is not None else None
         if named is None and not choice.text:
             return []  # an event that adds nothing
+        size = len(_NAMED)
         try:
-            return [int(token.partition(_NAMED)[2]) for token in named or [""]]
+            return [int(token[size:] if token.startswith(_NAMED) else "") for token in named or [""]]
         except ValueError:
             raise EngineError(
                 f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids"

@@ -115,7 +115,14 @@ class Tokenizer:
             ids = [i for i in ids if i not in self.special_ids]
         if self._bytes is None:
             return self._backend.decode(ids, skip_special_tokens=False)
-        return b"".join(map(self.bytes_of, ids)).decode("utf-8", errors="replace")
+        return self.all_bytes_of(ids).decode("utf-8", errors="replace")
+
+    def all_bytes_of(self, ids: Sequence[int]) -> bytes:
+        table = self._bytes
+        assert table is not None
+        if ids and min(ids) >= 0 and max(ids) < len(table):  # as always
+            return b"".join([table[i] for i in ids])
+        return b"".join(map(self.bytes_of, ids))
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token of a byte-level vocabulary. Ids past the vocabulary (padding rows) have none."""
@@ -155,9 +162,9 @@ class Decoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stream = None if backend is None else DecodeStream(skip_special_tokens=False)
 
-    def feed(self, ids: Iterable[int]) -> str:
+    def feed(self, ids: Sequence[int]) -> str:
         if self._stream is None:
-            return self._utf8.decode(b"".join([self._tokenizer.bytes_of(i) for i in ids]))
+            return self._utf8.decode(self._tokenizer.all_bytes_of(ids))
         assert self._backend is not None
         return "".join([self._stream.step(self._backend, i) or "" for i in ids])
 
