@@ -111,7 +111,11 @@ class History(Protocol):
     """
 
     @property
-    def raws(self) -> Sequence[bytes]: ...
+    def raws(self) -> list[bytes]: ...
+
+    @property
+    def items(self) -> Sequence[bytes]:
+        """The items of the wire format's own list that the pieces are made of."""
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
 

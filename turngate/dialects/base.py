@@ -25,13 +25,21 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """One request as it came."""
+    """One request as it came, or without the beginning of its list, where that is known (`known.py`)."""
 
     body: bytes
     headers: Mapping[str, str] = {}
     query: Mapping[str, str] = {}
     verb: Verb = "generate"
     model: str = ""  # named by the path
+    known: Sequence[bytes] = ()  # the items that were cut out of the body
+    history: History | None = None  # made of exactly those: it can be gone on from
+    whole: bytes = b""  # the body before that
+
+    @property
+    def sent(self) -> bytes:
+        """The body as it came."""
+        return self.whole or self.body
 
 
 class Stream(Protocol):
@@ -59,6 +67,10 @@ class Dialect(Protocol):
     @property
     def area(self) -> str:
         """Paths that begin like this are meant for it: what is not there is refused in its words."""
+
+    @property
+    def list_field(self) -> str:
+        """The field of a request that holds what was said."""
 
     @property
     def id_header(self) -> str:

@@ -136,7 +136,11 @@ class ChatHistory:
     """The messages of one request, decoded one at a time."""
 
     def __init__(self, raws: Sequence[bytes]) -> None:
-        self.raws = raws
+        self.raws = list(raws)
+
+    @property
+    def items(self) -> Sequence[bytes]:
+        return self.raws
 
     def decode(self, index: int) -> tuple[Message, ...]:
         where = f"messages[{index}]"
@@ -167,6 +171,7 @@ class Chat:
     name = "chat"
     routes = (Route("/v1/chat/completions"), Route("/chat/completions"))
     area = "/"
+    list_field = "messages"
     id_header = "x-request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -188,7 +193,7 @@ class Chat:
         constraint, offered = _constraint(request, tools)
         return Call(
             model=request.model,
-            history=ChatHistory(request.messages),
+            history=ChatHistory([*wire.known, *map(bytes, request.messages)]),
             tools=tools if offered else None,
             sampling=checked_sampling(
                 {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
@@ -203,7 +208,7 @@ class Chat:
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             retried=retried(headers),
             idempotency_key=headers.get("idempotency-key", ""),
-            body=wire.body,
+            body=wire.sent,
             passed={name: headers[name] for name in ("openai-beta",) if name in headers},
         )
 

@@ -84,6 +84,7 @@ class Gemini:
         )
     )
     area = "/v1beta"
+    list_field = "contents"
     id_header = ""
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -97,7 +98,7 @@ class Gemini:
         headers = wire.headers
         return Call(
             model=wire.model,
-            history=_history(request),
+            history=_history(request, wire),
             tools=tools,
             sampling=checked_sampling(
                 {name: asked for name in _SAMPLING if (asked := getattr(config, name)) is not None}, _NAMES
@@ -110,7 +111,7 @@ class Gemini:
             retried=retried(headers),
             idempotency_key=headers.get("idempotency-key", ""),
             dialect=self.name,
-            body=wire.body,
+            body=wire.sent,
             passed={name: headers[name] for name in _PASSED if name in headers},
             wire=Wanted(thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"),
         )
@@ -167,12 +168,13 @@ def _request(wire: Wire) -> dict[str, msgspec.Raw]:
     return request
 
 
-def _history(request: dict[str, msgspec.Raw]) -> GeminiHistory:
-    contents = [bytes(raw) for raw in items(request["contents"], "contents")] if "contents" in request else []
+def _history(request: dict[str, msgspec.Raw], wire: Wire) -> GeminiHistory:
+    new = map(bytes, items(request["contents"], "contents")) if "contents" in request else ()
+    contents = [*wire.known, *new]
     if not contents:
         raise refused("contents", "contents is not specified; it must hold at least one content")
     system = request.get("systemInstruction")
-    return GeminiHistory(contents, b"" if system is None else system_piece(system))
+    return GeminiHistory(contents, b"" if system is None else system_piece(system), before=wire.history)
 
 
 def _config(request: dict[str, msgspec.Raw]) -> _Config:

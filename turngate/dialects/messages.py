@@ -105,6 +105,7 @@ class Messages:
         Route("/messages/count_tokens", "count"),
     )
     area = "/v1/messages"
+    list_field = "messages"
     id_header = "request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -119,7 +120,8 @@ class Messages:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_what_we_do_not_do(request)
         tools = MessagesTools(bytes(request.tools)) if given(request.tools) and bytes(request.tools) != b"[]" else None
-        history = MessagesHistory(request.messages, tools, _system_prompt(request.system))
+        items = [*wire.known, *map(bytes, request.messages)]
+        history = MessagesHistory(items, tools, _system_prompt(request.system), wire.history)
         if not history.raws:
             raise refused("messages", "none of them says anything")
         if history.last == "assistant" and wire.verb != "count":
@@ -146,7 +148,7 @@ class Messages:
             retried=retried(wire.headers),
             idempotency_key=wire.headers.get("idempotency-key", ""),
             dialect=self.name,
-            body=wire.body,
+            body=wire.sent,
             passed={name: value for name in _PASSED if (value := wire.headers.get(name))},
             wire=reply.Asked(hidden, given(request.context_management)),
         )

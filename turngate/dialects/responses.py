@@ -105,6 +105,7 @@ class Responses:
         Route("/responses/input_tokens", "count"),
     )
     area = "/v1/responses"
+    list_field = "input"
     id_header = "x-request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -119,7 +120,7 @@ class Responses:
         except UNREADABLE as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_what_we_do_not_do(request)
-        items = _items(request)
+        items = _items(request, wire)
         offered = _offered(request, items)
         text = _text(request)
         constraint, tools = _constraint(request, text, offered, renewed=bool(items.offered))
@@ -140,7 +141,7 @@ class Responses:
             retried=retried(headers),
             idempotency_key=headers.get("idempotency-key", ""),
             dialect=self.name,
-            body=wire.body,
+            body=wire.sent,
             passed={name: headers[name] for name in ("openai-beta",) if name in headers},
             wire=Asked(
                 echo=_echo(request, reasoning),
@@ -205,12 +206,11 @@ def _refuse_what_we_do_not_do(request: _Request) -> None:
         raise refused("moderation", "is not done here; leave it out")
 
 
-def _items(request: _Request) -> Items:
+def _items(request: _Request, wire: Wire) -> Items:
     said = request.input
     items = [bytes(item) for item in said] if isinstance(said, list) else [_message("user", said)] if said else []
-    if request.instructions:
-        items = [_message("system", request.instructions), *items]
-    found = Items(items, -1 if request.instructions else 0)
+    instructions = _message("system", request.instructions) if request.instructions else b""
+    found = Items([*wire.known, *items], instructions, wire.history)
     if not found.raws:
         raise refused("input", "must hold at least one item")
     return found

@@ -11,12 +11,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from turngate.control import Control
 from turngate.dialects import Dialect, Verb, Wire
-from turngate.dialects.wire import without_lone_surrogates
+from turngate.dialects.known import Known
 from turngate.errors import Conflict, Stopping, TurngateError
 from turngate.server.asgi import (
     EventStream,
@@ -76,6 +77,7 @@ class ModelCalls:
         self._auth = auth
         self._max_body = max_body
         self._alive_s = alive_s
+        self._known: WeakKeyDictionary[Session, dict[str, Known]] = WeakKeyDictionary()  # by dialect
 
     async def serve(
         self,
@@ -97,7 +99,8 @@ class ModelCalls:
             else:
                 session = self._auth.session(key, session_id)
             body = await read_body(receive, headers, self._max_body)
-            call = dialect.decode(Wire(without_lone_surrogates(body), headers, query, found.verb, found.model))
+            wire = Wire(body, headers, query, found.verb, found.model)
+            call = self._known_to(session, dialect).decode(wire)
             if session.config.signals:
                 told = read(session.config.signals, headers, call)
                 call = msgspec.structs.replace(call, told=told)
@@ -110,6 +113,13 @@ class ModelCalls:
             await respond_error(send, dialect, error)
         except HungUp:
             return
+
+    def _known_to(self, session: Session, dialect: Dialect) -> Known:
+        """What the session has sent before in this dialect, so that only what is new has to be read."""
+        known = self._known.setdefault(session, {})
+        if dialect.name not in known:
+            known[dialect.name] = Known(dialect)
+        return known[dialect.name]
 
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         done: ReplyEvent | None = None
