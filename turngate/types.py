@@ -119,6 +119,9 @@ class History(Protocol):
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
+    def more(self, items: Sequence[bytes]) -> History:
+        """The history that these items make, which begin with its own."""
+
 
 class Told(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     """What the agent's program itself says about a call, where it says anything: which conversation it belongs to, and whose."""

@@ -81,6 +81,10 @@ class Dialect(Protocol):
 
     def decode(self, wire: Wire) -> Call: ...
 
+    def go_on(self, call: Call, history: History, wire: Wire) -> Call | None:
+        """What `decode` makes of a request that differs from an earlier one, which was `call`, in its headers and its history only.
+        None: that has to be seen."""
+
     def history(self, raws: Sequence[bytes]) -> History:
         """Messages as they were recorded, to be read again."""
 

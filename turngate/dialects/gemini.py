@@ -19,16 +19,16 @@ from turngate.dialects.gemini_tools import GeminiTools, json_schema
 from turngate.dialects.wire import (
     any_tool,
     bearer,
+    by_headers,
     checked_sampling,
     checked_stops,
     param,
     reason,
     refused,
-    retried,
     shallow,
 )
 from turngate.errors import BadRequest, TurngateError
-from turngate.types import Call, Constraint, Done, Json
+from turngate.types import Call, Constraint, Done, History, Json
 
 T = TypeVar("T")
 
@@ -95,7 +95,6 @@ class Gemini:
         config = _config(request)
         thinking = _thinking(config)
         tools, constraint = _tools(request, config)
-        headers = wire.headers
         return Call(
             model=wire.model,
             history=_history(request, wire),
@@ -108,13 +107,14 @@ class Gemini:
             constraint=constraint,
             template_hints=_hints(thinking),
             stream=wire.verb == "stream",
-            retried=retried(headers),
-            idempotency_key=headers.get("idempotency-key", ""),
             dialect=self.name,
             body=wire.sent,
-            passed={name: headers[name] for name in _PASSED if name in headers},
             wire=Wanted(thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"),
+            **by_headers(wire.headers, _PASSED),
         )
+
+    def go_on(self, call: Call, history: History, wire: Wire) -> Call:
+        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, _PASSED))
 
     def history(self, raws: Sequence[bytes]) -> GeminiHistory:
         return GeminiHistory(raws, recorded=True)

@@ -143,6 +143,9 @@ class GeminiHistory:
                 turn = _Turn(speaker, [items[at]], at)
         self._end(turn)
 
+    def more(self, items: Sequence[bytes]) -> GeminiHistory:
+        return GeminiHistory(items, self._system, before=self)
+
     def _end(self, turn: _Turn | None) -> None:
         if turn is not None:
             self._turns.append(turn)

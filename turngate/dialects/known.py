@@ -1,13 +1,18 @@
 """Requests of one session begin alike: an agent sends everything that was said, and then what is new. What is known byte for byte need
 not be read again.
 
-A request's list (its `messages`, `input` or `contents`) is compared with those of the session's newest requests. Items that it begins with
-are cut out of the body, which leaves a request like any other, only shorter, for the dialect to decode; the items are given along.
-That changes nothing but the time it takes: a body that is spelled in some other way, or that is refused when it is short, is decoded whole.
+A request is a list (its `messages`, `input` or `contents`) in a frame: the other fields, before and after it. Its list is compared with
+those of the session's newest requests. There are three ways to read it, which all lead to the same call:
+
+- The list goes on from a known one, and the frame is the same: only the new items are read, the rest is the earlier call's.
+- The list begins like a known one, but something else changed: the known items are cut out of the body, which leaves a request like any
+  other, only shorter, for the dialect to decode.
+- Nothing is known, it is spelled in an unusual way, or something is wrong with it: it is decoded whole.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -16,24 +21,22 @@ import msgspec
 from turngate.dialects.base import Dialect, Wire
 from turngate.dialects.wire import UNREADABLE, without_lone_surrogates
 from turngate.errors import BadRequest
-from turngate.types import Call, History
+from turngate.types import Call, History, Message
 
 _LISTS = 4  # lines of work that are remembered, as in the trace
+_FRAMES = 64  # that sessions share
+_LARGE_FRAME = 256_000  # bytes of one that is not shared
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class _Short(msgspec.Struct, frozen=True):
-    """A body without the items that are known."""
+class _Frame(msgspec.Struct, frozen=True):
+    """All of a request but its list. It is proven that the list stands between these two, and that no other one of its name follows."""
 
-    body: bytes
-    items: Sequence[bytes]  # those
-    history: History | None  # made of exactly those, if there is one
-    head: bytes  # everything before the list's first item
-    at: int  # where in the whole body the first new item begins
-
-    def wire(self, whole: Wire) -> Wire:
-        told = whole.headers, whole.query, whole.verb, whole.model
-        return Wire(self.body, *told, self.items, self.history, whole.body)
+    head: bytes
+    tail: bytes
+    asked: tuple[object, ...]  # what came with it besides its headers
+    call: Call  # what it is, with nothing said
 
 
 class _List(msgspec.Struct, frozen=True):
@@ -41,59 +44,111 @@ class _List(msgspec.Struct, frozen=True):
 
     items: Sequence[bytes]
     history: History
-    head: bytes  # what was before it, if that is proven to end where the list begins; else empty
+    frame: _Frame | None
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a body's list begins, how many of its items are those of a known list, and where the first new one begins."""
+
+    begin: int
+    count: int
+    at: int
+    known: _List
+
+
+class Frames:
+    """Sessions of one run mostly send the same frame: the same tools, the same system prompt. It is kept once."""
+
+    def __init__(self) -> None:
+        self._frames: OrderedDict[tuple[object, ...], _Frame] = OrderedDict()
+
+    def shared(self, frame: _Frame) -> _Frame:
+        if len(frame.head) + len(frame.tail) > _LARGE_FRAME:
+            return frame
+        key = (frame.call.dialect, frame.head, frame.tail, *frame.asked)
+        known = self._frames.setdefault(key, frame)
+        self._frames.move_to_end(key)
+        if len(self._frames) > _FRAMES:
+            self._frames.popitem(last=False)
+        return known
 
 
 class Known:
     """The lists of one session's newest requests, in one dialect."""
 
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, dialect: Dialect, frames: Frames) -> None:
         self._dialect = dialect
+        self._frames = frames
         self._field = field = dialect.list_field
         self._marks = (f'"{field}":['.encode(), f'"{field}": ['.encode())
         self._lists: list[_List] = []  # the newest last
 
     def decode(self, wire: Wire) -> Call:
         """The call that a request is: what its dialect makes of it, read as far as it is new."""
-        short = self._shorten(wire.body)
-        if short is not None and without_lone_surrogates(short.body) is short.body:
+        place = self._find(wire.body)
+        if place is not None:
             with suppress(BadRequest):  # what is wrong is told of the whole body
-                call = self._dialect.decode(short.wire(wire))
-                if self._ends(wire.body, short.at, call.history.items[len(short.items) :]):
-                    self._remember(call.history, short)
+                call = self._gone_on(wire, place) or self._shortened(wire, place)
+                if call is not None:
                     return call
         clean = without_lone_surrogates(wire.body)
         call = self._dialect.decode(wire if clean is wire.body else msgspec.structs.replace(wire, body=clean))
-        self._remember(call.history, None)
+        self._remember(call.history, self._framed(wire, call) if clean is wire.body else None)
         return call
 
-    def _shorten(self, body: bytes) -> _Short | None:
-        """The body without what is known of it. None: nothing is."""
+    def _find(self, body: bytes) -> _Place | None:
+        """What is known of the body's list. None: nothing."""
+        best: _Place | None = None
         begin = self._begin(body) if self._lists else 0
-        if not begin:
-            return None
-        count, at, best = 0, 0, None
-        for known in reversed(self._lists):
-            same, end = _same(body, begin, known.items)
-            if same > count:
-                count, at, best = same, end, known
-        if best is None:
-            return None
-        head = body[:begin]
-        if head != best.head and not self._opens(head):
-            return None
-        history = best.history if count == len(best.items) else None
-        return _Short(head + body[at:], best.items[:count], history, head, at)
+        for known in reversed(self._lists if begin else ()):
+            count, at = _same(body, begin, known.items)
+            if count > (best.count if best is not None else 0):
+                best = _Place(begin, count, at, known)
+        return best
 
-    def _remember(self, history: History, short: _Short | None) -> None:
-        """This request was decoded, from `short` if that is given: the next one will begin like it."""
-        known = 0 if short is None else len(short.items)
+    def _gone_on(self, wire: Wire, place: _Place) -> Call | None:
+        """The call, where nothing but the end of the list is new."""
+        known, body = place.known, wire.body
+        frame = known.frame
+        if frame is None or place.count < len(known.items) or frame.asked != _asked(wire):
+            return None
+        if len(frame.head) != place.begin or not body.startswith(frame.head) or not body.endswith(frame.tail):
+            return None
+        new = body[place.at : len(body) - len(frame.tail)]
+        try:
+            items = _raws.decode(b"[" + new + b"]")
+        except UNREADABLE:
+            return None
+        if not items or without_lone_surrogates(new) is not new:
+            return None
+        history = known.history.more([*known.items, *map(bytes, items)])
+        call = self._dialect.go_on(frame.call, history, wire)
+        if call is not None:
+            self._remember(history, frame, place)
+        return call
+
+    def _shortened(self, wire: Wire, place: _Place) -> Call | None:
+        """The call, decoded from a body without the items that are known."""
+        known, body = place.known, wire.body
+        short = body[: place.begin] + body[place.at :]
+        if without_lone_surrogates(short) is not short:
+            return None
+        history = known.history if place.count == len(known.items) else None
+        told = wire.headers, wire.query, wire.verb, wire.model
+        call = self._dialect.decode(Wire(short, *told, known.items[: place.count], history, body))
+        frame = self._framed(wire, call)
+        if frame is not None:
+            self._remember(call.history, frame, place)
+        return None if frame is None else call
+
+    def _remember(self, history: History, frame: _Frame | None, place: _Place | None = None) -> None:
+        """This request was decoded: the next one will begin like it."""
+        known = 0 if place is None else place.count
         if not all(item.startswith(b"{") for item in history.items[known:]):
             return  # a number, say, may be the beginning of another one; an object ends where it ends
-        if known:  # what it went on from, or most of it, will not come again
-            self._lists = [old for old in self._lists if not (_common(old.items, history.items) * 2 > len(old.items))]
-        self._lists = self._lists[1 - _LISTS :]
-        self._lists.append(_List(history.items, history, b"" if short is None else short.head))
+        # What it went on from, or most of it, will not come again.
+        kept = [old for old in self._lists if place is None or old is not place.known or known * 2 <= len(old.items)]
+        self._lists = [*kept[1 - _LISTS :], _List(history.items, history, frame)]
 
     def _begin(self, body: bytes) -> int:
         """Where the list seems to begin."""
@@ -101,6 +156,21 @@ class Known:
             if (at := body.find(mark)) >= 0:
                 return at + len(mark)
         return 0
+
+    def _framed(self, wire: Wire, call: Call) -> _Frame | None:
+        """The frame of a request. None: its list is not where it seems to be, or not the only one of its name."""
+        body, items, begin = wire.body, call.history.items, self._begin(wire.body)
+        if not begin or not items:
+            return None
+        count, at = _same(body, begin, items[:-1])
+        end = at + len(items[-1])
+        if count + 1 != len(items) or not body.startswith(items[-1] + b"]", at):
+            return None
+        head, tail = body[:begin], body[end:]
+        if not self._opens(head) or self._field in _fields.decode(b'{"":[0' + tail):
+            return None
+        plain = msgspec.structs.replace(call, history=_NOTHING, body=b"", passed={})
+        return self._frames.shared(_Frame(head, tail, _asked(wire), plain))
 
     def _opens(self, head: bytes) -> bool:
         """Whether the list does begin where `head` ends: closed there, it has to be the last field of a whole request, and empty."""
@@ -110,12 +180,25 @@ class Known:
             return False
         return next(reversed(fields), "") == self._field and bytes(fields[self._field]) == b"[]"
 
-    def _ends(self, body: bytes, at: int, new: Sequence[bytes]) -> bool:
-        """Whether these items are the rest of the list. If they are not, there is another one of its name further on, which counts."""
-        count, at = _same(body, at, new[:-1])
-        if count + 1 != len(new) or not body.startswith(new[-1] + b"]", at):
-            return False
-        return self._field not in _fields.decode(b'{"":[0' + body[at + len(new[-1]) :])
+
+class _Nothing:
+    """The history of a frame."""
+
+    raws: list[bytes] = []
+    items: Sequence[bytes] = ()
+
+    def decode(self, index: int) -> tuple[Message, ...]:
+        raise IndexError(index)
+
+    def more(self, items: Sequence[bytes]) -> History:
+        raise NotImplementedError
+
+
+_NOTHING = _Nothing()
+
+
+def _asked(wire: Wire) -> tuple[object, ...]:
+    return wire.verb, wire.model, *sorted(wire.query.items())
 
 
 def _same(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
@@ -136,8 +219,3 @@ def _following(body: bytes, end: int) -> int:
     if not body.startswith(b",", end):
         return 0
     return end + 2 if body.startswith(b" ", end + 1) else end + 1
-
-
-def _common(some: Sequence[bytes], others: Sequence[bytes]) -> int:
-    """How many they begin with alike. Items that were known are the very same objects, so that this takes no time."""
-    return next((n for n, (one, other) in enumerate(zip(some, others, strict=False)) if one is not other), len(some))

@@ -106,6 +106,9 @@ class MessagesHistory:
             self._roles.append("system")
         self._add(0)
 
+    def more(self, items: Sequence[bytes]) -> MessagesHistory:
+        return MessagesHistory(items, self._tools, self._system, self)
+
     def _add(self, start: int) -> None:
         """The items from there on."""
         piece = self.raws[-1:]  # what the last one is made of

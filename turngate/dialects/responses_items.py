@@ -137,6 +137,9 @@ class Items:
             self._begin(-1, instructions)
         self._add(0)
 
+    def more(self, items: Sequence[bytes]) -> Items:
+        return Items(items, self._instructions, self)
+
     def _add(self, start: int) -> None:
         """The items from there on."""
         grown: dict[int, list[int]] = {}  # pieces that more items belong to

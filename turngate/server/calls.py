@@ -17,7 +17,7 @@ import msgspec
 
 from turngate.control import Control
 from turngate.dialects import Dialect, Verb, Wire
-from turngate.dialects.known import Known
+from turngate.dialects.known import Frames, Known
 from turngate.errors import Conflict, Stopping, TurngateError
 from turngate.server.asgi import (
     EventStream,
@@ -77,6 +77,7 @@ class ModelCalls:
         self._auth = auth
         self._max_body = max_body
         self._alive_s = alive_s
+        self._frames = Frames()
         self._known: WeakKeyDictionary[Session, dict[str, Known]] = WeakKeyDictionary()  # by dialect
 
     async def serve(
@@ -118,7 +119,7 @@ class ModelCalls:
         """What the session has sent before in this dialect, so that only what is new has to be read."""
         known = self._known.setdefault(session, {})
         if dialect.name not in known:
-            known[dialect.name] = Known(dialect)
+            known[dialect.name] = Known(dialect, self._frames)
         return known[dialect.name]
 
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
