@@ -47,6 +47,7 @@ from turngate.trace.session import CallError, LimitMet, Session, farewell
 from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
 from turngate.types import (
+    NEUTRAL,
     Call,
     CallDelta,
     Capture,
@@ -66,7 +67,6 @@ from turngate.types import (
 T = TypeVar("T")
 # Takes a batch of events that came at once; returns when they are on their way to the agent. What it raises ends the turn.
 Tell = Callable[[Sequence[ReplyEvent]], Awaitable[None]]
-_NEUTRAL = Sampling()
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -608,7 +608,7 @@ def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = Non
     asked = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}
     wanted = {**asked, **session.config.sampling}
     if not wanted:
-        return _NEUTRAL
+        return NEUTRAL
     try:
         return msgspec.convert(wanted, Sampling)
     except msgspec.ValidationError as error:

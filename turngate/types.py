@@ -79,12 +79,17 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     def biases(self) -> tuple[str, ...]:
         """What makes the sampled distribution differ from the policy's own at this temperature."""
-        neutral = Sampling()
+        neutral = NEUTRAL
+        if self is neutral:
+            return ()
         names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
         found = [name for name in names if getattr(self, name) != getattr(neutral, name)]
         if self.temperature == 0:
             found.append("greedy")
         return tuple(found)
+
+
+NEUTRAL = Sampling()
 
 
 class Constraint(msgspec.Struct, frozen=True):

@@ -248,10 +248,10 @@ class Events:
         """A read that is nothing but whole events of one line each, which is how they mostly come. None: it is not."""
         if self._rest or self._data or not read.endswith(b"\n\n"):
             return None
-        many = read.count(b"\n\ndata: ")
-        if not read.startswith(b"data: ") or read.count(b"\n") != 2 * many + 2 or b"\r" in read:
+        if not read.startswith(b"data: ") or b"\r" in read:
             return None
-        return read[6:-2].split(b"\n\ndata: ")
+        events = read[6:-2].split(b"\n\ndata: ")
+        return events if read.count(b"\n") == 2 * len(events) else None
 
 
 class Reply:

@@ -78,6 +78,7 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+_ids = msgspec.json.Decoder(list[int])
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 
@@ -173,6 +174,9 @@ class VLLM:
     def chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
         """Everything that arrived in one read, as one chunk."""
         ids: list[int] = []
+        names: list[
+            str
+        ] = []  # of ids that come after those; they are read together, since a stream has one in each event
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
@@ -180,36 +184,44 @@ class VLLM:
             if event.error and happened(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=500)
             for choice in event.choices:
-                new = self._ids(choice) if choice.token_ids is None else choice.token_ids
-                ids += new
-                logprobs += self._logprobs(new, choice.logprobs)
+                given = choice.logprobs
+                if choice.token_ids is not None:
+                    ids += self._read(names) + choice.token_ids
+                    names = []
+                    logprobs += self._logprobs(choice.token_ids, given)
+                elif given is not None and given.tokens is not None:
+                    names += given.tokens
+                    logprobs += self._logprobs(given.tokens, given)
+                elif choice.text:  # else it is an event that adds nothing
+                    raise self._no_ids()
                 if choice.finish_reason is not None:
                     finish = self._finish(choice.finish_reason)
             if echo:
                 prompt = prompt or _prompt(event)
+        ids += self._read(names)
         if not ids and finish is None and prompt is None:
             return None
         return Chunk(ids, known(logprobs), finish, prompt)
 
-    def _ids(self, choice: _Choice) -> list[int]:
-        """The ids as the names of the log-probabilities."""
-        named = choice.logprobs.tokens if choice.logprobs is not None else None
-        if named is None and not choice.text:
-            return []  # an event that adds nothing
-        size = len(_NAMED)
+    def _read(self, names: list[str]) -> list[int]:
+        """The ids that are named: "token_id:123". All of them as one JSON list, which is four times as fast as one by one."""
+        joined = ",".join(names)
+        if joined.count(_NAMED) != len(names):
+            raise self._no_ids()
         try:
-            return [int(token[size:] if token.startswith(_NAMED) else "") for token in named or [""]]
-        except ValueError:
-            raise EngineError(
-                f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids"
-            ) from None
+            return _ids.decode(f"[{joined.replace(_NAMED, '')}]")
+        except msgspec.DecodeError:
+            raise self._no_ids() from None
 
-    def _logprobs(self, ids: list[int], given: _Logprobs | None) -> Sequence[float | None]:
+    def _no_ids(self) -> EngineError:
+        return EngineError(f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids")
+
+    def _logprobs(self, ids: Sequence[int | str], given: _Logprobs | None) -> Sequence[float | None]:
         if given is None:
             return [None] * len(ids)
         if given.content is not None:
             values: Sequence[float | None] | None = [position.logprob for position in given.content]
-            if [position.token_id for position in given.content] != ids:
+            if [position.token_id for position in given.content] != list(ids):
                 raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
         else:
             values = given.token_logprobs

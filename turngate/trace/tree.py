@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from turngate.trace.meaning import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
-from turngate.types import NO_IDS, Capture, Finish, History, Ids, Logprobs, Message, Told, type_of_ids
+from turngate.types import NO_IDS, Capture, Finish, History, Ids, Logprobs, Message, Told
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
 _TRIMMED = 1000  # characters that an agent may leave out of a call's arguments, however short they are
@@ -258,7 +258,13 @@ def path_ids(node: Node | None) -> Ids:
 def prompt_ids(node: Sampled | None, added: Ids) -> Ids:
     """The ids from the root through `node`, and then `added`. Put together for every turn, and kept by none: that takes a few
     microseconds, and the last prompt of a long session would be as large as all its nodes."""
-    return np.concatenate([*(n.ids for n in path(node)), added], dtype=type_of_ids)
+    parts = [added]
+    at: Node | None = node
+    while at is not None:
+        parts.append(at.ids)
+        at = at.parent
+    parts.reverse()
+    return np.concatenate(parts)
 
 
 def _respelled(message: Message, info: SampledInfo) -> bool:
