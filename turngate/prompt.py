@@ -20,7 +20,7 @@ from turngate.trace import fork
 from turngate.trace.meaning import DIGEST, Reading, tools_meaning
 from turngate.trace.session import Session
 from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
-from turngate.types import NO_IDS, Call, Ids, Message, Tool, type_of_ids
+from turngate.types import NO_IDS, Call, Ids, LongIds, Message, Tool, type_of_ids
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _MESSAGES = {"responses": "input", "gemini": "contents"}  # what dialects call them, if not messages
@@ -45,7 +45,7 @@ class Prompt(msgspec.Struct, frozen=True):
     located: Located
     parent: Sampled | None
     added: Ids
-    ids: Ids  # everything: what the engine gets
+    ids: Ids | LongIds  # everything: what the engine gets
     preamble: Preamble
     cause: Cause | None
 

@@ -517,7 +517,7 @@ class Turns:
                 "node": sampled.id,
                 "finish": finish,
                 "prompt_tokens": context.length,
-                "sampled_tokens": len(sampled.ids),
+                "sampled_tokens": sampled.size,
                 "cause": cause,
                 "message": message,
             },

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
@@ -165,8 +164,7 @@ class VLLM:
             body["model"] = self.model
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
-        # The ids go from the array to JSON without ever being Python numbers: 0.7 ms instead of 3 for 73k of them.
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(body)
 
     def post(self, request: Generate) -> Reply:
         return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
@@ -294,7 +292,7 @@ def _prompt(event: _Event) -> list[int] | None:
 
 def _completions(request: Generate) -> dict[str, Any]:
     return {
-        "prompt": np.ascontiguousarray(request.prompt, np.int32),
+        "prompt": request.prompt_json(),
         # `return_token_ids` would send the whole prompt back, 300 KB of it in a long rollout; the ids as names of the
         # log-probabilities say the same without.
         **({"return_token_ids": True} if request.echo_prompt else {"return_tokens_as_token_ids": True}),
@@ -304,7 +302,7 @@ def _completions(request: Generate) -> dict[str, Any]:
 
 def _generate(request: Generate) -> dict[str, Any]:
     return {
-        "token_ids": np.ascontiguousarray(request.prompt, np.int32),
+        "token_ids": request.prompt_json(),
         "return_token_ids": request.echo_prompt,  # here it means the prompt's; the sampled ones always come
         "sampling_params": {**_sampling(request), "detokenize": bool(request.stop)},  # only stop strings need the text
     }
