@@ -20,7 +20,7 @@ from turngate.trace import fork
 from turngate.trace.meaning import DIGEST, Reading, tools_meaning
 from turngate.trace.session import Session
 from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
-from turngate.types import NO_IDS, Call, Ids, Message, Tool, type_of_ids
+from turngate.types import NO_IDS, Call, Ids, LongIds, Message, Tool, type_of_ids
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _MESSAGES = {"responses": "input", "gemini": "contents"}  # what dialects call them, if not messages
@@ -45,7 +45,7 @@ class Prompt(msgspec.Struct, frozen=True):
     located: Located
     parent: Sampled | None
     added: Ids
-    ids: Ids  # everything: what the engine gets
+    ids: Ids | LongIds  # everything: what the engine gets
     preamble: Preamble
     cause: Cause | None
 
@@ -161,7 +161,7 @@ def _render(session: Session, located: Located, preamble: Preamble, cause: Cause
     for message in located.reading.all(located.start):
         if message.beyond:
             raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
-    kwargs = json.loads(preamble.raw_kwargs)
+    kwargs = json.loads(preamble.raw_kwargs) if preamble.raw_kwargs != b"{}" else {}
     bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
     if bridged is not None:
         added = np.array(bridged, type_of_ids)

@@ -10,7 +10,7 @@
     commit    context and sampled node, durable, before the last event                   (store, trace)
     reply     events: text as it is sampled, a call when it is whole, `Done` when stored
 
-`Turns.take` is an async generator of those events, batch by batch. It knows no wire format; a reply that is not streamed is one
+`Turns.take` tells those events, batch by batch, to whoever called it. It knows no wire format; a reply that is not streamed is one
 that the server collected. Whatever way it ends, what was sampled is recorded: a call that was cut short becomes an aborted turn.
 """
 
@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -48,6 +48,7 @@ from turngate.trace.session import CallError, LimitMet, Session, farewell
 from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
 from turngate.types import (
+    NEUTRAL,
     Call,
     CallDelta,
     Capture,
@@ -55,6 +56,7 @@ from turngate.types import (
     Done,
     Finish,
     Ids,
+    Logprobs,
     Message,
     ReplyEvent,
     Sampling,
@@ -64,7 +66,8 @@ from turngate.types import (
 )
 
 T = TypeVar("T")
-_NEUTRAL = Sampling()
+# Takes a batch of events that came at once; returns when they are on their way to the agent. What it raises ends the turn.
+Tell = Callable[[Sequence[ReplyEvent]], Awaitable[None]]
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -102,6 +105,13 @@ class Draft:
         else:
             self.logprobs.extend(logprobs)
 
+    def scores(self) -> Logprobs | None:
+        """The log-probabilities as they are kept: not a number where the engine gave none."""
+        given = self.logprobs
+        if given is not None and None in given:
+            given = [np.nan if value is None else value for value in given]
+        return None if given is None else np.array(given, type_of_logprobs)
+
 
 class Turns:
     """Runs model calls. One instance per gateway; its only state is what it was given."""
@@ -126,26 +136,23 @@ class Turns:
         self._notify = notify
         self._prompts = Prompts()
 
-    async def take(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
-        """One turn, from request to `Done`, as batches of events that came at once.
+    async def take(self, session: Session, call: Call, tell: Tell) -> None:
+        """One turn, from request to `Done`, told in batches of events that came at once.
 
-        Cancelling the task that runs it aborts the turn, which is recorded.
+        Told, and not given as an async generator: several of those, one in the other, cost more than all the rest of a turn's
+        bookkeeping. Cancelling the task that runs it aborts the turn, which is recorded; so does whatever `tell` raises.
         """
         self._admit(session, call)
         try:
-            async with aclosing(self._admitted(session, call)) as batches:
-                async for events in batches:
-                    if isinstance(events[-1], Done):
-                        session.last_error = None
-                    yield events
+            await self._admitted(session, call, tell)
         except LimitMet as met:
-            yield self._at_limit(session, met.limit)
+            await tell(self._at_limit(session, met.limit))
         except TurngateError as error:
             if error.boundary != "client" or isinstance(error, ContextOverflow):
                 session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
 
-    async def _admitted(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
+    async def _admitted(self, session: Session, call: Call, tell: Tell) -> None:
         session.require_within_limits(time.time(), session.in_flight)
         task = asyncio.current_task()
         assert task is not None
@@ -155,10 +162,7 @@ class Turns:
             try:
                 session.require_open()
                 session.require_within_limits(time.time(), session.in_flight - 1)
-                steps = self._relayed(session, call) if session.config.mode == "observe" else self._exact(session, call)
-                async with aclosing(steps):
-                    async for events in steps:
-                        yield events
+                await (self._relayed if session.config.mode == "observe" else self._exact)(session, call, tell)
             finally:
                 self._fence.leave()
         finally:
@@ -218,7 +222,7 @@ class Turns:
 
     # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _exact(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
+    async def _exact(self, session: Session, call: Call, tell: Tell) -> None:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
@@ -231,10 +235,7 @@ class Turns:
         )
         draft = Draft(self._fence.version)
         try:
-            steps = self._generated(session, call, prompt, request, reader, draft, engine, sampling)
-            async with aclosing(steps):
-                async for events in steps:
-                    yield events
+            await self._generated(session, call, prompt, request, reader, draft, engine, sampling, tell)
         finally:
             if not draft.counted:
                 session.live_tokens -= len(draft.ids)
@@ -249,18 +250,19 @@ class Turns:
         draft: Draft,
         engine: Engine,
         sampling: Sampling,
-    ) -> AsyncGenerator[Sequence[ReplyEvent], None]:
+        tell: Tell,
+    ) -> None:
         finish: Finish = "abort"
         whole = (
             False  # the engine was left in order; it can still be cancelled while what is left of a reply is drained
         )
         fault = ""
         try:
-            async with aclosing(_until(session.deadline(), engine.generate(request))) as chunks:
-                async for chunk in chunks:
+            async with engine.generate(request) as chunks:
+                async for chunk in _until(session.deadline(), chunks):
                     _check(chunk, request)
                     if events := self._sampled(session, draft, chunk, reader, call):
-                        yield events
+                        await tell(events)
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the engine gave this generation up")
                     if reader.satisfied or session.tokens_left == 0 or chunk.finish is not None:
@@ -285,8 +287,9 @@ class Turns:
         node = await self._commit(
             session, call, prompt, draft, parsed.message, finish, sampling, reasoning_open=parsed.reasoning_open
         )
+        session.last_error = None
         usage = Usage(len(prompt.ids), len(draft.ids))
-        yield [*rest, Done(finish, parsed.message, usage, node, reader.stopped_by)]
+        await tell([*rest, Done(finish, parsed.message, usage, node, reader.stopped_by)])
 
     def _room(self, session: Session, call: Call, size: int) -> int:
         """How many tokens may be sampled after a prompt of `size`."""
@@ -345,7 +348,7 @@ class Turns:
 
     # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _relayed(self, session: Session, call: Call) -> AsyncGenerator[Sequence[ReplyEvent], None]:
+    async def _relayed(self, session: Session, call: Call, tell: Tell) -> None:
         relay = self._relay
         if relay is None:
             raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
@@ -358,10 +361,8 @@ class Turns:
         draft.engine = relay.name
         draft.biases = () if pinned is not None else ("the endpoint's own sampling",)
         try:
-            steps = self._overheard(session, call, relay.relay(request), draft, (located, preamble, cause), sampling)
-            async with aclosing(steps):
-                async for events in steps:
-                    yield events
+            place = (located, preamble, cause)
+            await self._overheard(session, call, relay.relay(request), draft, place, sampling, tell)
         finally:
             if not draft.counted:
                 session.live_tokens -= len(draft.ids)
@@ -374,19 +375,20 @@ class Turns:
         draft: Draft,
         place: tuple[Located, Preamble, Cause | None],
         sampling: Sampling,
-    ) -> AsyncGenerator[Sequence[ReplyEvent], None]:
+        tell: Tell,
+    ) -> None:
         located, preamble, cause = place
         heard = Heard()
         finish: Finish = "abort"
         whole = False
         fault = ""
         try:
-            async with aclosing(_until(session.deadline(), reply)) as chunks:
-                async for chunk in chunks:
+            async with reply as chunks:
+                async for chunk in _until(session.deadline(), chunks):
                     heard.add(chunk)
                     self._tokens(session, draft, chunk)
                     if chunk.events:
-                        yield chunk.events
+                        await tell(chunk.events)
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the endpoint gave this generation up")
                     finish = chunk.finish or finish
@@ -404,7 +406,8 @@ class Turns:
             if not whole and (not heard.empty or not fault):
                 await self._commit(session, call, prompt, draft, message, "abort", sampling, fault=fault or "aborted")
         node = await self._commit(session, call, prompt, draft, message, finish, sampling, fault=heard.fault)
-        yield [Done(finish, message, heard.usage, node, heard.stopped_by)]
+        session.last_error = None
+        await tell([Done(finish, message, heard.usage, node, heard.stopped_by)])
 
     def _relay_request(
         self, session: Session, call: Call, pinned: Sampling | None, said: dict[int, bytes] | None = None
@@ -480,17 +483,12 @@ class Turns:
             lost=draft.lost,
             verbatim=draft.verbatim,
         )
-        logprobs = (
-            None
-            if draft.logprobs is None
-            else np.array([np.nan if p is None else p for p in draft.logprobs], type_of_logprobs)
-        )
-        sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), logprobs, info)
+        sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), draft.scores(), info)
         facts = {
             "node": sampled.id,
             "finish": finish,
             "prompt_tokens": context.length,
-            "sampled_tokens": len(sampled.ids),
+            "sampled_tokens": sampled.size,
             "cause": cause,
         }
         turn = NewTurn(
@@ -581,26 +579,24 @@ class Heard:
         return self.prompt is not None and not self._holes and counted
 
 
-async def _until(
-    deadline: float | None, stream: AbstractAsyncContextManager[AsyncIterator[T]]
-) -> AsyncGenerator[T, None]:
-    """The stream, until the session's wall clock runs out: then TimeoutError. Leaving early aborts what produces it.
+def _until(deadline: float | None, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The same, until the session's wall clock runs out: then TimeoutError."""
+    return items if deadline is None else _Timed(items, deadline)
 
-    Only the waiting is timed, never the consumer, which may be busy writing to a slow agent when the time comes.
-    """
-    async with stream as items:
-        if deadline is None:
-            async for item in items:
-                yield item
-            return
-        end = _loop_time(deadline)
-        while True:
-            try:
-                async with asyncio.timeout_at(end):
-                    item = await anext(items)
-            except StopAsyncIteration:
-                return
-            yield item
+
+class _Timed(Generic[T]):
+    """Only the waiting is timed, never the consumer, which may be busy writing to a slow agent when the time comes."""
+
+    def __init__(self, items: AsyncIterator[T], deadline: float) -> None:
+        self._items = items
+        self._end = _loop_time(deadline)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        async with asyncio.timeout_at(self._end):
+            return await anext(self._items)
 
 
 def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:
@@ -612,7 +608,7 @@ def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = Non
     asked = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}
     wanted = {**asked, **session.config.sampling}
     if not wanted:
-        return _NEUTRAL
+        return NEUTRAL
     try:
         return msgspec.convert(wanted, Sampling)
     except msgspec.ValidationError as error:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 type_of_ids = np.int32
@@ -28,6 +29,48 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 NO_IDS: Ids = np.empty(0, type_of_ids)
+
+
+def ids_as_json(ids: Ids) -> bytes:
+    """`1,2,3`: the inside of a JSON list."""
+    return orjson.dumps(np.ascontiguousarray(ids, type_of_ids), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+
+
+def ids_of_json(spelled: bytes) -> Ids:
+    return np.array(orjson.loads(b"[%b]" % spelled), type_of_ids)
+
+
+class LongIds:
+    """The ids of a whole prompt, spelled as the JSON list that engines want: a turn adds a hundredth to it, and only that is new. An
+    array, where somebody needs one."""
+
+    __slots__ = ("_array", "json", "size")
+
+    def __init__(self, parts: Sequence[bytes], size: int) -> None:
+        """`parts`: as `ids_as_json` has them."""
+        self.json = b"[%b]" % b",".join([part for part in parts if part])
+        self.size = size
+        self._array: Ids | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Ids:
+        if self._array is None:
+            self._array = ids_of_json(self.json[1:-1])
+        return self._array
+
+    def __getitem__(self, index: slice) -> Ids:
+        return np.asarray(self)[index]
+
+    def tolist(self) -> list[int]:
+        ids: list[int] = np.asarray(self).tolist()
+        return ids
+
+    def tobytes(self) -> bytes:
+        return np.asarray(self).tobytes()
+
+
 NO_LOGPROBS: Logprobs = np.empty(0, type_of_logprobs)
 
 
@@ -79,12 +122,17 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     def biases(self) -> tuple[str, ...]:
         """What makes the sampled distribution differ from the policy's own at this temperature."""
-        neutral = Sampling()
+        neutral = NEUTRAL
+        if self is neutral:
+            return ()
         names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
         found = [name for name in names if getattr(self, name) != getattr(neutral, name)]
         if self.temperature == 0:
             found.append("greedy")
         return tuple(found)
+
+
+NEUTRAL = Sampling()
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -111,9 +159,16 @@ class History(Protocol):
     """
 
     @property
-    def raws(self) -> Sequence[bytes]: ...
+    def raws(self) -> list[bytes]: ...
+
+    @property
+    def items(self) -> Sequence[bytes]:
+        """The items of the wire format's own list that the pieces are made of."""
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
+
+    def more(self, items: Sequence[bytes]) -> History:
+        """The history that these items make, which begin with its own."""
 
 
 class Told(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):

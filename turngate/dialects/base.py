@@ -25,13 +25,21 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """One request as it came."""
+    """One request as it came, or without the beginning of its list, where that is known (`known.py`)."""
 
     body: bytes
     headers: Mapping[str, str] = {}
     query: Mapping[str, str] = {}
     verb: Verb = "generate"
     model: str = ""  # named by the path
+    known: Sequence[bytes] = ()  # the items that were cut out of the body
+    history: History | None = None  # made of exactly those: it can be gone on from
+    whole: bytes = b""  # the body before that
+
+    @property
+    def sent(self) -> bytes:
+        """The body as it came."""
+        return self.whole or self.body
 
 
 class Stream(Protocol):
@@ -61,6 +69,10 @@ class Dialect(Protocol):
         """Paths that begin like this are meant for it: what is not there is refused in its words."""
 
     @property
+    def list_field(self) -> str:
+        """The field of a request that holds what was said."""
+
+    @property
     def id_header(self) -> str:
         """The response header in which its provider names the request; empty: none."""
 
@@ -68,6 +80,10 @@ class Dialect(Protocol):
         """The secret that the caller presents; empty if none."""
 
     def decode(self, wire: Wire) -> Call: ...
+
+    def go_on(self, call: Call, history: History, wire: Wire) -> Call | None:
+        """What `decode` makes of a request that differs from an earlier one, which was `call`, in its headers and its history only.
+        None: that has to be seen."""
 
     def history(self, raws: Sequence[bytes]) -> History:
         """Messages as they were recorded, to be read again."""

@@ -15,12 +15,13 @@ import msgspec
 import orjson
 
 from turngate.dialects.base import Route, Wire
-from turngate.dialects.openai import error_body, model_list, one_model
+from turngate.dialects.openai import PASSED, error_body, model_list, one_model
 from turngate.dialects.wire import (
     ABSENT,
     UNREADABLE,
     any_tool,
     bearer,
+    by_headers,
     checked_sampling,
     checked_stops,
     given,
@@ -28,7 +29,6 @@ from turngate.dialects.wire import (
     param,
     reason,
     refused,
-    retried,
     shallow,
     stand_in,
 )
@@ -40,6 +40,7 @@ from turngate.types import (
     Constraint,
     Delta,
     Done,
+    History,
     Json,
     Message,
     ReplyEvent,
@@ -136,7 +137,14 @@ class ChatHistory:
     """The messages of one request, decoded one at a time."""
 
     def __init__(self, raws: Sequence[bytes]) -> None:
-        self.raws = raws
+        self.raws = list(raws)
+
+    @property
+    def items(self) -> Sequence[bytes]:
+        return self.raws
+
+    def more(self, items: Sequence[bytes]) -> ChatHistory:
+        return ChatHistory(items)
 
     def decode(self, index: int) -> tuple[Message, ...]:
         where = f"messages[{index}]"
@@ -167,13 +175,13 @@ class Chat:
     name = "chat"
     routes = (Route("/v1/chat/completions"), Route("/chat/completions"))
     area = "/"
+    list_field = "messages"
     id_header = "x-request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         return bearer(headers)
 
     def decode(self, wire: Wire) -> Call:
-        headers = wire.headers
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
@@ -188,7 +196,7 @@ class Chat:
         constraint, offered = _constraint(request, tools)
         return Call(
             model=request.model,
-            history=ChatHistory(request.messages),
+            history=ChatHistory([*wire.known, *map(bytes, request.messages)]),
             tools=tools if offered else None,
             sampling=checked_sampling(
                 {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
@@ -201,11 +209,12 @@ class Chat:
             template_hints={} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort},
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            retried=retried(headers),
-            idempotency_key=headers.get("idempotency-key", ""),
-            body=wire.body,
-            passed={name: headers[name] for name in ("openai-beta",) if name in headers},
+            body=wire.sent,
+            **by_headers(wire.headers, PASSED),
         )
+
+    def go_on(self, call: Call, history: History, wire: Wire) -> Call:
+        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, PASSED))
 
     def history(self, raws: Sequence[bytes]) -> ChatHistory:
         return ChatHistory(raws)

@@ -19,16 +19,16 @@ from turngate.dialects.gemini_tools import GeminiTools, json_schema
 from turngate.dialects.wire import (
     any_tool,
     bearer,
+    by_headers,
     checked_sampling,
     checked_stops,
     param,
     reason,
     refused,
-    retried,
     shallow,
 )
 from turngate.errors import BadRequest, TurngateError
-from turngate.types import Call, Constraint, Done, Json
+from turngate.types import Call, Constraint, Done, History, Json
 
 T = TypeVar("T")
 
@@ -84,6 +84,7 @@ class Gemini:
         )
     )
     area = "/v1beta"
+    list_field = "contents"
     id_header = ""
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -94,10 +95,9 @@ class Gemini:
         config = _config(request)
         thinking = _thinking(config)
         tools, constraint = _tools(request, config)
-        headers = wire.headers
         return Call(
             model=wire.model,
-            history=_history(request),
+            history=_history(request, wire),
             tools=tools,
             sampling=checked_sampling(
                 {name: asked for name in _SAMPLING if (asked := getattr(config, name)) is not None}, _NAMES
@@ -107,13 +107,14 @@ class Gemini:
             constraint=constraint,
             template_hints=_hints(thinking),
             stream=wire.verb == "stream",
-            retried=retried(headers),
-            idempotency_key=headers.get("idempotency-key", ""),
             dialect=self.name,
-            body=wire.body,
-            passed={name: headers[name] for name in _PASSED if name in headers},
+            body=wire.sent,
             wire=Wanted(thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"),
+            **by_headers(wire.headers, _PASSED),
         )
+
+    def go_on(self, call: Call, history: History, wire: Wire) -> Call:
+        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, _PASSED))
 
     def history(self, raws: Sequence[bytes]) -> GeminiHistory:
         return GeminiHistory(raws, recorded=True)
@@ -167,12 +168,13 @@ def _request(wire: Wire) -> dict[str, msgspec.Raw]:
     return request
 
 
-def _history(request: dict[str, msgspec.Raw]) -> GeminiHistory:
-    contents = [bytes(raw) for raw in items(request["contents"], "contents")] if "contents" in request else []
+def _history(request: dict[str, msgspec.Raw], wire: Wire) -> GeminiHistory:
+    new = map(bytes, items(request["contents"], "contents")) if "contents" in request else ()
+    contents = [*wire.known, *new]
     if not contents:
         raise refused("contents", "contents is not specified; it must hold at least one content")
     system = request.get("systemInstruction")
-    return GeminiHistory(contents, b"" if system is None else system_piece(system))
+    return GeminiHistory(contents, b"" if system is None else system_piece(system), before=wire.history)
 
 
 def _config(request: dict[str, msgspec.Raw]) -> _Config:

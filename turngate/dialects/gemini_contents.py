@@ -18,7 +18,7 @@ import msgspec
 
 from turngate.dialects.wire import UNREADABLE, given, reason, refused, stand_in
 from turngate.errors import BadRequest
-from turngate.types import Json, Message, ToolCall
+from turngate.types import History, Json, Message, ToolCall
 
 T = TypeVar("T")
 Speaker = Literal["system", "user", "model"]
@@ -114,19 +114,42 @@ class _Turn(msgspec.Struct):
 
 
 class GeminiHistory:
-    """The turns of one request, decoded one at a time. The system instruction is the first, in a form of our own."""
+    """The turns of one request, decoded one at a time. The system instruction is the first, in a form of our own. `before`: of a request
+    whose contents these begin with."""
 
-    def __init__(self, contents: Sequence[bytes], system: bytes = b"", *, recorded: bool = False) -> None:
-        self._turns: list[_Turn] = [_Turn("system", [system], -1)] if system else []
-        for at, raw in enumerate(contents):
-            speaker = _speaker(raw, at)
+    def __init__(
+        self, items: Sequence[bytes], system: bytes = b"", *, recorded: bool = False, before: History | None = None
+    ) -> None:
+        self.items = items
+        self._system = system
+        self._turns: list[_Turn] = []
+        self.raws: list[bytes] = []
+        start = 0
+        turn: _Turn | None = None  # that is not over yet
+        if isinstance(before, GeminiHistory) and before._system == system and before._turns:
+            *self._turns, last = before._turns
+            self.raws = before.raws[:-1]
+            turn, start = _Turn(last.speaker, last.contents.copy(), last.at), len(before.items)
+        elif system:
+            turn = _Turn("system", [system], -1)
+        for at in range(start, len(items)):
+            speaker = _speaker(items[at], at)
             if speaker == "system" and not recorded:
                 raise refused(f"contents[{at}].role", "'system' is not a valid role; use systemInstruction")
-            if self._turns and self._turns[-1].speaker == speaker != "system":
-                self._turns[-1].contents.append(raw)
+            if turn is not None and turn.speaker == speaker != "system":
+                turn.contents.append(items[at])
             else:
-                self._turns.append(_Turn(speaker, [raw], at))
-        self.raws = [b",".join(turn.contents) for turn in self._turns]
+                self._end(turn)
+                turn = _Turn(speaker, [items[at]], at)
+        self._end(turn)
+
+    def more(self, items: Sequence[bytes]) -> GeminiHistory:
+        return GeminiHistory(items, self._system, before=self)
+
+    def _end(self, turn: _Turn | None) -> None:
+        if turn is not None:
+            self._turns.append(turn)
+            self.raws.append(b",".join(turn.contents))
 
     def decode(self, index: int) -> tuple[Message, ...]:
         turn = self._turns[index]

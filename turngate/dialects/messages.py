@@ -22,6 +22,7 @@ from turngate.dialects.wire import (
     UNREADABLE,
     any_tool,
     bearer,
+    by_headers,
     checked_sampling,
     checked_stops,
     given,
@@ -29,11 +30,10 @@ from turngate.dialects.wire import (
     param,
     reason,
     refused,
-    retried,
     shallow,
 )
 from turngate.errors import BadRequest, TurngateError
-from turngate.types import Call, Constraint, Done, Json
+from turngate.types import Call, Constraint, Done, History, Json
 
 # Claude Code's note to its provider, another one with every call: no part of what the model is told.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -105,6 +105,7 @@ class Messages:
         Route("/messages/count_tokens", "count"),
     )
     area = "/v1/messages"
+    list_field = "messages"
     id_header = "request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
@@ -119,7 +120,8 @@ class Messages:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_what_we_do_not_do(request)
         tools = MessagesTools(bytes(request.tools)) if given(request.tools) and bytes(request.tools) != b"[]" else None
-        history = MessagesHistory(request.messages, tools, _system_prompt(request.system))
+        items = [*wire.known, *map(bytes, request.messages)]
+        history = MessagesHistory(items, tools, _system_prompt(request.system), wire.history)
         if not history.raws:
             raise refused("messages", "none of them says anything")
         if history.last == "assistant" and wire.verb != "count":
@@ -143,13 +145,16 @@ class Messages:
             template_hints=_hints(request),
             stream=bool(request.stream),
             include_usage=True,
-            retried=retried(wire.headers),
-            idempotency_key=wire.headers.get("idempotency-key", ""),
             dialect=self.name,
-            body=wire.body,
-            passed={name: value for name in _PASSED if (value := wire.headers.get(name))},
+            body=wire.sent,
             wire=reply.Asked(hidden, given(request.context_management)),
+            **by_headers(wire.headers, _PASSED),
         )
+
+    def go_on(self, call: Call, history: History, wire: Wire) -> Call | None:
+        if not isinstance(history, MessagesHistory) or history.last == "assistant":
+            return None  # which is refused, or not
+        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, _PASSED))
 
     def history(self, raws: Sequence[bytes]) -> MessagesHistory:
         return MessagesHistory(raws)

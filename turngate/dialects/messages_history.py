@@ -17,7 +17,7 @@ import orjson
 from turngate.dialects import messages_stream as reply
 from turngate.dialects.wire import ABSENT, UNREADABLE, function_tool, given, reason, shallow, stand_in
 from turngate.errors import BadRequest
-from turngate.types import Message, Tool, ToolCall
+from turngate.types import History, Message, Tool, ToolCall
 
 _ROLES = ("user", "assistant", "system")
 # How nearly every client begins a message, so that most need not be looked into to know whose it is.
@@ -77,31 +77,60 @@ _tools = msgspec.json.Decoder(list[_WireTool])
 class MessagesHistory:
     """The messages of one request, decoded one turn at a time.
 
-    Messages of one speaker in a row are one turn, as they are for Anthropic, so they are one piece.
+    Messages of one speaker in a row are one turn, as they are for Anthropic, so they are one piece. `before`: the history of a request
+    that these messages begin with.
     """
 
-    def __init__(self, raws: Sequence[bytes], tools: MessagesTools | None = None, system: str = "") -> None:
+    def __init__(
+        self,
+        items: Sequence[bytes],
+        tools: MessagesTools | None = None,
+        system: str = "",
+        before: History | None = None,
+    ) -> None:
+        self.items = items
         self._tools = tools
+        self._system = system
         self._first: list[int | None] = []  # where in the request a piece begins; None: it is the system prompt
         self._roles: list[str] = []
-        turns: list[list[bytes]] = []
+        self.raws: list[bytes] = []
+        self.last = ""  # who spoke last
+        if isinstance(before, MessagesHistory) and before._system == system:
+            self._first, self._roles, self.raws = before._first.copy(), before._roles.copy(), before.raws.copy()
+            self.last = before.last
+            self._add(len(before.items))
+            return
         if system:
-            turns.append([orjson.dumps({"role": "system", "content": system})])
+            self.raws.append(orjson.dumps({"role": "system", "content": system}))
             self._first.append(None)
             self._roles.append("system")
-        self.last = ""  # who spoke last
-        for index, raw in enumerate(map(bytes, raws)):
+        self._add(0)
+
+    def more(self, items: Sequence[bytes]) -> MessagesHistory:
+        return MessagesHistory(items, self._tools, self._system, self)
+
+    def _add(self, start: int) -> None:
+        """The items from there on."""
+        piece = self.raws[-1:]  # what the last one is made of
+        for index in range(start, len(self.items)):
+            raw = self.items[index]
             role = _role(raw, index)
             if role == "system" and _says_nothing(raw):
                 continue
             if role == self.last and role != "system":
-                turns[-1].append(raw)
+                piece.append(raw)
             else:
-                turns.append([raw])
+                self._end(piece)
+                piece = [raw]
+                self.raws.append(raw)
                 self._first.append(index)
                 self._roles.append(role)
             self.last = role
-        self.raws = [b",".join(turn) for turn in turns]
+        self._end(piece)
+
+    def _end(self, piece: list[bytes]) -> None:
+        if len(piece) > 1:
+            self.raws[-1] = b",".join(piece)
 
     def decode(self, index: int) -> tuple[Message, ...]:
         first = self._first[index]

@@ -9,6 +9,7 @@ import orjson
 from turngate.errors import TurngateError
 from turngate.types import Json
 
+PASSED = ("openai-beta",)  # headers that go along to the provider
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from turngate.dialects.base import Route, Wire
-from turngate.dialects.openai import error_body, model_list, one_model
+from turngate.dialects.openai import PASSED, error_body, model_list, one_model
 from turngate.dialects.responses_items import Items
 from turngate.dialects.responses_stream import Asked, ResponsesStream, told
 from turngate.dialects.responses_tools import ResponsesTools, flat, left_out
@@ -22,6 +22,7 @@ from turngate.dialects.wire import (
     UNREADABLE,
     any_tool,
     bearer,
+    by_headers,
     checked_sampling,
     given,
     one_line,
@@ -29,11 +30,10 @@ from turngate.dialects.wire import (
     param,
     reason,
     refused,
-    retried,
     shallow,
 )
 from turngate.errors import BadRequest, ContextOverflow, NotFound, TurngateError
-from turngate.types import Call, Constraint, Done, Json, Tool
+from turngate.types import Call, Constraint, Done, History, Json, Tool
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
@@ -105,13 +105,13 @@ class Responses:
         Route("/responses/input_tokens", "count"),
     )
     area = "/v1/responses"
+    list_field = "input"
     id_header = "x-request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         return bearer(headers)
 
     def decode(self, wire: Wire) -> Call:
-        headers = wire.headers
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
@@ -119,7 +119,7 @@ class Responses:
         except UNREADABLE as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_what_we_do_not_do(request)
-        items = _items(request)
+        items = _items(request, wire)
         offered = _offered(request, items)
         text = _text(request)
         constraint, tools = _constraint(request, text, offered, renewed=bool(items.offered))
@@ -137,18 +137,21 @@ class Responses:
             template_hints=_hints(reasoning.effort, text.verbosity),
             stream=bool(request.stream),
             include_usage=True,
-            retried=retried(headers),
-            idempotency_key=headers.get("idempotency-key", ""),
             dialect=self.name,
-            body=wire.body,
-            passed={name: headers[name] for name in ("openai-beta",) if name in headers},
+            body=wire.sent,
             wire=Asked(
                 echo=_echo(request, reasoning),
                 tools=(*((offered,) if offered is not None else ()), *items.searched()),
                 summary=bool(reasoning.summary or reasoning.generate_summary),
                 seal=_ENCRYPTED in (request.include or ()),
             ),
+            **by_headers(wire.headers, PASSED),
         )
+
+    def go_on(self, call: Call, history: History, wire: Wire) -> Call | None:
+        if not isinstance(history, Items) or history.offered or history.found:
+            return None  # tools that come with the items are among those of the call
+        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, PASSED))
 
     def history(self, raws: Sequence[bytes]) -> Items:
         return Items(raws)
@@ -205,12 +208,11 @@ def _refuse_what_we_do_not_do(request: _Request) -> None:
         raise refused("moderation", "is not done here; leave it out")
 
 
-def _items(request: _Request) -> Items:
+def _items(request: _Request, wire: Wire) -> Items:
     said = request.input
     items = [bytes(item) for item in said] if isinstance(said, list) else [_message("user", said)] if said else []
-    if request.instructions:
-        items = [_message("system", request.instructions), *items]
-    found = Items(items, -1 if request.instructions else 0)
+    instructions = _message("system", request.instructions) if request.instructions else b""
+    found = Items([*wire.known, *items], instructions, wire.history)
     if not found.raws:
         raise refused("input", "must hold at least one item")
     return found

@@ -21,7 +21,7 @@ import orjson
 from turngate.dialects.responses_tools import SEARCH, decoded, flat
 from turngate.dialects.wire import ABSENT, UNREADABLE, given, reason, stand_in
 from turngate.errors import BadRequest
-from turngate.types import Message, Role, ToolCall
+from turngate.types import History, Message, Role, ToolCall
 
 SEAL = "tg1."  # how reasoning begins that the agent keeps for us
 WHOLE_INPUT = "ctcw"  # begins the ids of custom calls whose input is all that the model gave as arguments
@@ -114,40 +114,71 @@ _offer = msgspec.json.Decoder(_Offer)
 
 
 class Items:
-    """The pieces of one request, read one at a time. `first`: the place in `input` of the first of these items."""
+    """The pieces of one request, read one at a time. `instructions` come before the items, in the form of one. `before`: of a request
+    whose items these begin with."""
 
-    def __init__(self, items: Sequence[bytes], first: int = 0) -> None:
+    def __init__(self, items: Sequence[bytes], instructions: bytes = b"", before: History | None = None) -> None:
+        self.items = items
+        self._instructions = instructions
         self.offered: list[bytes] = []  # tools that come with the items rather than with the request
         self.found: list[bytes] = []  # results of the agent's own search for tools
-        self._first = first
-        self._pieces: list[list[int]] = []  # the items that each is made of
-        turn: list[int] | None = None  # the piece that is a turn and still open for more items
-        mark = ""  # of that turn
-        adjacent = False
-        for n, item in enumerate(items):
+        self._pieces: list[tuple[int, ...]] = []  # the items that each is made of; the instructions are item -1
+        self.raws: list[bytes] = []  # and what they say
+        self._turn: int | None = None  # the piece that is a turn and still open for more items
+        self._mark = ""  # of that turn
+        self._adjacent = False
+        if isinstance(before, Items) and before._instructions == instructions:
+            self.offered, self.found = before.offered.copy(), before.found.copy()
+            self._pieces, self.raws = before._pieces.copy(), before.raws.copy()
+            self._turn, self._mark, self._adjacent = before._turn, before._mark, before._adjacent
+            self._add(len(before.items))
+            return
+        if instructions:
+            self._begin(-1, instructions)
+        self._add(0)
+
+    def more(self, items: Sequence[bytes]) -> Items:
+        return Items(items, self._instructions, self)
+
+    def _add(self, start: int) -> None:
+        """The items from there on."""
+        grown: dict[int, list[int]] = {}  # pieces that more items belong to
+        for n in range(start, len(self.items)):
+            item = self.items[n]
             head = self._read(item, n)
             kind = head.type or _untyped(head.role)
-            piece = [n]
             if kind in _TURN or (kind == "message" and head.role == "assistant"):
-                own = _mark(head.id) if head.id else ""
-                same = own == mark or not (own and mark) if adjacent else own != "" and own == mark
-                adjacent = True
-                if turn is not None and same:
-                    turn.append(n)
-                    mark = mark or own
-                    continue
-                turn, mark = piece, own
+                if self._goes_on(_mark(head.id) if head.id else ""):
+                    assert self._turn is not None
+                    grown.setdefault(self._turn, []).append(n)
+                else:
+                    self._turn = len(self._pieces)
+                    self._begin(n, item)
             elif kind == "additional_tools":
                 self.offered += _offered(item, self._place(n))
-                continue
             else:
-                adjacent = False
+                self._adjacent = False
                 if kind not in _RESULTS:
-                    turn = None  # somebody else spoke
+                    self._turn = None  # somebody else spoke
                 elif kind == "tool_search_output":
                     self.found.append(item)
-            self._pieces.append(piece)
-        self.raws = [items[p[0]] if len(p) == 1 else b",".join([items[n] for n in p]) for p in self._pieces]
+                self._begin(n, item)
+        for piece, more in grown.items():
+            self._pieces[piece] = (*self._pieces[piece], *more)
+            self.raws[piece] = b",".join([self.raws[piece], *(self.items[n] for n in more)])
+
+    def _goes_on(self, own: str) -> bool:
+        """Whether an item of a turn, marked so, belongs to the one that is open."""
+        mark = self._mark
+        same = own == mark or not (own and mark) if self._adjacent else own != "" and own == mark
+        self._adjacent = True
+        goes_on = self._turn is not None and same
+        self._mark = (mark or own) if goes_on else own
+        return goes_on
+
+    def _begin(self, n: int, item: bytes) -> None:
+        self._pieces.append((n,))
+        self.raws.append(item)
 
     def decode(self, index: int) -> tuple[Message, ...]:
         places = [self._place(n) for n in self._pieces[index]]
@@ -170,7 +201,7 @@ class Items:
             raise _unreadable(error, [self._place(n)]) from None
 
     def _place(self, n: int) -> str:
-        return f"input[{n + self._first}]"
+        return f"input[{n}]"
 
 
 def sealed(reasoning: str) -> str:

@@ -100,6 +100,15 @@ def retried(headers: Mapping[str, str]) -> bool:
     ) not in ("", "1")
 
 
+def by_headers(headers: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
+    """The fields of a call that its headers tell. `passed`: those that a provider of the same dialect is sent."""
+    return {
+        "retried": retried(headers),
+        "idempotency_key": headers.get("idempotency-key", ""),
+        "passed": {name: value for name in passed if (value := headers.get(name))},
+    }
+
+
 def checked_sampling(found: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """`Sampling` fields, in range. `names`: what the dialect calls them, where it has other names."""
     if found.get("top_k") == -1:

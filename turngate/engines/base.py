@@ -10,14 +10,15 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 import msgspec
+import orjson
 
-from turngate.types import Call, CallDelta, Constraint, Delta, Finish, Ids, Sampling, Usage
+from turngate.types import Call, CallDelta, Constraint, Delta, Finish, Ids, LongIds, Sampling, Usage, ids_as_json
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """One generation request."""
 
-    prompt: Ids
+    prompt: Ids | LongIds
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...] = ()
@@ -28,6 +29,12 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     cache_salt: str = ""
     echo_prompt: bool = False  # ask the engine which prompt ids it saw, as a check
+
+    def prompt_json(self) -> orjson.Fragment:
+        """The prompt, for a body that `orjson` writes. The ids never become Python numbers on the way."""
+        return orjson.Fragment(
+            self.prompt.json if isinstance(self.prompt, LongIds) else b"[%b]" % ids_as_json(self.prompt)
+        )
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -248,10 +248,10 @@ class Events:
         """A read that is nothing but whole events of one line each, which is how they mostly come. None: it is not."""
         if self._rest or self._data or not read.endswith(b"\n\n"):
             return None
-        many = read.count(b"\n\ndata: ")
-        if not read.startswith(b"data: ") or read.count(b"\n") != 2 * many + 2 or b"\r" in read:
+        if not read.startswith(b"data: ") or b"\r" in read:
             return None
-        return read[6:-2].split(b"\n\ndata: ")
+        events = read[6:-2].split(b"\n\ndata: ")
+        return events if read.count(b"\n") == 2 * len(events) else None
 
 
 class Reply:
@@ -270,6 +270,7 @@ class Reply:
         self.body = body
         self._path, self._headers = path, headers
         self._response: aiohttp.ClientResponse | Response | None = None
+        self._events = Events()
         self._left = False
 
     async def __aenter__(self) -> Reply:
@@ -282,29 +283,34 @@ class Reply:
 
     async def whole(self) -> AsyncIterator[list[bytes]]:
         """The body, as the only event of the only batch: not streaming is streaming, read at once."""
-        response = await self.open()
-        with boundary(self._client.engine):
-            body = await response.read()
-        yield [body]
+        yield [await self.document()]
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         """Batches of events, one batch per read, up to the end of the body or `[DONE]`."""
+        while (batch := await self.batch()) is not None:
+            yield batch
+
+    async def document(self) -> bytes:
+        """The whole body."""
         response = await self.open()
-        events = Events()
-        while True:
+        with boundary(self._client.engine):
+            return await response.read()
+
+    async def batch(self) -> list[bytes] | None:
+        """The events of the next read that holds any. None: there are no more."""
+        response = await self.open()
+        while not self.done:
             with boundary(self._client.engine):
                 read = await _readany(response)
             if not read:
-                return
-            batch = events.feed(read)
+                return None
+            batch = self._events.feed(read)
             if _DONE in batch:
                 self.done = True
                 batch = batch[: batch.index(_DONE)]
-                if batch:
-                    yield batch
-                return
             if batch:
-                yield batch
+                return batch
+        return None
 
     async def leave(self) -> None:
         """Close. A finished reply is read to its end first, so that its connection can serve the next call."""

@@ -20,7 +20,7 @@ import numpy as np
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import paired
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable
-from turngate.types import Ids
+from turngate.types import Ids, LongIds
 
 # Multiples of 2^-18 are exact in float32, so what is stored equals what was sent.
 _STEPS = 2**18
@@ -50,7 +50,7 @@ class Turn(msgspec.Struct, frozen=True):
 Script = Callable[[Generate, int], Turn]
 
 
-def derived_logprobs(prompt: Ids, ids: Sequence[int]) -> list[float]:
+def derived_logprobs(prompt: Ids | LongIds, ids: Sequence[int]) -> list[float]:
     """A log-probability per id in (-5, 0) that depends on every id before it. Exact in float32."""
     state = _hash(prompt)
     values = []
@@ -60,7 +60,7 @@ def derived_logprobs(prompt: Ids, ids: Sequence[int]) -> list[float]:
     return values
 
 
-def _hash(prompt: Ids) -> int:
+def _hash(prompt: Ids | LongIds) -> int:
     return zlib.crc32(np.ascontiguousarray(prompt, np.int32).data)
 
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
@@ -78,6 +77,7 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+_ids = msgspec.json.Decoder(list[int])
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 
@@ -164,33 +164,17 @@ class VLLM:
             body["model"] = self.model
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
-        # The ids go from the array to JSON without ever being Python numbers: 0.7 ms instead of 3 for 73k of them.
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(body)
 
     def post(self, request: Generate) -> Reply:
         return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
 
-    async def chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
-        batches = reply.events() if request.stream else reply.whole()
-        begun = False
-        async for batch in batches:
-            chunk = self._chunk(batch, request.echo_prompt)
-            if chunk is None:
-                continue
-            reply.finished = chunk.finish is not None
-            begun = begun or bool(chunk.ids)
-            if chunk.finish == "abort" and not begun:
-                raise unbegun(self.name)
-            yield chunk
-            if reply.finished:
-                return
-        if reply.done and not begun:  # how a `completions` stream says the same
-            raise unbegun(self.name)
-        raise EngineUnavailable(f"{self.name} ended its reply without finishing")
-
-    def _chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
+    def chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
         """Everything that arrived in one read, as one chunk."""
         ids: list[int] = []
+        names: list[
+            str
+        ] = []  # of ids that come after those; they are read together, since a stream has one in each event
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
@@ -198,35 +182,44 @@ class VLLM:
             if event.error and happened(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=500)
             for choice in event.choices:
-                new = self._ids(choice) if choice.token_ids is None else choice.token_ids
-                ids += new
-                logprobs += self._logprobs(new, choice.logprobs)
+                given = choice.logprobs
+                if choice.token_ids is not None:
+                    ids += self._read(names) + choice.token_ids
+                    names = []
+                    logprobs += self._logprobs(choice.token_ids, given)
+                elif given is not None and given.tokens is not None:
+                    names += given.tokens
+                    logprobs += self._logprobs(given.tokens, given)
+                elif choice.text:  # else it is an event that adds nothing
+                    raise self._no_ids()
                 if choice.finish_reason is not None:
                     finish = self._finish(choice.finish_reason)
             if echo:
                 prompt = prompt or _prompt(event)
+        ids += self._read(names)
         if not ids and finish is None and prompt is None:
             return None
         return Chunk(ids, known(logprobs), finish, prompt)
 
-    def _ids(self, choice: _Choice) -> list[int]:
-        """The ids as the names of the log-probabilities."""
-        named = choice.logprobs.tokens if choice.logprobs is not None else None
-        if named is None and not choice.text:
-            return []  # an event that adds nothing
+    def _read(self, names: list[str]) -> list[int]:
+        """The ids that are named: "token_id:123". All of them as one JSON list, which is four times as fast as one by one."""
+        joined = ",".join(names)
+        if joined.count(_NAMED) != len(names):
+            raise self._no_ids()
         try:
-            return [int(token.partition(_NAMED)[2]) for token in named or [""]]
-        except ValueError:
-            raise EngineError(
-                f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids"
-            ) from None
+            return _ids.decode(f"[{joined.replace(_NAMED, '')}]")
+        except msgspec.DecodeError:
+            raise self._no_ids() from None
 
-    def _logprobs(self, ids: list[int], given: _Logprobs | None) -> Sequence[float | None]:
+    def _no_ids(self) -> EngineError:
+        return EngineError(f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids")
+
+    def _logprobs(self, ids: Sequence[int | str], given: _Logprobs | None) -> Sequence[float | None]:
         if given is None:
             return [None] * len(ids)
         if given.content is not None:
             values: Sequence[float | None] | None = [position.logprob for position in given.content]
-            if [position.token_id for position in given.content] != ids:
+            if [position.token_id for position in given.content] != list(ids):
                 raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
         else:
             values = given.token_logprobs
@@ -243,19 +236,51 @@ class VLLM:
 
 
 class Generation:
-    """One call: entered, it is a stream of chunks; left, it is aborted if it had not come to its end."""
+    """One call: entered, it is a stream of chunks; left, it is aborted if it had not come to its end.
+
+    An iterator, and no generator: one of those that is left before its end costs the event loop a task to close it.
+    """
 
     def __init__(self, engine: VLLM, request: Generate) -> None:
         self._engine, self._request = engine, request
-        self._reply: Reply | None = None
+        self._reply: Reply
+        self._begun = False  # something was sampled
+        self._read = False  # all of a reply that is not streamed
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         self._reply = await self._engine.post(self._request).__aenter__()
-        return self._engine.chunks(self._reply, self._request)
+        return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self._reply is not None:
-            await self._reply.__aexit__(*error)
+        await self._reply.__aexit__(*error)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._reply.finished:
+            raise StopAsyncIteration
+        chunk = None
+        while chunk is None:
+            chunk = self._engine.chunk(await self._batch(), self._request.echo_prompt)
+        self._reply.finished = chunk.finish is not None
+        self._begun = self._begun or bool(chunk.ids)
+        if chunk.finish == "abort" and not self._begun:
+            raise unbegun(self._engine.name)
+        return chunk
+
+    async def _batch(self) -> list[bytes]:
+        """The next events. A reply that is not streamed is one of them."""
+        batch = None
+        if self._request.stream:
+            batch = await self._reply.batch()
+        elif not self._read:
+            self._read, batch = True, [await self._reply.document()]
+        if batch is not None:
+            return batch
+        if self._reply.done and not self._begun:  # how a `completions` stream tells of an abort
+            raise unbegun(self._engine.name)
+        raise EngineUnavailable(f"{self._engine.name} ended its reply without finishing")
 
 
 def _prompt(event: _Event) -> list[int] | None:
@@ -267,7 +292,7 @@ def _prompt(event: _Event) -> list[int] | None:
 
 def _completions(request: Generate) -> dict[str, Any]:
     return {
-        "prompt": np.ascontiguousarray(request.prompt, np.int32),
+        "prompt": request.prompt_json(),
         # `return_token_ids` would send the whole prompt back, 300 KB of it in a long rollout; the ids as names of the
         # log-probabilities say the same without.
         **({"return_token_ids": True} if request.echo_prompt else {"return_tokens_as_token_ids": True}),
@@ -277,7 +302,7 @@ def _completions(request: Generate) -> dict[str, Any]:
 
 def _generate(request: Generate) -> dict[str, Any]:
     return {
-        "token_ids": np.ascontiguousarray(request.prompt, np.int32),
+        "token_ids": request.prompt_json(),
         "return_token_ids": request.echo_prompt,  # here it means the prompt's; the sampled ones always come
         "sampling_params": {**_sampling(request), "detokenize": bool(request.stop)},  # only stop strings need the text
     }

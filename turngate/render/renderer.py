@@ -96,7 +96,8 @@ class Reader:
         return self._stops.met
 
     def feed(self, ids: Sequence[int]) -> list[Delta | CallDelta]:
-        text = self._decoder.feed(i for i in ids if i not in self._hidden)
+        hidden = self._hidden
+        text = self._decoder.feed([i for i in ids if i not in hidden])
         return self._parser.feed(self._stops.feed(text)) if text else []
 
     def finish(self) -> tuple[list[Delta | CallDelta], Parsed]:
@@ -114,6 +115,9 @@ class Form(msgspec.Struct, frozen=True):
 
     def fill(self, contents: Sequence[str]) -> str:
         return "".join(part for pair in zip(self.parts, contents, strict=False) for part in pair) + self.parts[-1]
+
+
+_UNKNOWN = Form(0, ())  # a form that was not looked for yet; None is one that there is not
 
 
 class TemplateRenderer:
@@ -182,12 +186,13 @@ class TemplateRenderer:
         if len(new) > _LONGEST_FORM:
             return self._render_after(last.message, last.system, new, tools, kwargs)
         speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
-        shape = len(last.message.tool_calls), speakers, bool(tools), json.dumps(kwargs, sort_keys=True), last.system
-        if shape not in self._forms:
+        arguments = json.dumps(kwargs, sort_keys=True) if kwargs else ""
+        shape = len(last.message.tool_calls), speakers, bool(tools), arguments, last.system
+        form = self._forms.get(shape, _UNKNOWN)
+        if form is _UNKNOWN:
             if len(self._forms) >= _KNOWN_FORMS:
                 self._forms.pop(next(iter(self._forms)))
-            self._forms[shape] = self._find_form(last, new, tools, kwargs)
-        form = self._forms[shape]
+            form = self._forms[shape] = self._find_form(last, new, tools, kwargs)
         if form is None:
             return self._render_after(last.message, last.system, new, tools, kwargs)
         return form.close, form.fill([m.content for m in new])

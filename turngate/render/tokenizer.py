@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiktoken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
@@ -25,12 +26,25 @@ from tokenizers.normalizers import NFC
 
 from turngate.errors import ConfigError
 from turngate.render.vocabulary import Vocabulary, read_json, read_vocabulary
-from turngate.types import Json
+from turngate.types import Json, type_of_ids
 
 _NFC = NFC()
 _NO_TOKEN = -1
 _LONG = 1_000  # characters of a piece that is worth remembering
 _MEMORY = 1_000_000  # characters that are remembered
+# Pre-tokenizers that never put the end of one line and the beginning of the next into one token, so that lines can be encoded one by
+# one: Qwen's and Llama's. In both, whatever matches a line break goes on to the last one of the white space that it stands in, and
+# ends there; and nothing looks back. (GPT-2's is none of them: its `\s+` takes the indentation of the next line along.)
+_BY_LINES = frozenset(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    + digits
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in (r"\p{N}", r"\p{N}{1,3}")
+)
+_LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # with the blank lines after it
+_LINES = 16_384  # that are remembered, twice: those of late, and those before
+_LONGEST_LINE = 400  # characters; longer ones do not come again
+_MANY_LINES = 64_000  # characters of a text that is encoded whole, since that gives up the interpreter lock
 # Latin, punctuation, symbols, CJK and Hangul: how these normalise was settled long ago, whatever the Unicode version.
 _OTHER = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
@@ -101,7 +115,14 @@ class Tokenizer:
             ids = [i for i in ids if i not in self.special_ids]
         if self._bytes is None:
             return self._backend.decode(ids, skip_special_tokens=False)
-        return b"".join(map(self.bytes_of, ids)).decode("utf-8", errors="replace")
+        return self.all_bytes_of(ids).decode("utf-8", errors="replace")
+
+    def all_bytes_of(self, ids: Sequence[int]) -> bytes:
+        table = self._bytes
+        assert table is not None
+        if ids and min(ids) >= 0 and max(ids) < len(table):  # as always
+            return b"".join([table[i] for i in ids])
+        return b"".join(map(self.bytes_of, ids))
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one token of a byte-level vocabulary. Ids past the vocabulary (padding rows) have none."""
@@ -141,9 +162,9 @@ class Decoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stream = None if backend is None else DecodeStream(skip_special_tokens=False)
 
-    def feed(self, ids: Iterable[int]) -> str:
+    def feed(self, ids: Sequence[int]) -> str:
         if self._stream is None:
-            return self._utf8.decode(b"".join([self._tokenizer.bytes_of(i) for i in ids]))
+            return self._utf8.decode(self._tokenizer.all_bytes_of(ids))
         assert self._backend is not None
         return "".join([self._stream.step(self._backend, i) or "" for i in ids])
 
@@ -183,6 +204,10 @@ class _FastEncoder:
         self._added = added
         self._memory: OrderedDict[str, list[int]] = OrderedDict()
         self._remembers = 0  # characters in it
+        self._by_lines = encoding._pat_str in _BY_LINES
+        # Lines and their ids. Rollouts of one task read the same files and see the same errors, again and again.
+        self._lines: dict[str, bytes] = {}
+        self._older_lines: dict[str, bytes] = {}
         self._lock = threading.Lock()  # large prompts are rendered in threads
 
     def encode(self, text: str, *, remember: bool = False) -> list[int] | None:
@@ -219,8 +244,34 @@ class _FastEncoder:
         """A piece without added tokens in it."""
         if self._nfc and not piece.isascii() and not _surely_nfc(piece):
             piece = _NFC.normalize_str(piece)
+        if not self._by_lines or len(piece) > _MANY_LINES:
+            return self._unknown(piece)
+        lines = []
+        for line in _LINE.findall(piece):
+            known = self._lines.get(line) or self._line(line)
+            if known is None:
+                return None
+            lines.append(known)
+        ids: list[int] = np.frombuffer(b"".join(lines), type_of_ids).tolist()
+        return ids
+
+    def _line(self, line: str) -> bytes | None:
+        """The ids of a line that was not seen of late. Threads may do so at the same time: what they add is the same."""
+        known = self._older_lines.get(line)
+        if known is None:
+            ids = self._unknown(line)
+            if ids is None:
+                return None
+            known = np.array(ids, type_of_ids).tobytes()
+        if len(line) <= _LONGEST_LINE:
+            if len(self._lines) >= _LINES:
+                self._older_lines, self._lines = self._lines, {}
+            self._lines[line] = known
+        return known
+
+    def _unknown(self, text: str) -> list[int] | None:
         try:
-            ranks = self._encoding.encode_ordinary(piece)
+            ranks = self._encoding.encode_ordinary(text)
         except ValueError:  # its regex engine gave up, on half a million blanks in a row for instance
             return None
         if self._identity:

@@ -10,13 +10,14 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from turngate.control import Control
 from turngate.dialects import Dialect, Verb, Wire
-from turngate.dialects.wire import without_lone_surrogates
+from turngate.dialects.known import Frames, Known
 from turngate.errors import Conflict, Stopping, TurngateError
 from turngate.server.asgi import (
     EventStream,
@@ -76,6 +77,8 @@ class ModelCalls:
         self._auth = auth
         self._max_body = max_body
         self._alive_s = alive_s
+        self._frames = Frames()
+        self._known: WeakKeyDictionary[Session, dict[str, Known]] = WeakKeyDictionary()  # by dialect
 
     async def serve(
         self,
@@ -97,7 +100,8 @@ class ModelCalls:
             else:
                 session = self._auth.session(key, session_id)
             body = await read_body(receive, headers, self._max_body)
-            call = dialect.decode(Wire(without_lone_surrogates(body), headers, query, found.verb, found.model))
+            wire = Wire(body, headers, query, found.verb, found.model)
+            call = self._known_to(session, dialect).decode(wire)
             if session.config.signals:
                 told = read(session.config.signals, headers, call)
                 call = msgspec.structs.replace(call, told=told)
@@ -111,12 +115,22 @@ class ModelCalls:
         except HungUp:
             return
 
+    def _known_to(self, session: Session, dialect: Dialect) -> Known:
+        """What the session has sent before in this dialect, so that only what is new has to be read."""
+        known = self._known.setdefault(session, {})
+        if dialect.name not in known:
+            known[dialect.name] = Known(dialect, self._frames)
+        return known[dialect.name]
+
     async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         done: ReplyEvent | None = None
+
+        async def keep(events: Sequence[ReplyEvent]) -> None:
+            nonlocal done
+            done = events[-1]
+
         with _cancellation_told(session, watch):
-            async with aclosing(self._turns.take(session, call)) as batches:
-                async for events in batches:
-                    done = events[-1]
+            await self._turns.take(session, call, keep)
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
                 await respond(send, 200, dialect.whole(call, done), _named(dialect))
@@ -128,17 +142,19 @@ class ModelCalls:
     async def _stream(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
         encoder = dialect.stream(call)
         headers = [(b"content-type", encoder.media.encode()), *_named(dialect)]
+
+        async def tell(events: Sequence[ReplyEvent]) -> None:
+            data = b"".join([encoder.event(event) for event in events])
+            if isinstance(events[-1], Done):
+                with self._delivering(session, events[-1]):
+                    await stream.write(data, last=True)
+            elif data:  # nothing to show is no sign of life
+                await stream.write(data)
+
         with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s, headers) as stream:
             try:
                 with _cancellation_told(session, watch), _faults_told():
-                    async with aclosing(self._turns.take(session, call)) as batches:
-                        async for events in batches:
-                            data = b"".join([encoder.event(event) for event in events])
-                            if isinstance(events[-1], Done):
-                                with self._delivering(session, events[-1]):
-                                    await stream.write(data, last=True)
-                            elif data:  # nothing to show is no sign of life
-                                await stream.write(data)
+                    await self._turns.take(session, call, tell)
             except TurngateError as error:
                 if not stream.started and not dialect.in_stream(error):
                     raise

@@ -174,7 +174,7 @@ def _step(turn: Sampled, role: TurnRole, texts: dict[int, bytes], session: Sessi
         "prompt_ids": before,
         "prompt_mask": [0] * len(before),
         "completion_ids": turn.ids,
-        "completion_mask": [0 if reason else 1] * len(turn.ids),
+        "completion_mask": [0 if reason else 1] * turn.size,
         "completion_logprobs": logprobs,
         "overlong_prompt": limit is not None and len(before) > limit,
         "is_truncated": truncated,

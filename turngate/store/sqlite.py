@@ -114,8 +114,11 @@ class Store:
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
             try:
-                with self._turn():
+                self._lock()
+                try:
                     self._prepare()
+                finally:
+                    self._unlock()
             except BaseException:
                 self._db.close()
                 raise
@@ -281,14 +284,14 @@ class Store:
         """Make turns durable. All or none."""
         with self._writing() as db:
             for turn in turns:
-                if db.execute("SELECT 1 FROM sessions WHERE key=?", (turn.session,)).fetchone() is None:
-                    raise StoreError("the session was deleted; its turn cannot be recorded")
                 if turn.preamble is not None:
                     db.execute("INSERT OR IGNORE INTO preambles VALUES (?,?,?,?)", (turn.session, *turn.preamble))
                 if turn.context is not None:  # another call of the same request may have stored it meanwhile
                     row = _node_row(turn.session, turn.context, turn.context_messages)
-                    db.execute(_INSERT_NODE.replace("INSERT", "INSERT OR IGNORE", 1), row)
-                db.execute(_INSERT_NODE, _node_row(turn.session, turn.sampled, turn.message))
+                    db.execute(_INSERT_CONTEXT, row)
+                row = _node_row(turn.session, turn.sampled, turn.message)
+                if db.execute(_INSERT_SAMPLED, row).rowcount != 1:
+                    raise StoreError("the session was deleted; its turn cannot be recorded")
                 also(db, turn.event)
 
     def mark_undelivered(self, session: int, node: int) -> None:
@@ -370,32 +373,43 @@ class Store:
         self.set_setting("probe", "x" * 256_000)
         self.set_setting("probe", "ok")
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._mutex, self._turn():
+    def _writing(self) -> _Transaction:
+        return _Transaction(self)
+
+    def begin(self) -> sqlite3.Connection:
+        self._mutex.acquire()
+        try:
+            # SQLite alone would look again every few milliseconds for the end of another worker's transaction, and starve some.
+            self._lock()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                yield self._db
-                self._db.execute("COMMIT")
-            except sqlite3.Error as error:
-                self._roll_back()
-                raise StoreError(
-                    f"the store cannot record this ({error}); nothing was delivered that is not recorded"
-                ) from error
             except BaseException:
-                self._roll_back()
+                self._unlock()
                 raise
+        except BaseException:
+            self._mutex.release()
+            raise
+        return self._db
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the other workers' transactions. SQLite alone would look again every few milliseconds, and starve some."""
-        if not self._shared or self._lock_file is None:
-            yield
-            return
-        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+    def end(self, *, keep: bool) -> None:
         try:
-            yield
+            if keep:
+                self._db.execute("COMMIT")
+        except BaseException:
+            keep = False
+            raise
         finally:
+            if not keep:
+                self._roll_back()
+            self._unlock()
+            self._mutex.release()
+
+    def _lock(self) -> None:
+        if self._shared and self._lock_file is not None:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+
+    def _unlock(self) -> None:
+        if self._shared and self._lock_file is not None:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _roll_back(self) -> None:
@@ -425,8 +439,38 @@ class Store:
         db.close()
 
 
-_INSERT_NODE = (
-    "INSERT INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum) VALUES (?,?,?,?,?,?,?,?,?)"
+class _Transaction:
+    """One write. A class, since every turn enters it and a generator takes several times as long."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __enter__(self) -> sqlite3.Connection:
+        try:
+            return self._store.begin()
+        except sqlite3.Error as error:
+            raise _unrecorded(error) from error
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self._store.end(keep=error is None)
+        except sqlite3.Error as failed:
+            raise _unrecorded(failed) from failed
+        if isinstance(error, sqlite3.Error):
+            raise _unrecorded(error) from error
+
+
+def _unrecorded(error: sqlite3.Error) -> StoreError:
+    return StoreError(f"the store cannot record this ({error}); nothing was delivered that is not recorded")
+
+
+_INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
+_INSERT_CONTEXT = f"INSERT OR IGNORE {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?)"
+# Only while its session is there: in one statement, since a question of its own costs as much as the answer is worth.
+_INSERT_SAMPLED = (
+    f"INSERT {_INTO_NODES} SELECT ?1,?2,?3,?4,?5,?6,?7,?8,?9 WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?1)"
 )
 
 

@@ -24,7 +24,7 @@ class Reading:
     def __init__(self, history: History, preamble: bytes) -> None:
         self.history = history
         self.preamble = preamble
-        self.raws = [bytes(raw) for raw in history.raws]
+        self.raws = history.raws
         self._messages: dict[int, tuple[Message, ...]] = {}
         self._meanings: dict[int, bytes] = {}
         self._orders: dict[int, dict[str, int]] = {}  # before each message, the calls of the last assistant's turn

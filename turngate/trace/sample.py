@@ -70,8 +70,8 @@ def untrainable(turn: Sampled, role: TurnRole, policy: Policy) -> str:
         return f"captured as {turn.info.capture} only"
     if turn.logprobs is None:
         return "no log-probabilities"
-    if len(turn.logprobs) != len(turn.ids):
-        return f"{len(turn.logprobs)} log-probabilities for {len(turn.ids)} tokens"
+    if len(turn.logprobs) != turn.size:
+        return f"{len(turn.logprobs)} log-probabilities for {turn.size} tokens"
     if np.isnan(turn.logprobs).any():
         return "missing log-probabilities"
     if role not in policy.roles:
@@ -89,12 +89,12 @@ def _row(leaf: Sampled, role_of: dict[int, TurnRole], policy: Policy, claimed: s
     spans = []
     start = 0
     for node in nodes:
-        end = start + len(node.ids)
+        end = start + node.size
         if isinstance(node, Sampled):
             reason = untrainable(node, role_of[node.id], policy)
             if not reason and node.id in claimed:
                 reason = "trained in another row"
-            if node.logprobs is not None and len(node.logprobs) == len(node.ids):
+            if node.logprobs is not None and len(node.logprobs) == node.size:
                 logprobs[start:end] = node.logprobs
             mask[start:end] = not reason
             claimed.add(node.id)

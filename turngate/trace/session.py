@@ -92,9 +92,9 @@ class Session:
         """Take a stored turn into account."""
         if turn.info.finish != "abort":
             self.turns += 1
-        elif len(turn.ids):
+        elif turn.size:
             self.aborted += 1
-        self.sampled_tokens += len(turn.ids)
+        self.sampled_tokens += turn.size
         self.truncated = self.truncated or turn.info.finish == "length"
 
     def begin_call(self, task: asyncio.Task[object]) -> None:

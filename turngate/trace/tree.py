@@ -15,7 +15,19 @@ import msgspec
 import numpy as np
 
 from turngate.trace.meaning import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
-from turngate.types import NO_IDS, Capture, Finish, History, Ids, Logprobs, Message, Told, type_of_ids
+from turngate.types import (
+    NO_IDS,
+    Capture,
+    Finish,
+    History,
+    Ids,
+    Logprobs,
+    LongIds,
+    Message,
+    Told,
+    ids_as_json,
+    ids_of_json,
+)
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
 _TRIMMED = 1000  # characters that an agent may leave out of a call's arguments, however short they are
@@ -61,16 +73,41 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     verbatim: bytes = b""  # the turn in that endpoint's own words, which it wants back as they are
 
 
-class Context:
+class _Kept:
+    """A node's ids: an array while the node is new; from when it is part of a prompt, the JSON that engines want of them, so that it is
+    written once and not again with every turn. That takes a third more memory than the array, which is given up for it."""
+
+    __slots__ = ("_array", "_json", "size")
+
+    def __init__(self, ids: Ids) -> None:
+        self.size = len(ids)
+        self._array: Ids | None = ids
+        self._json = b""
+
+    @property
+    def ids(self) -> Ids:
+        array = self._array
+        return ids_of_json(self._json) if array is None else array
+
+    @property
+    def json(self) -> bytes:
+        array = self._array
+        if array is not None:  # threads may do this at the same time: what they find is the same
+            self._json = ids_as_json(array)
+            self._array = None
+        return self._json
+
+
+class Context(_Kept):
     """New messages and the generation prompt, as ids that were sent."""
 
-    __slots__ = ("added", "children", "count", "id", "ids", "info", "length", "parent", "root", "stored")
+    __slots__ = ("added", "children", "count", "id", "info", "length", "parent", "root", "stored")
 
     def __init__(self, node_id: int, parent: Sampled | None, ids: Ids, info: ContextInfo) -> None:
+        super().__init__(ids)
         self.id = node_id
         self.parent = parent
         self.root: Context = self if parent is None else parent.root
-        self.ids = ids
         self.info = info
         self.stored = True
         self.children: list[Sampled] = []
@@ -79,16 +116,16 @@ class Context:
         self.count: int = (parent.count if parent else 0) + self.added  # messages from the root to here
 
 
-class Sampled:
+class Sampled(_Kept):
     """What the model answered: one turn."""
 
-    __slots__ = ("children", "count", "delivered", "id", "ids", "info", "length", "logprobs", "parent", "root")
+    __slots__ = ("children", "count", "delivered", "id", "info", "length", "logprobs", "parent", "root")
 
     def __init__(self, node_id: int, parent: Context, ids: Ids, logprobs: Logprobs | None, info: SampledInfo) -> None:
+        super().__init__(ids)
         self.id = node_id
         self.parent = parent
         self.root: Context = parent.root
-        self.ids = ids
         self.logprobs = logprobs
         self.info = info
         self.delivered = True
@@ -237,7 +274,7 @@ class Trace:
         return (node for node in self.nodes if isinstance(node, Sampled))
 
     def tokens(self) -> int:
-        return sum(len(node.ids) for node in self.nodes)
+        return sum(node.size for node in self.nodes)
 
 
 def path(node: Node | None) -> list[Node]:
@@ -255,10 +292,16 @@ def path_ids(node: Node | None) -> Ids:
     return np.concatenate(parts) if parts else NO_IDS
 
 
-def prompt_ids(node: Sampled | None, added: Ids) -> Ids:
+def prompt_ids(node: Sampled | None, added: Ids) -> LongIds:
     """The ids from the root through `node`, and then `added`. Put together for every turn, and kept by none: that takes a few
     microseconds, and the last prompt of a long session would be as large as all its nodes."""
-    return np.concatenate([*(n.ids for n in path(node)), added], dtype=type_of_ids)
+    parts = [ids_as_json(added)]
+    at: Node | None = node
+    while at is not None:
+        parts.append(at.json)
+        at = at.parent
+    parts.reverse()
+    return LongIds(parts, len(added) + (node.length if node is not None else 0))
 
 
 def _respelled(message: Message, info: SampledInfo) -> bool:

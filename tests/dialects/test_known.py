@@ -1,0 +1,240 @@
+"""Requests read only as far as they are new, against the same requests read whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from turngate.dialects import DIALECTS, Dialect, Wire
+from turngate.dialects.known import Frames, Known
+from turngate.dialects.wire import without_lone_surrogates
+from turngate.errors import BadRequest
+from turngate.types import Call
+
+BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+
+
+class Counted:
+    """A dialect that notes how large the bodies are that it is given."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dialect, name)
+
+    def decode(self, wire: Wire) -> Call:
+        self.sizes.append(len(wire.body))
+        return self._dialect.decode(wire)
+
+
+def _same(known: Known, dialect: Dialect, body: bytes) -> None:
+    """Both ways lead to the same call, or to the same error."""
+    headers = {"idempotency-key": str(len(body)), "x-stainless-retry-count": str(len(body) % 2), "openai-beta": "x"}
+    wire = Wire(body, headers, model="m")
+    try:
+        whole = dialect.decode(Wire(without_lone_surrogates(body), headers, model="m"))
+    except BadRequest as error:
+        with pytest.raises(BadRequest) as caught:
+            known.decode(wire)
+        assert (caught.value.message, caught.value.param) == (error.message, error.param)
+        return
+    call = known.decode(wire)
+    for field in Call.__struct_fields__:
+        if field not in ("history", "tools", "wire"):
+            assert getattr(call, field) == getattr(whole, field), field
+    assert list(call.history.raws) == list(whole.history.raws)
+    assert list(call.history.items) == list(whole.history.items)
+    for n in range(len(whole.history.raws)):
+        assert _decoded(call, n) == _decoded(whole, n)
+    assert (call.tools and call.tools.raw) == (whole.tools and whole.tools.raw)
+    assert (call.tools and call.tools.decode()) == (whole.tools and whole.tools.decode())
+
+
+def _decoded(call: Call, index: int) -> object:
+    try:
+        return call.history.decode(index)
+    except BadRequest as error:
+        return error.message
+
+
+# ── what agents may send ────────────────────────────────────────────────────────────────────────────────────────────
+
+_TEXT = some.sampled_from(
+    ["", "x", "Grüße", 'a "messages":[ in it', '],"input":[{', "half \ud83d of one", "two\nlines"]
+)
+
+
+def _chat(text: str, kind: int) -> Any:
+    if kind == 0:
+        return {"role": "user", "content": text}
+    if kind == 1:
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
+        return {"role": "assistant", "content": text, "tool_calls": [call]}
+    if kind == 2:
+        return {"role": "tool", "tool_call_id": "c1", "content": text}
+    return [{"role": "system", "content": text}, 17, {"role": "nobody"}, text][len(text) % 4]
+
+
+def _messages(text: str, kind: int) -> Any:
+    if kind == 0:
+        return {"role": "user", "content": text or "x"}
+    if kind == 1:
+        return {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {"a": text}}]}
+    if kind == 2:
+        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": text}]}
+    return [{"role": "system", "content": text}, 17, {"role": "nobody"}, {"content": [], "role": "user"}][len(text) % 4]
+
+
+def _responses(text: str, kind: int) -> Any:
+    if kind == 0:
+        return {"role": "user", "content": text}
+    if kind == 1:
+        return {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "f",
+            "arguments": "{}",
+            "id": f"fc_tg{text[:1] * 24}_1",
+        }
+    if kind == 2:
+        return {"type": "function_call_output", "call_id": "c1", "output": text}
+    return [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]},
+        17,
+        {"type": "message", "role": "assistant", "content": text},
+        {"type": "additional_tools", "tools": [{"type": "function", "name": text}]},
+    ][len(text) % 4]
+
+
+def _gemini(text: str, kind: int) -> Any:
+    if kind == 0:
+        return {"role": "user", "parts": [{"text": text}]}
+    if kind == 1:
+        return {"parts": [{"functionCall": {"name": "f", "args": {"a": text}}}], "role": "model"}
+    if kind == 2:
+        return {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"output": text}}}]}
+    return [{"parts": [{"text": text}]}, 17, {"role": "nobody"}, {"role": "model", "parts": [{"text": text}]}][
+        len(text) % 4
+    ]
+
+
+_SCHEMA = {"type": "object", "properties": {"messages": {"type": "array"}, "input": {"enum": [{"role": "user"}]}}}
+_TOOLS: dict[str, Any] = {
+    "chat": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
+    "messages": [{"name": "f", "input_schema": _SCHEMA}],
+    "responses": [{"type": "function", "name": "f", "parameters": _SCHEMA}],
+    "gemini": [{"functionDeclarations": [{"name": "f", "parametersJsonSchema": _SCHEMA}]}],
+}
+_STYLES = some.tuples(
+    some.sampled_from([0, 0, 0, 1, 1, 2]),  # the list last, first, or twice
+    some.integers(0, 3),
+    some.sampled_from([(",", ":"), (",", ":"), (", ", ": "), (" ,", " : ")]),
+    some.booleans(),
+)
+_MAKERS = {"chat": _chat, "messages": _messages, "responses": _responses, "gemini": _gemini}
+
+
+@some.composite
+def _requests(draw: some.DrawFn) -> tuple[str, list[bytes]]:
+    """A dialect, and requests of one session: each goes on from the one before, or from somewhere on its way."""
+    name = draw(some.sampled_from(sorted(_MAKERS)))
+    kinds = some.sampled_from([0, 1, 2, 0, 1, 2, 0, 1, 2, 3])
+    item = some.builds(_MAKERS[name], _TEXT, kinds)
+    items: list[Any] = []
+    bodies = []
+    style = draw(_STYLES)
+    for _ in range(draw(some.integers(1, 6))):
+        style = draw(some.sampled_from([style, style, style, draw(_STYLES)]))
+        items = items[: len(items) - draw(some.sampled_from([0, 0, 0, 0, 1, 2]))] + draw(some.lists(item, max_size=4))
+        bodies.append(_body(name, items, style))
+    return name, bodies
+
+
+def _body(name: str, items: list[Any], style: tuple[int, int, tuple[str, str], bool]) -> bytes:
+    shape, besides, spaces, ascii_only = style
+    field = BY_NAME[name].list_field
+    extra: dict[str, Any] = {"messages": {"system": "s", "max_tokens": 9}, "responses": {"instructions": "s"}}.get(
+        name, {}
+    )
+    model = {} if name == "gemini" else {"model": "m"}
+    odd = [{}, {"tools": _TOOLS[name]}, {"metadata": {field: []}, "temperature": 0.5}, {"stream": True}][besides]
+    whole = {**model, **extra, **odd, field: items} if shape == 0 else {field: items, **model, **extra, **odd}
+    text = json.dumps(whole, separators=spaces, ensure_ascii=ascii_only or "half" in repr(items))
+    if shape == 2:  # the list twice: the later one counts
+        text = text[:-1] + f',"{field}":' + json.dumps(items[:1] + items[2:], separators=(",", ":")) + "}"
+    return text.encode("utf-8", "surrogatepass")
+
+
+@given(_requests())
+@settings(max_examples=1500, deadline=None)
+def test_read_as_far_as_it_is_new_it_is_the_same(made: tuple[str, list[bytes]]) -> None:
+    name, bodies = made
+    known = Known(BY_NAME[name], Frames())
+    for body in bodies:
+        _same(known, BY_NAME[name], body)
+
+
+# ── that it does read less ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", sorted(_MAKERS))
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_what_was_sent_before_is_not_read_again(name: str, separators: tuple[str, str]) -> None:
+    dialect = Counted(BY_NAME[name])
+    known = Known(dialect, Frames())
+    items = [_MAKERS[name]("long " * 1000, 0)]
+    for turn in range(5):
+        items += [_MAKERS[name](f"x{turn}", 1), _MAKERS[name](f"y{turn}", 2)]
+        body = json.dumps({dialect.list_field: items}, separators=separators).encode()
+        assert list(known.decode(Wire(body)).history.items) == [
+            json.dumps(i, separators=separators).encode() for i in items
+        ]
+    assert dialect.sizes[0] > 5000
+    assert all(size < 500 for size in dialect.sizes[1:])
+
+
+def test_lines_of_work_side_by_side_are_all_known() -> None:
+    dialect = Counted(BY_NAME["chat"])
+    known = Known(dialect, Frames())
+    lines = [[_chat(f"task {line} " * 500, 0)] for line in range(4)]
+    for turn in range(5):
+        for items in lines:
+            items.append(_chat(f"{turn}", turn % 2))
+            known.decode(Wire(json.dumps({"messages": items}).encode()))
+    assert all(size < 1000 for size in dialect.sizes[4:])
+
+
+def test_an_end_that_changes_leaves_the_beginning_known() -> None:
+    """Claude Code moves its cache marks along, and writes something new before the list with every call."""
+    dialect = Counted(BY_NAME["messages"])
+    known = Known(dialect, Frames())
+    items: list[Any] = [_messages("long " * 1000, 0)]
+    for turn in range(5):
+        items += [_messages(f"x{turn}", 1), _messages(f"y{turn}", 2)]
+        marked = [*items[:-1], {**items[-1], "cache_control": {"type": "ephemeral"}}]
+        body = json.dumps({"system": f"call {turn}", "max_tokens": 9, "messages": marked}).encode()
+        _same(known, BY_NAME["messages"], body)
+        known.decode(Wire(body))
+    assert dialect.sizes[0] > 5000
+    assert all(size < 700 for size in dialect.sizes[2:])
+
+
+def test_the_session_that_began_like_that_is_not_changed_by_the_next() -> None:
+    """What one call goes on reading is not what a later one adds to."""
+    for name in sorted(_MAKERS):
+        dialect, known = BY_NAME[name], Known(BY_NAME[name], Frames())
+        first = [_MAKERS[name]("a", 0), _MAKERS[name]("b", 1)]
+        field = dialect.list_field
+        extra = {"max_tokens": 9}
+        short = known.decode(Wire(json.dumps({field: [*first, _MAKERS[name]("c", 2)], **extra}).encode()))
+        raws = list(short.history.raws)
+        known.decode(
+            Wire(json.dumps({field: [*first, _MAKERS[name]("c", 2), _MAKERS[name]("d", 0)], **extra}).encode())
+        )
+        assert short.history.raws == raws

@@ -1,0 +1,57 @@
+"""Texts encoded line by line, with lines remembered, against the same texts encoded whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from turngate.render import tokenizer
+from turngate.render.tokenizer import _BY_LINES, _FastEncoder
+
+# What can stand around a line break, of every kind that the patterns tell apart.
+_CHARACTERS = " \t\n\r\x0b\x0c\x1c\x85\xa0\u2028\u3000aZé1٣.;/'_中\u0301"
+
+
+def _encoder(pattern: str) -> _FastEncoder:
+    """Over bytes, with every pair of these characters merged: so whatever a pattern leaves in one piece becomes one token."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for first, second in itertools.product(_CHARACTERS, repeat=2):
+        pair = (first + second).encode()
+        for size in range(2, len(pair) + 1):
+            ranks.setdefault(pair[:size], len(ranks))
+            ranks.setdefault(pair[-size:], len(ranks))
+    encoding = tiktoken.Encoding("test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return _FastEncoder(encoding, list(range(len(ranks))), nfc=False, added={})
+
+
+_ENCODERS = [_encoder(pattern) for pattern in sorted(_BY_LINES)]
+
+
+@pytest.mark.parametrize("encoder", _ENCODERS, ids=["llama", "qwen"])
+@given(text=some.text(_CHARACTERS, max_size=40))
+@settings(max_examples=1500, deadline=None)
+def test_line_by_line_is_the_same(encoder: _FastEncoder, text: str) -> None:
+    assert encoder.encode(text) == encoder._encoding.encode_ordinary(text)
+
+
+def test_a_pattern_that_looks_across_lines_is_encoded_whole() -> None:
+    gpt2 = _encoder(r"'s| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    assert gpt2.encode("a\n  b\n") == gpt2._encoding.encode_ordinary("a\n  b\n")
+    assert not gpt2._lines
+
+
+def test_no_more_lines_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_LINES", 10)
+    encoder = _encoder(min(_BY_LINES))
+    for n in range(100):
+        text = f"a{n}\n{'x' * 1000}\nagain\n"
+        assert encoder.encode(text) == encoder._encoding.encode_ordinary(text)
+        assert len(encoder._lines) <= 10
+        assert len(encoder._older_lines) <= 10
+    kept = {**encoder._lines, **encoder._older_lines}
+    assert "again\n" in kept
+    assert all(len(line) <= tokenizer._LONGEST_LINE for line in kept)
