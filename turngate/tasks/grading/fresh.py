@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from turngate.errors import SandboxError, SandboxGone
+from turngate.sandboxes import folders, supervisor
 from turngate.sandboxes.archive import complaints
 from turngate.sandboxes.base import Result, Sandbox
 from turngate.sandboxes.posix import to_the_end
@@ -35,6 +35,7 @@ KEEP = 32_000_000  # bytes of a grader's output: its beginning and its end
 PIDS = 1024  # the most processes of a grader, where nobody says
 CREATE_S = 900.0  # images may have to be built
 STEP_S = 600.0  # for one of our own steps in the sandbox
+SCRATCH = "grading"  # the kind of our folders on the host
 SPARE_S = 1800.0  # of a sandbox's life, beyond what the grader has
 SYSTEM = 'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # first: a PATH may lead into the agent's work
 
@@ -58,6 +59,9 @@ cd -- "$1" && tar -xof "$2/held.tar" || exit 1
 tar -xokf "$2/links.tar" 2>/dev/null
 rm -rf -- "$2"
 """
+
+
+_swept: list[int] = []  # once per process: how many there were
 
 
 @asynccontextmanager
@@ -140,12 +144,24 @@ def _in_the_way(folder: Path, held: Sequence[str]) -> set[str]:
     return found
 
 
+@asynccontextmanager
+async def scratch() -> AsyncIterator[Path]:
+    """A folder of the host's for what a grader needs on the way. What a killed process left of them is removed by the next."""
+    if not _swept:
+        _swept.append(await folders.sweep(None, SCRATCH))
+    made = await asyncio.to_thread(folders.make, None, SCRATCH, "files")
+    try:
+        yield made / "files"
+    finally:
+        await to_the_end(asyncio.to_thread(supervisor.remove, str(made)))
+
+
 async def put(sandbox: Sandbox, files: Mapping[str, bytes]) -> str:
     """Small files of our own, in one go. The folder they are in, which nobody knows before."""
     ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
-    with tempfile.TemporaryDirectory(prefix="turngate-put-") as folder:
-        await asyncio.to_thread(_written, Path(folder), files)
-        await sandbox.upload(Path(folder), ours)
+    async with scratch() as folder:
+        await asyncio.to_thread(_written, folder, files)
+        await sandbox.upload(folder, ours)
     return ours
 
 

@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -139,9 +138,9 @@ async def _subject(
     task: Task, work: Work | None, ground: Ground, life_s: float, log: Log
 ) -> AsyncIterator[tuple[Subject, _Place]]:
     place = _Place(task, work, ground, life_s, log)
-    with tempfile.TemporaryDirectory(prefix="turngate-untouched-", ignore_cleanup_errors=True) as folder:
+    async with fresh.scratch() as folder:
         try:
-            found = work or await take(await place.sandbox(), Path(folder) / "work", git=with_git(task))
+            found = work or await take(await place.sandbox(), folder / "work", git=with_git(task))
             yield Subject(task, found, place), place
         finally:
             await place.close()

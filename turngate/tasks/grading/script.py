@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,10 +57,10 @@ async def attempt(task: Task, grader: Script, work: Work | None, ground: Ground,
             notes = await fresh.lay(sandbox, work.folder) if work is not None else ()
             reward = await _decided(sandbox, grader, ground, log, {})
             return Found(grade=Grade(kind="graded", reward=reward, notes=notes))
-    with tempfile.TemporaryDirectory(prefix="turngate-probe-") as folder:
-        left, notes = await _probed(task, grader, work, ground, log, Path(folder))
+    async with fresh.scratch() as folder:
+        left, notes = await _probed(task, grader, work, ground, log, folder)
         async with fresh.opened(task, ground, life_s=grader.timeout_s) as sandbox:
-            reward = await _decided(sandbox, grader, ground, log, left, Path(folder) / "left")
+            reward = await _decided(sandbox, grader, ground, log, left, folder / "left")
             return Found(grade=Grade(kind="graded", reward=reward, notes=notes))
 
 
