@@ -122,7 +122,13 @@ STORM = [
 def storm(folder: Path, root: Path) -> BatchPlan:
     """500 rollouts: 448 of them go well if nothing else happens, and every fiftieth sandbox does not start."""
     return plan(
-        folder, root, STORM, backend=Unsteady(root, every=50), bounds=Bounds(running=64, starting=8, grading=8), seed=7
+        folder,
+        root,
+        STORM,
+        backend=Unsteady(root, every=50),
+        bounds=Bounds(running=64, starting=8, grading=8),
+        seed=7,
+        least_free=8_000_000,
     )
 
 

@@ -60,7 +60,7 @@ _PLACES: Mapping[Place, str] = {
     "start": "starting",
     "ready": "warm",
     "run": "running",
-    "done": "done",
+    "done": "ending",
     "grade": "grading",
 }
 _STYLES = {"graded": "green", "agent failed": "yellow", "invalid task": "magenta", "infrastructure fault": "red"}

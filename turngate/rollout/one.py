@@ -317,7 +317,8 @@ class Rollout:
             reachable=self._wayout.hosts,
             mounts=tuple(Mount(source, target) for source, target in self._pairs),
             env=order.env,
-            life_s=order.timeout_s + order.task.setup_timeout_s + sum(_LIMITS.values()),
+            # Twice: one that is warm may wait for as long as somebody else's agent has.
+            life_s=2 * order.timeout_s + order.task.setup_timeout_s + sum(_LIMITS.values()),
             labels={**needed.labels, "agent": order.agent.name},
         )
 
