@@ -9,20 +9,24 @@ import pytest
 from tests import kit
 from turngate.render import Renderer, Tokenizer
 
-# Heavy or alone on the machine: these look at processes, kill servers, or need parts that take minutes to make.
-_REAL = (
+# Heavy, but each looks after its own things only: two may run at a time.
+_BESIDE = (
+    "tests/rollout",
+    "tests/redteam",
+    "tests/tasks/grading",
+    "tests/tasks/test_prove",
+    "tests/batch",
+    "tests/cli/test_run",
+    "tests/swe/test_swe",
+)
+# These count what is on the machine, kill servers, or need all of it.
+_ALONE = (
+    "tests/batch/test_storm",
     "tests/crash",
     "tests/workers",
     "tests/sandboxes",
     "tests/real",
     "tests/agents_real",
-    "tests/rollout",
-    "tests/redteam",
-    "tests/tasks/grading",
-    "tests/batch",
-    "tests/cli/test_run",
-    "tests/tasks/test_prove",
-    "tests/swe/test_swe",
     "tests/gauntlet/test_turngate",
 )
 _LIGHT = (
@@ -40,8 +44,11 @@ _LIGHT = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parents[1]
     for item in items:
-        if item.path.relative_to(root).as_posix().startswith(_REAL) and item.path.name not in _LIGHT:
+        place = item.path.relative_to(root).as_posix()
+        if place.startswith((*_BESIDE, *_ALONE)) and item.path.name not in _LIGHT:
             item.add_marker(pytest.mark.real)
+            if place.startswith(_ALONE):
+                item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(autouse=True)
