@@ -197,7 +197,9 @@ class Batch:
         known = ledger.known
         for finished in known.finished.values():
             self._count(finished)
-        await self._closed(ledger)
+        for begun in list(known.open.values()):
+            await asyncio.to_thread(self._remove_work, begun.session)
+            await self._closed(begun, "lost", "its runner ended before it did")
         self.tally.before = self.tally.done
         if self.tally.before:
             self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
@@ -210,21 +212,17 @@ class Batch:
         self.tally.started = time.monotonic()
         self._watch(self.tally)
 
-    async def _closed(self, ledger: Ledger) -> None:
-        """Attempts whose runner was killed. One whose outcome the gateway has was over by then, and counts; the others are ended."""
-        for begun in list(ledger.known.open.values()):
-            shown = await self._cancelled_at_gateway(begun.session)
-            await asyncio.to_thread(self._remove_work, begun.session)
-            recorded = (
-                None if shown is None or shown["outcome"] is None else msgspec.convert(shown["outcome"], Recorded)
-            )
-            if recorded is None:
-                await ledger.add(_ended(begun, "lost", "its runner ended before it did"))
-            elif recorded.kind == "infrastructure fault":
-                await ledger.add(_ended(begun, "fault", recorded.message))
-            else:
-                await ledger.add(_adopted(begun, recorded, shown))
-                self._count(ledger.known.finished[begun.rollout])
+    async def _closed(self, begun: Begun, why: Literal["cancelled", "lost"], message: str) -> None:
+        """The end of an attempt that was not seen to its end. Where the gateway has its outcome it was over, and counts: to run it
+        again would make two of it."""
+        shown = await self._cancelled_at_gateway(begun.session)
+        recorded = None if shown is None or shown["outcome"] is None else msgspec.convert(shown["outcome"], Recorded)
+        if recorded is None:
+            await self._books.add(_ended(begun, why, message))
+        elif recorded.kind == "infrastructure fault":
+            await self._books.add(_ended(begun, "fault", recorded.message))
+        else:
+            await self._finish(_adopted(begun, recorded, shown))
 
     async def _cancelled_at_gateway(self, session: str) -> Json:
         """What the gateway has of it; None: it was never opened."""
@@ -305,18 +303,19 @@ class Batch:
             return
         attempt = ledger.known.attempts.get(todo.id, 0) + 1
         begun = Begun(rollout=todo.id, attempt=attempt, session=uuid.uuid4().hex, at=now())
-        await ledger.add(begun)
-        if ledger.full:
-            await ledger.add(_ended(begun, "cancelled", "the disk is full"))
-            self._stop(self._disk_is_full())
-            return
         try:
+            await ledger.add(begun)
+            if full := self._disk_is_full():
+                await ledger.add(_ended(begun, "cancelled", "the disk is full"))
+                self._stop(full)
+                return
             outcome = await self._run(todo, begun)
         except asyncio.CancelledError:
-            with suppress(LedgerError):
-                await to_the_end(ledger.add(_ended(begun, "cancelled")))
+            with suppress(TurngateError):  # then the next run will see to it
+                await to_the_end(self._closed(begun, "cancelled", ""))
             raise
-        await self._settled(todo, begun, outcome)
+        # The gateway has the outcome by now, so the ledger has to have it too, whoever cancels.
+        await to_the_end(self._settled(todo, begun, outcome))
         if ledger.full:
             self._stop(self._disk_is_full())
 
@@ -342,11 +341,11 @@ class Batch:
             outcome.fault = Fault("clean", "gateway", f"an error of turngate's own: {error!r}")
         finally:
             ticket.leave()
-        await asyncio.to_thread(_kept, order.folder / begun.session, outcome)
         return outcome
 
     async def _settled(self, todo: _Todo, begun: Begun, outcome: Outcome) -> None:
         """Finished, or to be tried again."""
+        await asyncio.to_thread(_kept, self._plan.folder / "rollouts" / begun.session, outcome)
         if outcome.kind != "infrastructure fault":
             self._in_a_row = 0
             await self._finish(_finished(todo, begun, outcome))

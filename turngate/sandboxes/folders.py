@@ -29,9 +29,9 @@ def make(root: Path | None, kind: str, *parts: str) -> Path:
         root = _root(root)
         new = root / f".{name}"
         new.mkdir(mode=0o700)
+        (new / "owner").write_text(str(owner.this_process()))  # first, so that it is swept where we are killed over the rest
         for part in parts:
             (new / part).mkdir(mode=0o700)
-        (new / "owner").write_text(str(owner.this_process()))
         return new.rename(root / name)  # with an owner from the first moment that `sweep` can see it
     except OSError as error:
         raise SandboxError(f"a sandbox's folder cannot be made: {error}") from error
@@ -57,7 +57,7 @@ def _sweep(root: Path, kind: str) -> int:
         remove(folder)
     for unmade in root.glob(f".{kind}-*"):
         with suppress(OSError):
-            if time.time() - unmade.stat().st_mtime > STALE_S:
+            if _ownerless(unmade) or time.time() - unmade.stat().st_mtime > STALE_S:
                 supervisor.remove(str(unmade))
     return len(left)
 
