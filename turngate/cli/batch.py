@@ -29,6 +29,7 @@ from turngate.cli.run import (
     positive,
     reached,
     session_settings,
+    stdout_kept,
     stoppable,
     writable,
 )
@@ -88,7 +89,8 @@ def ordered(given: Mapping[str, Any]) -> int:
 
     reach = Reach(given["public_url"], given["tunnel"])
     work = _run(planned, config, given["gateway"], reach, console)
-    result, interrupted = asyncio.run(stoppable(work, console, STOPPING))
+    with stdout_kept(given["as_json"]):
+        result, interrupted = asyncio.run(stoppable(work, console, STOPPING))
     if result is None:
         say(console, "cancelled before the batch began", "yellow")
         return INTERRUPTED

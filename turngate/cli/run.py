@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -65,7 +65,8 @@ class Reach(msgspec.Struct, frozen=True):
 def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_json: bool) -> int:
     """The exit code: 0 finished, 1 the agent did not make it, 3 not the agent's fault, 130 cancelled."""
     console = new_console(stderr=as_json)
-    outcome = asyncio.run(stoppable(_run(order, config, gateway, reach, console), console))
+    with stdout_kept(as_json):
+        outcome = asyncio.run(stoppable(_run(order, config, gateway, reach, console), console))
     if outcome is None:
         say(console, "cancelled before the rollout began; nothing is left of it", "yellow")
         return INTERRUPTED
@@ -84,6 +85,11 @@ def exit_code(outcome: Outcome) -> int:
     """A grading that somebody else than the agent spoiled counts as an error, however well the agent ended."""
     spoiled = outcome.kind in ("invalid task", "infrastructure fault")
     return EXIT_CODES["error"] if spoiled else EXIT_CODES[outcome.status]
+
+
+def stdout_kept(as_json: bool) -> AbstractContextManager[object]:
+    """For the one document that is promised there: what a grader's own function prints goes elsewhere."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
 def _write(path: Path, outcome: Outcome) -> None:
@@ -272,7 +278,7 @@ def tell(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
     if outcome.session:
         roles = ", ".join(f"{count} {role}" for role, count in outcome.roles.items())
         turns = "1 turn" if outcome.turns == 1 else f"{outcome.turns} turns"
-        rows = "1 row" if outcome.rows == 1 else f"{outcome.rows} rows"
+        rows = "1 row" if outcome.rows == 1 else f"{'?' if outcome.rows is None else outcome.rows} rows"
         kept = "" if outcome.status == "finished" else ", kept"
         counted = f"{turns} ({roles})" if roles else turns
         _line(console, "trace", f"{counted}, {outcome.sampled_tokens:,} sampled tokens, {rows}{kept}")

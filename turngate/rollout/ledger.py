@@ -86,7 +86,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
     status: Status | None = None  # how the agent ended
     turns: int = 0
     sampled_tokens: int = 0
-    rows: int = 0
+    rows: int | None = None
     seconds: Mapping[str, float] = {}  # per stage
     stage: str = ""  # where it went wrong, and on whose side
     boundary: Boundary | Literal[""] = ""

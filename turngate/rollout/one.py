@@ -294,9 +294,20 @@ class Rollout:
             return
         try:
             async with self._stage("record"):
-                await self._gateway.record(outcome.session, recorded(outcome))
+                await self._put_down(outcome)
         except TurngateError as error:
             self._note(f"the outcome could not be recorded at the gateway: {error.message}")
+
+    async def _put_down(self, outcome: Outcome) -> None:
+        """A gateway that is being started again is waited for."""
+        deadline = time.monotonic() + _BACK_S
+        while True:
+            try:
+                return await self._gateway.record(outcome.session, recorded(outcome))
+            except Unreachable:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)
 
     async def _sealed(self) -> TurngateError | None:
         """No more turns. Where the gateway is gone, that is told when what the agent left has been saved."""

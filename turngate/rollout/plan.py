@@ -18,6 +18,7 @@ from turngate.rollout.gates import Bounds
 from turngate.rollout.ledger import Head
 from turngate.rollout.outcome import EndPolicy, Order
 from turngate.sandboxes.base import Backend, Network, Resources
+from turngate.tasks import place
 from turngate.tasks.task import Task
 from turngate.types import Json
 
@@ -61,6 +62,10 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         twice = [task for task, count in Counter(task.id for task in self.tasks).items() if count > 1]
         if twice:
             raise ConfigError(f"tasks: {twice[0]!r} is there more than once; ids have to be unique", param="tasks")
+        for task in self.tasks:
+            place.spec(
+                task, self.backend, image=self.image
+            )  # so that one that cannot be laid out is told before any is run
 
     @property
     def total(self) -> int:

@@ -111,8 +111,15 @@ class _TaskFile(msgspec.Struct, frozen=True):
     turngate: _Own = _Own()
 
 
+ROWS = (".jsonl", ".ndjson", ".json", ".parquet")  # files that `read.py` takes apart
+
+
 def load(path: Path) -> Task:
     """One task: a folder, or a text file whose content is what is asked."""
+    if path.is_file() and path.suffix in ROWS:
+        raise TaskError(
+            f"task: {path} holds rows, not one task; `turngate batch --tasks {path}` runs them", param="task"
+        )
     if path.is_file():
         return Task(id=named(path.stem), instruction=checked(text(path), str(path)), source=str(path))
     if not path.is_dir():

@@ -6,14 +6,22 @@ from turngate.errors import TaskError
 from turngate.sandboxes.base import Backend, Resources, Sandbox, SandboxSpec
 from turngate.tasks.task import Task
 
+IMAGELESS = ("local", "bubblewrap")  # they run on this machine's own files
+
 
 def spec(task: Task, backend: Backend, *, image: str = "", resources: Resources = Resources()) -> SandboxSpec:
     """The sandbox that a task needs. An image or limits that are given win over the task's own."""
-    if task.dockerfile is not None and backend.name != "docker" and not image and task.files is None:
-        raise TaskError(
-            f"task: {task.id} builds its own image (environment/Dockerfile); use --sandbox docker, or --image with a ready one",
-            param="sandbox",
-        )
+    if task.files is None and not image:  # then what is to be worked on is in the image
+        if task.dockerfile is not None and backend.name != "docker":
+            raise TaskError(
+                f"task: {task.id} builds its own image (environment/Dockerfile); use --sandbox docker, or --image with a ready one",
+                param="sandbox",
+            )
+        if task.image and backend.name in IMAGELESS:
+            raise TaskError(
+                f"task: {task.id} lies in the image {task.image}, and a {backend.name} sandbox has none; use --sandbox docker",
+                param="sandbox",
+            )
     chosen = image or task.image
     return SandboxSpec(
         image=chosen,

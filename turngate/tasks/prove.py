@@ -23,7 +23,7 @@ from turngate.tasks.grading.run import grade
 from turngate.tasks.grading.work import take, with_git
 from turngate.tasks.task import Solution, Task
 
-Verdict = Literal["proven", "not proven", "infrastructure fault"]
+Verdict = Literal["proven", "valid", "not proven", "infrastructure fault"]
 SOLUTION = "/solution"  # as Harbor has it
 SOLVE_S = 1800.0  # unless the task gives its agents another time
 _LAST = 600  # characters of what a solution said
@@ -55,9 +55,9 @@ async def prove(task: Task, ground: Ground) -> Proof:
 async def _proof(task: Task, ground: Ground) -> Proof:
     if task.grader is None:
         return Proof(task=task.id, verdict="not proven", message="the task has no grader")
-    if task.solution is None:
-        return Proof(task=task.id, verdict="not proven", message="the task has no solution")
     untouched = await grade(task, None, _logged(ground, "untouched"))
+    if task.solution is None:
+        return _half(task, untouched)
     if complaint := _unlike(untouched, 0.0, "no change"):
         return Proof(task=task.id, verdict=_verdict(untouched), message=complaint, untouched=untouched)
     try:
@@ -77,6 +77,15 @@ async def _proof(task: Task, ground: Ground) -> Proof:
         solved=solved,
         untouched=untouched,
     )
+
+
+def _half(task: Task, untouched: Grade) -> Proof:
+    """Without a solution: whether its grader works at all, and does not give the reward away."""
+    if untouched.kind != "graded" or untouched.reward == 1.0:
+        complaint = _unlike(untouched, 0.0, "no change")
+        return Proof(task=task.id, verdict=_verdict(untouched), message=complaint, untouched=untouched)
+    message = f"no change scores {untouched.reward:g}; there is no solution, so nothing more is proven"
+    return Proof(task=task.id, verdict="valid", message=message, untouched=untouched)
 
 
 def _logged(ground: Ground, name: str) -> Ground:
