@@ -29,7 +29,8 @@ def make(root: Path | None, kind: str, *parts: str) -> Path:
         root = _root(root)
         new = root / f".{name}"
         new.mkdir(mode=0o700)
-        (new / "owner").write_text(str(owner.this_process()))  # first, so that it is swept where we are killed over the rest
+        # First, so that it is swept where we are killed over the rest.
+        (new / "owner").write_text(str(owner.this_process()))
         for part in parts:
             (new / part).mkdir(mode=0o700)
         return new.rename(root / name)  # with an owner from the first moment that `sweep` can see it
