@@ -21,6 +21,7 @@ from turngate.trace.tools import MOST_CALLS, Checker, HostTool, checker
 from turngate.types import Json
 
 MARK_LIMIT = 256  # characters of a caller's own mark
+_CHECK_S = 3.0
 
 
 class HostTools:
@@ -40,7 +41,7 @@ class HostTools:
         """The answer, as JSON. `repeat`: the caller's own mark; the same again is the same call, and gets the same answer."""
         session.require_open()
         tool = self.find(session, name)
-        arguments = _arguments(tool, body)
+        arguments = await _arguments(tool, body)
         session.last_used = time.time()
         mark = repeat[:MARK_LIMIT]
         known = self._calls.repeated(session.key, mark) if mark else None
@@ -123,15 +124,19 @@ def seen(session: Session, call: ToolCall) -> dict[str, Json]:
     }
 
 
-def _arguments(tool: HostTool, body: bytes) -> bytes:
-    """The arguments of a call, in one spelling."""
+async def _arguments(tool: HostTool, body: bytes) -> bytes:
+    """The arguments of a call, in one spelling. Checked in a thread: what a schema asks for may take long, and others are waiting."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise BadRequest("the body must be a JSON object: the arguments of the tool")
-    _checker(msgspec.json.encode(tool.schema))(arguments)
+    try:
+        async with asyncio.timeout(_CHECK_S):
+            await asyncio.to_thread(_checker(msgspec.json.encode(tool.schema)), arguments)
+    except TimeoutError:
+        raise BadRequest(f"the arguments take longer than {_CHECK_S:.0f} s to check; send fewer") from None
     return msgspec.json.encode(arguments)
 
 

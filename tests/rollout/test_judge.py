@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 
 from tests.kit import say
 from tests.rollout.kit import PRELUDE, Stage, staged
+from tests.sandboxes import kit as sandboxes
 from turngate.engines.scripted import Turn
 from turngate.errors import Boundary
 from turngate.rollout import judge
 from turngate.rollout.judge import without_grading
 from turngate.rollout.outcome import AtEnd, EndPolicy, Fault, Outcome
+from turngate.sandboxes import posix
 from turngate.tasks.grading.grade import Grade
 from turngate.tasks.task import Script, Task
 
@@ -156,3 +160,43 @@ async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
     monkeypatch.setattr(judge, "grade", flaky)
     outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")))
     assert (outcome.kind, outcome.reward, len(tried), outcome.turns) == ("graded", 1.0, 3, 1)
+
+
+# ── nothing to grade, by the agent's own doing ──────────────────────────────────────────────────────────────────────
+
+
+async def test_an_agent_that_ends_its_own_container_gets_no_second_chance(stage: Stage, tmp_path: Path) -> None:
+    sandboxes.need("docker")
+    task = asked(tmp_path, 'ask("Hi")\nos.kill(-1, 9)')
+    outcome = await stage.run(task=task, backend="docker")
+    assert (outcome.turns, outcome.kind, outcome.reward) == (1, "agent failed", 0.0)
+    assert outcome.grade is not None and "broke its own sandbox" in outcome.grade.message
+    left_out = await stage.run(task=task, backend="docker", policy=EndPolicy(lost="exclude"))
+    assert (left_out.kind, left_out.reward) == ("agent failed", None)
+
+
+async def test_a_container_that_somebody_else_ends_is_nobodys_zero(stage: Stage, tmp_path: Path) -> None:
+    sandboxes.need("docker")
+    task = asked(tmp_path, 'ask("Hi")\ntime.sleep(600)')
+    running = asyncio.create_task(stage.run(task=task, backend="docker"))
+    names = ["docker", "ps", "--quiet", "--filter", "label=task=forty-two"]
+    while not (found := subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()):
+        await asyncio.sleep(0.2)
+    await asyncio.sleep(3)
+    subprocess.run(["docker", "kill", *found], capture_output=True, check=True)
+    outcome = await running
+    assert (outcome.kind, outcome.reward) == ("infrastructure fault", None)
+
+
+async def test_more_than_can_be_taken_is_a_zero_by_policy(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix, "FOLDER_LIMIT", 1_000_000)
+    task = asked(tmp_path, 'ask("Hi")\nopen("big", "wb").truncate(5_000_000)')
+    outcome = await stage.run(task=task)
+    assert (outcome.kind, outcome.reward) == ("agent failed", 0.0)
+
+
+async def test_the_tasks_variables_reach_the_agent(stage: Stage, tmp_path: Path) -> None:
+    task = asked(tmp_path, 'ask("Hi")\nprint(os.environ["WORD"])', env={"WORD": "said"})
+    assert (await stage.run(task=task)).collected.stdout == "said\n"

@@ -179,6 +179,9 @@ def run(
     on_timeout: Annotated[str, typer.Option(help="An agent that ran out of time: grade, exclude or zero.")] = "grade",
     on_failure: Annotated[str, typer.Option(help="One that ended with an error: grade, exclude or zero.")] = "grade",
     on_limit: Annotated[str, typer.Option(help="One whose session met a limit: grade, exclude or zero.")] = "grade",
+    on_lost: Annotated[
+        str, typer.Option(help="One that left nothing to grade, by its own doing: exclude or zero.")
+    ] = "zero",
     max_turns: Annotated[Optional[int], typer.Option(help="Turns that the session may have.")] = None,
     max_tokens: Annotated[Optional[int], typer.Option(help="Tokens that may be sampled in all.")] = None,
     context_tokens: Annotated[
@@ -259,6 +262,9 @@ def batch(
     on_timeout: Annotated[str, typer.Option(help="An agent that ran out of time: grade, exclude or zero.")] = "grade",
     on_failure: Annotated[str, typer.Option(help="One that ended with an error: grade, exclude or zero.")] = "grade",
     on_limit: Annotated[str, typer.Option(help="One whose session met a limit: grade, exclude or zero.")] = "grade",
+    on_lost: Annotated[
+        str, typer.Option(help="One that left nothing to grade, by its own doing: exclude or zero.")
+    ] = "zero",
     max_turns: Annotated[Optional[int], typer.Option(help="Turns that a session may have.")] = None,
     max_tokens: Annotated[Optional[int], typer.Option(help="Tokens that may be sampled in a session.")] = None,
     context_tokens: Annotated[

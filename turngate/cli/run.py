@@ -394,7 +394,11 @@ def end_policy(given: Mapping[str, Any]) -> EndPolicy:
     for flag in ("on_timeout", "on_failure", "on_limit"):
         if given[flag] not in get_args(AtEnd):
             raise ConfigError(f"{flag}: {given[flag]!r} is none of {', '.join(get_args(AtEnd))}", param=flag)
-    return EndPolicy(timed_out=given["on_timeout"], failed=given["on_failure"], limit=given["on_limit"])
+    if given["on_lost"] not in ("exclude", "zero"):
+        raise ConfigError(f"on_lost: {given['on_lost']!r} is neither exclude nor zero", param="on_lost")
+    return EndPolicy(
+        timed_out=given["on_timeout"], failed=given["on_failure"], limit=given["on_limit"], lost=given["on_lost"]
+    )
 
 
 def writable(folder: Path) -> Path:

@@ -36,6 +36,11 @@ def without_grading(outcome: Outcome, policy: EndPolicy) -> Grade | None:
             return None
 
 
+def lost(work: Work, policy: EndPolicy) -> Grade:
+    """Nothing can be graded, by the agent's own doing. Where that had no price, it would be a way out of every bad grade."""
+    return Grade(kind="agent failed", reward=0.0 if policy.lost == "zero" else None, message=work.lost)
+
+
 def blamed(fault: Fault) -> Class:
     return _CLASSES.get(fault.boundary, "infrastructure fault")
 

@@ -37,12 +37,21 @@ import msgspec
 
 from turngate.agents.launch import Launch, plan, resolved
 from turngate.agents.tools import described, equipped
-from turngate.errors import AgentError, Boundary, ContextOverflow, SandboxError, TaskError, TurngateError
+from turngate.errors import (
+    AgentError,
+    Boundary,
+    ContextOverflow,
+    EngineRejected,
+    SandboxError,
+    SandboxGone,
+    TaskError,
+    TurngateError,
+)
 from turngate.rollout.agreement import differences
 from turngate.rollout.announce import Announcer
 from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
 from turngate.rollout.collect import collect, spelled
-from turngate.rollout.judge import graded, recorded, without_grading
+from turngate.rollout.judge import graded, lost, recorded, without_grading
 from turngate.rollout.outcome import Fault, Gates, Order, Outcome, Progress, Stage, Watch
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
@@ -75,6 +84,7 @@ _END_S = 10.0  # for the gateway to end the session of a rollout that went wrong
 _SUM_S = 120.0  # to count the rows of a long trace
 _SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(SessionLimits))
 _THERE = 'command -v -- "$1" >/dev/null'
+_PACKS_NOTHING = 'PATH="/usr/bin:/bin:$PATH"; exec tar -cf - --files-from /dev/null'  # zeros, and it needs no disk
 
 
 class Rollout:
@@ -227,6 +237,10 @@ class Rollout:
             missing = f"work: it took longer than {_LIMITS['collect'] / 2:.0f} s to copy"
         except SandboxError as error:
             missing = f"work: {spelled(error.message)}"
+            if sandbox.shared is not None and (isinstance(error, SandboxGone) or await _broken(sandbox)):
+                self._work = Work(
+                    folder=folder / "work", lost="the agent broke its own sandbox: " + spelled(error.message)
+                )
         else:
             lost = (self._work.lost,) if self._work.lost else ()
             left = tuple(f"work: {line}" for line in (*lost, *self._work.left_out))
@@ -276,6 +290,8 @@ class Rollout:
         if self._work is None:
             why = "; ".join(self.outcome.collected.missing) or "it was not taken"
             return Grade(kind="infrastructure fault", message=f"there is no work to grade: {why}")
+        if self._work.lost:
+            return lost(self._work, order.policy)
         ground = Ground(
             backend=order.backend, image=order.image, resources=order.resources, log=self._kept / "grade.log"
         )
@@ -327,7 +343,7 @@ class Rollout:
             network=order.network,
             reachable=self._wayout.hosts,
             mounts=tuple(Mount(source, target) for source, target in self._pairs),
-            env=order.env,
+            env={**needed.env, **order.env},
             # Twice: one that is warm may wait for as long as somebody else's agent has.
             life_s=2 * order.timeout_s + order.task.setup_timeout_s + sum(_LIMITS.values()),
             labels={**needed.labels, "agent": order.agent.name},
@@ -486,6 +502,10 @@ class Rollout:
         """Its last call was not answered, and then it ended: not by its own doing, but for a prompt that no longer fitted."""
         if kind == ContextOverflow.kind:
             self.outcome.status, self.outcome.stop = "limit", kind
+        elif kind == EngineRejected.kind and self.progress.turns:
+            self._note(
+                f"the engine refused the agent's last call: {spelled(message)}"
+            )  # others it did not: it is what was asked
         else:
             self.outcome.status = "error"
             self.outcome.fault = Fault("agent", boundary, message)
@@ -591,6 +611,16 @@ class Rollout:
     def _spent(self, stage: Stage, began: float) -> None:
         spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began
         self.outcome.seconds = {**self.outcome.seconds, stage: round(spent, 3)}
+
+
+async def _broken(sandbox: Sandbox) -> bool:
+    """Whether what packs folders in there does so no more, though it did when the task was laid out: then the agent did away with it.
+    A sandbox that does not answer is another matter, and nobody's to blame here."""
+    try:
+        done = await sandbox.exec(["/bin/sh", "-c", _PACKS_NOTHING], cwd="/", timeout_s=60)
+    except SandboxError:
+        return False
+    return not done.timed_out and (done.exit_code != 0 or not done.stdout or any(done.stdout))
 
 
 def _being_cancelled() -> bool:

@@ -34,6 +34,9 @@ class EndPolicy(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: AtEnd = "grade"
     failed: AtEnd = "grade"  # it ended with another exit code than 0
     limit: AtEnd = "grade"  # its session met a limit
+    lost: Literal["exclude", "zero"] = (
+        "zero"  # it left nothing that could be graded: it broke its sandbox, or left too much
+    )
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,6 +91,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             "on-timeout": self.policy.timed_out,
             "on-failure": self.policy.failed,
             "on-limit": self.policy.limit,
+            "on-lost": self.policy.lost,
             "grade": str(self.grade),
         }
 

@@ -114,6 +114,8 @@ class Docker(Posix):
         self._jobs: set[DockerJob] = set()
         self._stopped = False
         self.gone = False  # its container has ended, though nobody stopped it
+        self._begun = 0.0
+        self._killed = False  # by us, because what ran in it could not be ended otherwise
 
     @property
     def id(self) -> str:
@@ -127,6 +129,7 @@ class Docker(Posix):
         """Create and start the container."""
         folder = await docker("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
         self.workdir = spec.workdir or (folder.strip() if folder.strip() not in ("", "/") else WORKDIR)
+        self._begun = time.time()
         await docker("create", *_options(self, spec), image, str(math.ceil(spec.life_s)))
         await docker("start", self.id)
         ids = await docker("exec", self.id, "/bin/sh", "-c", "id -u; id -g")
@@ -140,7 +143,7 @@ class Docker(Posix):
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> DockerJob:
         if self._stopped or self.gone:
-            raise SandboxGone("the sandbox has ended")
+            raise await self._ended_how()
         job = secrets.token_hex(8)
         lines, own = _variables({**env, JOB: job})
         with tempfile.TemporaryFile() as file:  # without a name, for the docker command alone
@@ -163,8 +166,24 @@ class Docker(Posix):
     async def _run(self, *command: Any, **how: Any) -> Result:
         result = await super()._run(*command, **how)
         if self.gone and not result.timed_out:  # it was never run, or not to its end
-            raise SandboxGone("the sandbox has ended")
+            raise await self._ended_how()
         return result
+
+    async def _ended_how(self) -> SandboxError:
+        """What runs in a container can end it, and is to be blamed for that. Of whoever did so from outside, Docker has an event."""
+        if self._stopped or self._killed:
+            return SandboxGone("the sandbox has ended")
+        when = ("--since", f"{self._begun:.0f}", "--until", f"{time.time() + 1:.0f}")
+        told = await docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
+        events = {line.strip() for line in told.splitlines()}
+        if "die" in events and not events & {"kill", "stop", "destroyed"}:
+            return SandboxGone("the sandbox was ended by what ran in it")
+        return SandboxError("the sandbox was ended from outside")
+
+    async def kill(self) -> None:
+        """All of it: what runs there cannot be ended otherwise."""
+        self._killed = True
+        await _docker("kill", self.id)
 
     async def running(self) -> bool:
         """Whether the container is there. A daemon that does not answer is another matter, and raises."""
@@ -230,7 +249,7 @@ class DockerJob:
             if failed or time.monotonic() > deadline:
                 if not last:
                     raise SandboxError(failed or "docker exec does not end though its command has")
-                await _docker("kill", self._sandbox.id)  # nothing else runs there, and this always works
+                await self._sandbox.kill()  # nothing else runs there, and this always works
                 await self.forget()
                 break
             # Docker was only about to start it when we looked for it.
