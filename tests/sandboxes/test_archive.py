@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from turngate.errors import SandboxError
-from turngate.sandboxes import archive, owner
+from turngate.sandboxes import archive, folders, owner, supervisor
 
 
 def made(*members: tuple[str, bytes, str | bytes]) -> io.BytesIO:
@@ -106,6 +106,73 @@ def test_modes_special_files_and_limits(tmp_path: Path) -> None:
     for junk in (b"", b"no tar at all" * 100, made(("f", FILE, b"x" * 5000)).getvalue()[:2000]):
         with pytest.raises(SandboxError):
             archive.unpack(io.BytesIO(junk), tmp_path / "c", limit=10_000)
+
+
+def test_what_is_deeper_than_anybody_works_is_left_out_and_named(tmp_path: Path) -> None:
+    deep = [("a/" * depth + "f", FILE, b"x") for depth in (1, archive.DEEPEST - 1, archive.DEEPEST, 1400)]
+    links = [("link", HARD, deep[-2][0]), ("a/" * 1400 + "link", LINK, "f")]
+    left = archive.unpack(made(*deep, *links), tmp_path / "out", limit=1000)
+    assert len(left) == 4 and all("deep" in line or "too long" in line or "left out" in line for line in left), left
+    assert (tmp_path / "out" / deep[1][0]).read_bytes() == b"x"
+    assert not (tmp_path / "out" / deep[2][0]).exists()
+
+
+def test_a_folder_is_packed_however_deep_it_is(tmp_path: Path) -> None:
+    (tmp_path / "in" / "x").mkdir(parents=True)
+    (tmp_path / "in" / "x" / "out").write_text("excluded")
+    (tmp_path / "in" / "f").write_text("f")
+    (tmp_path / "in" / "g").hardlink_to(tmp_path / "in" / "f")
+    (tmp_path / "in" / "l").symlink_to("f")
+    os.mkfifo(tmp_path / "in" / "p")
+    place = tmp_path / "in"
+    for _ in range(1400):
+        place /= "d"
+        place.mkdir()
+    packed = io.BytesIO()
+    archive.pack(tmp_path / "in", packed, {"x/out"})
+    packed.seek(0)
+    with tarfile.open(fileobj=packed) as tar:
+        names = tar.getnames()
+    assert sorted(names)[:3] == [".", "./d", "./d/d"] and "./" + "/".join(["d"] * 1400) in names
+    assert {"./f", "./g", "./l", "./x"} <= set(names) and not {"./p", "./x/out"} & set(names)
+    assert supervisor.remove(str(tmp_path / "in"))
+    packed.seek(0)
+    archive.unpack(packed, tmp_path / "out", limit=1000)
+    assert (tmp_path / "out" / "f").samefile(tmp_path / "out" / "g") and (tmp_path / "out" / "l").is_symlink()
+
+
+def test_a_folder_of_any_depth_is_removed_and_its_owner_last(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "f").write_text("kept")
+    box = tmp_path / "box"
+    (box / "owner").mkdir(parents=True)  # a sandbox without walls may do this to it
+    (box / "link").symlink_to(tmp_path / "kept")
+    home = Path.cwd()
+    os.chdir(box)
+    try:
+        for _ in range(3000):  # longer than any path can be
+            Path("a").mkdir()
+            Path("f").write_text("f")
+            os.chdir("a")
+        Path().chmod(0)
+    finally:
+        os.chdir(home)
+    assert supervisor.remove(str(box)) and not box.exists()
+    assert supervisor.remove(str(box))
+    assert (tmp_path / "kept" / "f").read_text() == "kept"
+
+
+def test_what_cannot_be_removed_keeps_its_owner_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    box = folders.make(tmp_path, "local", "files")
+    (box / "files" / "f").write_text("f")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "unlink", lambda *_, **__: os.stat("/nowhere"))  # a file system that refuses
+        with pytest.raises(SandboxError, match="could not be removed"):
+            folders.remove(box)
+    assert (box / "owner").exists()
+    folders.remove(box)
+    assert not box.exists()
 
 
 def test_an_owner_is_known_by_more_than_its_number() -> None:

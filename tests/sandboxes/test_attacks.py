@@ -172,6 +172,32 @@ async def test_a_file_that_cannot_be_read_does_not_cost_the_folder(root: Path, t
     assert any("./x" in line for line in left) and any("./d" in line for line in left)
 
 
+DEEP = """
+import os
+for _ in range(1400):
+    os.mkdir("a"); os.chdir("a"); open("f", "w").close()
+os.chmod(".", 0)
+"""
+
+
+@pytest.mark.parametrize("name", ["local", "bubblewrap"])
+async def test_a_folder_of_any_depth_comes_out_in_part_and_is_removed_whole(
+    root: Path, name: str, tmp_path: Path
+) -> None:
+    kit.need(name)
+    sandbox = await kit.MAKE[name](root).create(SandboxSpec())
+    try:
+        done = await sandbox.exec(["python3", "-c", DEEP], timeout_s=30)
+        assert not done.exit_code, done
+        left = await asyncio.wait_for(sandbox.download(sandbox.workdir, tmp_path / "out"), 30)
+        assert any("folders deep" in line for line in left)
+        assert (tmp_path / "out" / "a" / "a" / "f").exists()
+        await sandbox.upload(tmp_path / "out", f"{sandbox.home}/again")
+    finally:
+        await asyncio.wait_for(sandbox.stop(), 30)
+    assert not list(root.iterdir())
+
+
 # ── docker ──
 
 

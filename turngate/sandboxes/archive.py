@@ -21,6 +21,7 @@ MEMBERS = 1_000_000
 HEADER = 1_000_000  # bytes of a name or of other extended headers
 TARGET = 4096  # bytes that a link may point to; Linux has no longer ones
 LONGEST = 3000  # bytes of a path: a longer one could not be packed again, here or in another sandbox
+DEEPEST = 200  # folders in each other: more is nobody's work, and takes forever to walk
 PIECE = 1 << 20
 WITHIN_S = 600.0
 NAMED = 20  # of what was left out
@@ -31,17 +32,27 @@ UNUSUAL = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)  # no `tar -c` writes them, 
 def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:
     """The content of a folder. Links stay links: what they point to on this machine is nobody's business in there."""
 
-    def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return None if member.name.removeprefix("./") in exclude else _plain(member)
-
     if not folder.is_dir():
         raise SandboxError(f"{folder} is not a folder")
     with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        tar.add(folder, arcname=".", filter=wanted)
+        waiting = ["."]  # no recursion (`tar.add` has it): folders may be deep
+        while waiting:
+            name = waiting.pop()
+            member = None if name.removeprefix("./") in exclude else _plain(tar.gettarinfo(folder / name, name))
+            if member is None:
+                continue
+            if not member.isreg():
+                tar.addfile(member)
+            else:
+                with (folder / name).open("rb") as content:
+                    tar.addfile(member, content)
+            if member.isdir():
+                below = sorted((entry.name for entry in (folder / name).iterdir()), reverse=True)
+                waiting += [f"{name}/{entry}" for entry in below]
 
 
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    if not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
+def _plain(member: tarfile.TarInfo | None) -> tarfile.TarInfo | None:
+    if member is None or not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
         return None
     member.uid = member.gid = 0
     member.uname = member.gname = ""
@@ -123,9 +134,12 @@ def _unpack(stream: IO[bytes], root: int, limit: int, go_on: Callable[[], None])
             size, count = size + member.size, count + 1
             if member.size < 0 or size > limit or count > MEMBERS:
                 raise SandboxTooLarge(f"the folder is larger than {limit} bytes, or has more than {MEMBERS} entries")
-            path = _path(member.name)
             if len(os.fsencode(member.name)) > LONGEST:
                 left.add(member.name, "too long a path")
+                continue
+            path = _path(member.name)
+            if len(path) > DEEPEST:
+                left.add(member.name, f"more than {DEEPEST} folders deep")
             elif member.isdir():
                 os.close(_folder(root, path))
             elif member.issym():
@@ -208,6 +222,8 @@ def _hard_link(root: int, source: list[str], path: list[str]) -> str:
     """A second name for a file that is there. Why not, where that cannot be."""
     if not source or not path:
         return "a link without a name"
+    if len(source) > DEEPEST:
+        return "a link to something that was left out"
     there = here = -1
     try:
         there, here = _folder(root, source[:-1]), _folder(root, path[:-1])

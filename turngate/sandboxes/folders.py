@@ -6,6 +6,7 @@ Used by local, bubblewrap and docker. `sweep` removes the folders of owners that
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import stat
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from turngate.errors import SandboxError
 from turngate.sandboxes import cgroups, owner, supervisor
+
+log = logging.getLogger(__name__)
 
 MARK = "TURNGATE_SANDBOX"  # in the environment of every process that belongs to a sandbox on the host
 END_S = 10.0  # for a killed process to be gone
@@ -30,7 +33,7 @@ def make(root: Path | None, kind: str, *parts: str) -> Path:
         new = root / f".{name}"
         new.mkdir(mode=0o700)
         # First, so that it is swept where we are killed over the rest.
-        (new / "owner").write_text(str(owner.this_process()))
+        (new / supervisor.OWNER).write_text(str(owner.this_process()))
         for part in parts:
             (new / part).mkdir(mode=0o700)
         return new.rename(root / name)  # with an owner from the first moment that `sweep` can see it
@@ -55,7 +58,10 @@ async def sweep(root: Path | None, kind: str) -> int:
 def _sweep(root: Path, kind: str) -> int:
     left = [folder for folder in root.glob(f"{kind}-*") if _ownerless(folder)]
     for folder in left:
-        remove(folder)
+        try:
+            remove(folder)
+        except SandboxError as error:  # the next one may be removed all the same
+            log.warning("%s", error.message)
     for unmade in root.glob(f".{kind}-*"):
         with suppress(OSError):
             if _ownerless(unmade) or time.time() - unmade.stat().st_mtime > STALE_S:
@@ -65,19 +71,20 @@ def _sweep(root: Path, kind: str) -> int:
 
 def _ownerless(folder: Path) -> bool:
     try:
-        known = owner.parse((folder / "owner").read_text())
+        known = owner.parse((folder / supervisor.OWNER).read_text())
     except OSError:  # it is being removed right now
         return False
     return known is not None and known.gone
 
 
 def remove(folder: Path) -> None:
-    """Kill whatever still belongs to a sandbox, and remove its folder."""
+    """Kill whatever still belongs to a sandbox, and remove its folder. Raises where some of it is left; it is swept later."""
     deadline = time.monotonic() + END_S
     while supervisor.kill(lambda: _processes(folder.name)) and time.monotonic() < deadline:
         time.sleep(0.02)
     cgroups.remove(folder.name)
-    supervisor.remove(str(folder))
+    if not supervisor.remove(str(folder)):
+        raise SandboxError(f"some of the sandbox's folder {folder} could not be removed")
 
 
 def _processes(name: str) -> list[int]:

@@ -12,7 +12,7 @@ Standard library only, Python 3.8 and newer, one thread.
 """
 
 # Python 3.8, and files that depend on little:
-# ruff: noqa: PTH101, PTH112, PTH208, S606, SIM105, UP006, UP035
+# ruff: noqa: PTH101, PTH106, PTH208, S606, SIM105, UP006, UP035
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ STARTED = b"+"  # on the status pipe; then a line with the exit code; and its en
 FDS = 5  # that come with a command: what to run, stdin, stdout, stderr, and where its exit code goes
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not name
 CANNOT_RUN, NOT_FOUND = 126, 127  # as a shell has it
+OWNER = "owner"  # the file in a sandbox's folder that says whose it is
 ORPHANS_S = 5.0  # for those that were killed to be gone
 
 Guards = Dict[str, Tuple[int, int]]  # of each job: its process, and our copy of its status pipe
@@ -317,18 +318,81 @@ def _send(pid: int, number: int) -> None:
         pass
 
 
-def remove(folder: str) -> None:
-    """Remove a folder, also where somebody took his own right to do so."""
-    import shutil
+def remove(folder: str) -> bool:
+    """Remove a folder, however deep, also where somebody took his own right to do so. Whether it is gone.
 
-    shutil.rmtree(folder, ignore_errors=True)
-    if os.path.isdir(folder):
-        for place, _, _ in os.walk(folder):
-            os.chmod(place, 0o700)
-            for entry in os.scandir(place):
-                if entry.is_dir(follow_symlinks=False):
-                    os.chmod(entry.path, 0o700)
-        shutil.rmtree(folder, ignore_errors=True)
+    The name of its owner goes last: what could not be removed is not forgotten.
+    """
+    try:
+        os.chmod(folder, 0o700)
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        for spared in (OWNER, ""):
+            while _thinned(top, spared):
+                pass
+            if any(name != spared for name in os.listdir(top)):
+                return False
+    finally:
+        os.close(top)
+    try:
+        os.rmdir(folder)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False
+    return True
+
+
+def _thinned(top: int, spared: str) -> int:
+    """Empty every folder of one; what folders are in those move up, so that no depth has to be walked. How much that was."""
+    new = os.urandom(8).hex()
+    done = 0
+    for name, is_folder in _entries(top):
+        if name == spared:
+            continue
+        if not is_folder:
+            done += _done(os.unlink, name, dir_fd=top)
+            continue
+        _done(os.chmod, name, 0o700, dir_fd=top)
+        try:
+            place = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+        except OSError:  # somebody else's, but perhaps empty
+            done += _done(os.rmdir, name, dir_fd=top)
+            continue
+        try:
+            for below, is_deeper in _entries(place):
+                if is_deeper:
+                    _done(os.chmod, below, 0o700, dir_fd=place)  # or it could not be moved
+                    to = f"{new}-{done}"
+                    moved = _done(os.rename, below, to, src_dir_fd=place, dst_dir_fd=top)
+                    done += moved or _done(os.rmdir, below, dir_fd=place)
+                else:
+                    done += _done(os.unlink, below, dir_fd=place)
+        finally:
+            os.close(place)
+        done += _done(os.rmdir, name, dir_fd=top)
+    return done
+
+
+def _entries(folder: int) -> list[tuple[str, bool]]:
+    """Names, and whether each is a folder."""
+    try:
+        with os.scandir(folder) as found:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+    except OSError:
+        return []
+
+
+def _done(call: Callable[..., object], *words: Any, **where: Any) -> int:
+    try:
+        call(*words, **where)
+    except OSError:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":
