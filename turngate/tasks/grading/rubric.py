@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -16,8 +17,10 @@ _WORST: tuple[Class, ...] = ("infrastructure fault", "invalid task", "agent fail
 async def graded(rubric: Rubric, one: Callable[[Part], Awaitable[Grade]]) -> Grade:
     """`one` grades a part. All of them are, also after one has failed: what each said is kept."""
     total = sum(part.weight for part in rubric.parts)
-    if not total > 0 or any(part.weight < 0 for part in rubric.parts):
-        raise TaskError("task: rubric: weights must not be negative, and their sum must be more than 0", param="rubric")
+    if not 0 < total < math.inf or any(part.weight < 0 for part in rubric.parts):
+        raise TaskError(
+            "task: rubric: weights must not be negative, and their sum must be a finite number above 0", param="rubric"
+        )
     grades = {part.name: await one(part) for part in rubric.parts}
     whole = Grade(
         kind="graded",
@@ -36,4 +39,6 @@ async def graded(rubric: Rubric, one: Callable[[Part], Awaitable[Grade]]) -> Gra
         kinds = {grades[name].kind for name in without}
         return msgspec.structs.replace(whole, kind=next((kind for kind in _WORST if kind in kinds), "invalid task"))
     reward = sum(part.weight * (grades[part.name].reward or 0.0) for part in rubric.parts) / total
+    if not math.isfinite(reward):
+        raise TaskError("task: rubric: weights and rewards are too large to add up", param="rubric")
     return msgspec.structs.replace(whole, reward=reward)
