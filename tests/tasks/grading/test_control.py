@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 
 from tests.redteam import attacks
 from tests.tasks.grading import kit
-from turngate.errors import SandboxError
+from turngate.errors import SandboxError, TaskError
+from turngate.sandboxes import archive
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.supervised import Supervised
-from turngate.tasks.grading.grade import Ground
+from turngate.tasks.grading import rubric
+from turngate.tasks.grading.grade import Grade, Ground
 from turngate.tasks.grading.run import grade
+from turngate.tasks.task import Function, Part, Rubric
 
 REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
 
@@ -59,6 +63,100 @@ async def test_a_grader_that_only_this_work_breaks_says_0_and_how(walled: Ground
         assert "ran out of its" in found.message and "the work that broke it" in found.message
     assert len(made) == 3 + 1
     assert (await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), ground)).reward == 0.5
+
+
+SPOILS = {
+    "closes what the probe left": "import atexit, os\natexit.register(os.chmod, os.environ['TURNGATE_LOGS'] + '/probe', 0)\n",
+    "closes the logs": "import atexit, os\natexit.register(os.chmod, os.environ['TURNGATE_LOGS'], 0)\n",
+    "leaves folders without end": "import os\nhere = os.getcwd()\nos.chdir(os.environ['TURNGATE_LOGS'] + '/probe')\n"
+    "for _ in range(1400):\n    os.mkdir('a'); os.chdir('a')\nos.chdir(here)\n",
+    "leaves a pipe instead of a folder": "import os, shutil\nplace = os.environ['TURNGATE_LOGS'] + '/probe'\n"
+    "shutil.rmtree(place); os.mkfifo(place)\n",
+}
+
+
+@pytest.mark.parametrize("how", SPOILS)
+async def test_what_a_work_does_to_the_probe_s_output_is_its_own_doing(
+    how: str, walled: Ground, tmp_path: Path
+) -> None:
+    work = kit.worked(tmp_path / "work", {"prices.py": SPOILS[how] + kit.BUG}, kit.FOLDER)
+    found = await kit.graded(kit.probed(tmp_path / "task"), work, walled)
+    assert (found.kind, found.reward) == ("graded", 0.0), found.message
+
+
+class Unreadable(BubblewrapBackend):
+    """Nothing comes out of the first sandboxes."""
+
+    left = 0
+
+    async def create(self, spec: SandboxSpec) -> Supervised:
+        sandbox = await super().create(spec)
+        if self.left:
+            self.left -= 1
+
+            async def refused(*_: object, **__: object) -> tuple[str, ...]:
+                raise SandboxError("tar: not found")
+
+            sandbox.download = refused  # type: ignore[method-assign]
+        return sandbox
+
+
+async def test_what_cannot_be_read_is_tried_twice_before_the_work_is_blamed(walled: Ground, tmp_path: Path) -> None:
+    backend = Unreadable(walled.backend.root)  # type: ignore[attr-defined]
+    ground = msgspec.structs.replace(walled, backend=backend)
+    task = kit.probed(tmp_path / "task")
+    work = kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)
+    backend.left = 1
+    assert (await kit.graded(task, work, ground)).reward == 1.0
+    backend.left = 2
+    found = await kit.graded(task, work, ground)
+    assert (found.kind, found.reward) == ("graded", 0.0)
+    assert "tar: not found" in found.message and "twice" in found.message
+    backend.left = 1
+    found = await kit.graded(task, None, ground)
+    assert (found.kind, found.reward) == ("infrastructure fault", None)
+
+
+async def test_what_nobody_thought_of_is_asked_of_the_control_too(
+    walled: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a folder 1400 deep once was, that nothing could pack."""
+    task = kit.scripted(tmp_path / "task")
+    work = kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)
+    packed = archive.pack
+
+    def breaks(folder: Path, *rest: object) -> None:
+        if folder == work.folder:
+            raise RecursionError("too deep")
+        packed(folder, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(archive, "pack", breaks)
+    found = await kit.graded(task, work, walled)
+    assert (found.kind, found.reward) == ("graded", 0.0) and "RecursionError: too deep" in found.message
+    monkeypatch.setattr(archive, "pack", lambda *_: [].index(1))  # it fails for everybody: nobody's fault
+    found = await kit.graded(msgspec.structs.replace(task, id="other"), work, walled)
+    assert (found.kind, found.reward) == ("infrastructure fault", None)
+
+
+async def test_a_task_that_was_mended_is_asked_again(walled: Ground, tmp_path: Path) -> None:
+    task = kit.scripted(tmp_path / "task", {"test.sh": "exit 3"}, decides="exit code")
+    work = kit.worked(tmp_path / "work", {"prices.py": "# hang\n"}, kit.FOLDER)
+    assert (await kit.graded(task, work, walled)).kind == "invalid task"
+    kit.laid(tmp_path / "task" / "tests", {"test.sh": "grep -q hang prices.py && exit 3; exit 1"})
+    found = await kit.graded(task, work, walled)
+    assert (found.kind, found.reward) == ("graded", 0.0), found.message
+
+
+@pytest.mark.parametrize(("weights", "reward"), [((1e308, 1e308), 1.0), ((1e200, 1e200), 1e200), ((1.0, math.nan), 1)])
+async def test_a_rubric_s_reward_is_a_finite_number_or_none(weights: tuple[float, ...], reward: float) -> None:
+    part = Function(name="a:b")
+    parts = tuple(Part(name=str(number), weight=weight, grader=part) for number, weight in enumerate(weights))
+
+    async def one(_: Part) -> Grade:
+        return Grade(kind="graded", reward=reward)
+
+    with pytest.raises(TaskError):
+        await rubric.graded(Rubric(parts=parts), one)
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone
 from turngate.tasks.grading.grade import Case, Grade
 from turngate.tasks.grading.testimony import Testimony
 
 TAIL = 8000  # characters of a log that a grade carries
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE)  # the end of a variable's name
 
+_HOST = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EROFS,
+)  # our own troubles
+
 
 class Undecided(Exception):
     """The grader gave no reward. Whose fault that is, the control says."""
+
+
+class Spoiled(SandboxError):
+    """What ran in the grader's sandbox left something there that cannot be read. Under a work, twice, that is the work's doing."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Around what is read after code of the work has run: that it fails need not be the sandbox's fault."""
+    try:
+        yield
+    except (SandboxGone, SandboxFileMissing, Spoiled):
+        raise
+    except SandboxError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _HOST:
+            raise
+        raise Spoiled(error.message) from error
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -173,11 +173,18 @@ async def _called(function: Callable[[Subject], Any], subject: Subject) -> objec
     return await said
 
 
+def file(task: Task, name: str) -> Path | None:
+    """Where the function is written, for one that is named by its file."""
+    place, _, _ = name.rpartition(":")
+    if not place.endswith(".py"):
+        return None
+    return Path(place) if Path(place).is_absolute() or not task.source else Path(task.source) / place
+
+
 def _loaded(task: Task, name: str) -> Callable[[Subject], Any]:
     place, _, attribute = name.rpartition(":")
     try:
-        if place.endswith(".py"):
-            at = Path(place) if Path(place).is_absolute() or not task.source else Path(task.source) / place
+        if (at := file(task, name)) is not None:
             spec = importlib.util.spec_from_file_location(f"turngate_grader_{at.stem}", at)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
@@ -200,9 +207,23 @@ def _loaded(task: Task, name: str) -> Callable[[Subject], Any]:
 
 def _grade(name: str, said: object) -> Grade:
     if isinstance(said, Grade):
-        if said.kind == "graded" and (said.reward is None or not math.isfinite(said.reward)):
+        if said.kind == "graded" and not _finite(said.reward):
             raise Undecided(f"{name} returned a grade without a finite reward")
         return said
-    if isinstance(said, int | float) and math.isfinite(said):
+    if isinstance(said, int | float) and _finite(said):
         return Grade(kind="graded", reward=float(said))
-    raise Undecided(f"{name} returned {said!r:.80}, which is neither a finite number nor a Grade")
+    raise Undecided(f"{name} returned {_shown(said)}, which is neither a finite number nor a Grade")
+
+
+def _finite(said: object) -> bool:
+    try:
+        return isinstance(said, int | float) and math.isfinite(said)
+    except OverflowError:
+        return False
+
+
+def _shown(said: object) -> str:
+    try:
+        return repr(said)[:80]
+    except Exception:  # the task's own code, or a number too long to be written
+        return f"a {type(said).__name__}"

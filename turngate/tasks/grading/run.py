@@ -6,7 +6,8 @@
         the control does not either               → invalid task
     a sandbox, a disk or Turngate itself fails    → infrastructure fault, to be tried again; never a reward
 
-A sandbox that ends by itself under a work (its processes can do that) is tried once more before the work is blamed for it.
+A sandbox that ends by itself under a work (its processes can do that), or out of which nothing can be read any more, is tried once more
+before the work is blamed for it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
 import weakref
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from turngate.errors import SandboxError, SandboxGone, TaskError, TurngateError
 from turngate.tasks.grading import function, rubric, script, swe
-from turngate.tasks.grading.attempt import Found, Log, Undecided
+from turngate.tasks.grading.attempt import Found, Log, Spoiled, Undecided
 from turngate.tasks.grading.grade import Grade, Ground, Work
 from turngate.tasks.grading.work import spelled
 from turngate.tasks.task import Function, Part, Rubric, Script, Swe, Task
@@ -94,13 +98,30 @@ async def _tried(task: Task, grader: One, work: Work | None, ground: Ground, log
     if work is None:
         return await _attempt(task, grader, None, ground, log)
     try:
-        return await _attempt(task, grader, work, ground, log)
-    except SandboxGone:
-        log.add("the sandbox ended by itself; once more in another", b"")
+        return await _blamed(task, grader, work, ground, log)
+    except (SandboxGone, Spoiled) as error:
+        log.add(f"{_how(error)}; once more in another", b"")
+    try:
+        return await _blamed(task, grader, work, ground, log)
+    except (SandboxGone, Spoiled) as error:
+        raise Undecided(f"{_how(error)}, twice") from error
+
+
+def _how(error: SandboxError) -> str:
+    if isinstance(error, Spoiled):
+        return f"what the work left in the grader's sandbox cannot be read ({error.message})"
+    return f"the grader's sandbox was ended from within ({error.message})"
+
+
+async def _blamed(task: Task, grader: One, work: Work, ground: Ground, log: Log) -> Found:
+    """Whatever a work does to us that nobody thought of: the control says whether it happens without the work too."""
     try:
         return await _attempt(task, grader, work, ground, log)
-    except SandboxGone as error:
-        raise Undecided(f"the grader's sandbox was ended from within, twice ({error.message})") from error
+    except (Undecided, TurngateError, OSError):
+        raise
+    except Exception as error:
+        logger.error("grading failed in a way that nobody thought of", exc_info=error)
+        raise Undecided(f"grading failed with {type(error).__name__}: {str(error)[:500]}") from error
 
 
 async def _attempt(task: Task, grader: One, work: Work | None, ground: Ground, log: Log) -> Found:
@@ -131,7 +152,8 @@ _running: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDict
 
 async def _controlled(task: Task, grader: One, ground: Ground) -> Found:
     """The same grader on the untouched task. Its decision is remembered; a fault of a sandbox is not."""
-    what = repr((task, grader, ground.backend.name, ground.image, ground.resources))
+    files = await asyncio.to_thread(_files, task, grader)
+    what = repr((task, grader, files, ground.backend.name, ground.image, ground.resources))
     key = hashlib.sha256(what.encode("utf-8", "backslashreplace")).hexdigest()
     lock = _running.setdefault(key, asyncio.Lock())
     async with lock:
@@ -144,3 +166,20 @@ async def _controlled(task: Task, grader: One, ground: Ground) -> Found:
     if isinstance(known, Undecided):
         raise Undecided(str(known))
     return known
+
+
+def _files(task: Task, grader: One) -> list[tuple[str, int, int]]:
+    """What a task's paths lead to, as cheaply as it can be told apart: somebody may mend a task while we run."""
+    places = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
+    if isinstance(grader, Function) and (file := function.file(task, grader.name)) is not None:
+        places.append(file)
+    found = []
+    for place in places:
+        if place is None:
+            continue
+        below = [Path(folder) / name for folder, folders, files in os.walk(place) for name in (*folders, *files)]
+        for path in (place, *sorted(below)):
+            with suppress(OSError):
+                seen = path.lstat()
+                found.append((str(path), seen.st_size, seen.st_mtime_ns))
+    return found

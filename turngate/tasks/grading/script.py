@@ -21,7 +21,7 @@ import msgspec
 from turngate.errors import SandboxFileMissing, SandboxTooLarge, TaskError
 from turngate.sandboxes.base import Result, Sandbox
 from turngate.tasks.grading import fresh
-from turngate.tasks.grading.attempt import Control, Found, Log, Undecided
+from turngate.tasks.grading.attempt import Control, Found, Log, Spoiled, Undecided, reading
 from turngate.tasks.grading.grade import Grade, Ground, Work
 from turngate.tasks.grading.work import named
 from turngate.tasks.task import Script, Task
@@ -34,6 +34,11 @@ _EXEC = 'exec "$@" 2>&1'  # one log, in the order in which it was printed
 # $1 logs, $2 tests. Harbor makes these three.
 _PREPARE = f"""{fresh.SYSTEM}
 rm -rf -- "$1"/* "$2"/* && mkdir -p -- "$2" "$1/verifier" "$1/agent" "$1/artifacts"
+"""
+# $1 logs. The probe's output may be closed to its owner, and is its output all the same.
+_OPEN = f"""{fresh.SYSTEM}
+for folder in "$1" "$1/probe"; do [ -L "$folder" ] || chmod u+rwx -- "$folder"; done
+[ -L "$1/probe" ] || chmod -R u+rwX -- "$1/probe"
 """
 # A regular file with one name, that its owner can write, in a folder that is one: not what somebody laid there to be kept or followed.
 _READ = f"""{fresh.SYSTEM}
@@ -77,11 +82,15 @@ async def _probed(
         done = await _run(sandbox, grader.probe, grader.timeout_s, tests, logs, {})
         log.add(f"probe: {_ending(done)}", done.stdout)
         try:
-            left = await sandbox.download(f"{logs}/probe", folder / "left")
+            with reading():
+                await sandbox.exec(["/bin/sh", "-c", _OPEN, "sh", logs], cwd="/", timeout_s=fresh.STEP_S)
+                left = await sandbox.download(f"{logs}/probe", folder / "left")
         except SandboxFileMissing:
             left = ("the probe's folder itself",)
-        except SandboxTooLarge as error:
-            raise Undecided(f"the probe left more than can be taken: {error.message}") from None
+        except Spoiled as error:
+            if isinstance(error.__cause__, SandboxTooLarge):
+                raise Undecided(f"the probe left more than can be taken: {error.message}") from None
+            raise
     code = "timeout" if done.timed_out else str(done.exit_code)
     return {"TURNGATE_PROBE_EXIT": code}, (*notes, *named([f"probe: {line}" for line in left]))
 
@@ -147,7 +156,8 @@ def _ending(done: Result) -> str:
 
 
 async def _reward(sandbox: Sandbox, logs: str) -> float:
-    done = await sandbox.exec(["/bin/sh", "-c", _READ, "sh", logs], cwd="/", timeout_s=fresh.STEP_S)
+    with reading():
+        done = await sandbox.exec(["/bin/sh", "-c", _READ, "sh", logs], cwd="/", timeout_s=fresh.STEP_S)
     if done.exit_code == _MISSING:
         raise Undecided(
             "the grader's script left neither reward.txt nor reward.json in $TURNGATE_LOGS/verifier (/logs/verifier)"
