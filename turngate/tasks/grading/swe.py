@@ -13,9 +13,9 @@ where both say so.
 from __future__ import annotations
 
 import asyncio
-import configparser
 import hashlib
 import os
+import re
 import secrets
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from turngate.errors import SandboxError, SandboxFileMissing, TaskError
+from turngate.errors import SandboxError, SandboxGone, TaskError
 from turngate.sandboxes.base import Sandbox
 from turngate.tasks.grading import fresh, witness
 from turngate.tasks.grading.attempt import Control, Found, Log, Seen, Undecided
@@ -35,22 +35,26 @@ from turngate.tasks.grading.work import GIT, named
 from turngate.tasks.task import Swe, Task
 
 # What decides how tests are found and run. Where the base has one it stays the base's; an added one is set aside.
-RUNNER = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"})
+RUNNER = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"})
 # What Python would run or take for pytest without being asked for it; caches of compiled code need not match any source.
-ADDED = frozenset({"sitecustomize.py", "usercustomize.py", "pytest.py", "_pytest", "pluggy", "pluggy.py", GIT})
+ADDED = frozenset({"sitecustomize.py", "usercustomize.py", GIT})
+TAKEN_FOR_PYTEST = frozenset({"pytest", "pytest.py", "_pytest", "_pytest.py", "pluggy", "pluggy.py"})
+# What an interpreter reads before it reads a `sitecustomize`, from the folders of PYTHONPATH too.
+TAKEN_FOR_PYTHON = frozenset(
+    {"encodings", "codecs.py", "io.py", "abc.py", "site.py", "os.py", "stat.py", "posixpath.py"}
+) | {"genericpath.py", "_collections_abc.py", "_sitebuiltins.py", "zipimport.py", "warnings.py"}
 CACHE = "__pycache__"
 ADDED_ENDINGS = (".pth", ".egg-link", ".pyc")
 TEST_FOLDERS = ("test", "tests")
-SETTINGS = (
-    "pyproject.toml",
-    "setup.cfg",
-)  # they hold other things as well: the agent's, unless what they say to pytest changed
+# They hold other things as well: the agent's, unless what they say to pytest changed.
+SETTINGS = frozenset({"pyproject.toml", "setup.cfg", "tox.ini"})
 INSTALL_S = 1800.0
 _REPORT = 64_000_000  # bytes
 _LARGEST = 2_000_000  # bytes of a settings file
 _FAILED: tuple[Case, ...] = ("failed", "error")
 _UNRUN = 126  # exit codes from here on: nothing was run, or a signal ended it
 _NO_PATCH = 46
+_HEADER = re.compile(r"\[[\w:.,{} *\"'/-]+\]\s*")
 
 _GIT = """
 GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL="$ours/gitconfig" HOME="$ours" GIT_ATTR_NOSYSTEM=1 GIT_TERMINAL_PROMPT=0
@@ -97,9 +101,23 @@ printf '\\n%s\\n' "$turngate_start"
 turngate_code=$?
 printf '\\n%s %s\\n' "$turngate_end" "$turngate_code"
 """
+# PYTHONPATH may hold the working folder: what the witness is made of comes from Python's own library, and from nowhere else.
 _SITE = """
 try:
-    import turngate_witness
+    import os, sys
+    turngate_path = list(sys.path)
+    turngate_version = "python%d.%d" % sys.version_info[:2]
+    turngate_own = [os.path.dirname(os.path.abspath(__file__))]
+    for turngate_prefix in (sys.base_prefix, sys.base_exec_prefix):
+        for turngate_lib in (getattr(sys, "platlibdir", "lib"), "lib", "lib64"):
+            turngate_place = os.path.join(turngate_prefix, turngate_lib, turngate_version)
+            turngate_own += [turngate_place, os.path.join(turngate_place, "lib-dynload")]
+    sys.path[:] = [place for place in turngate_own if os.path.isdir(place)]
+    try:
+        import turngate_witness
+        import importlib.machinery, importlib.util
+    finally:
+        sys.path[:] = turngate_path
     try:
         turngate_witness.take_the_stand()
     finally:
@@ -115,12 +133,13 @@ async def attempt(task: Task, grader: Swe, work: Work | None, ground: Ground, lo
             f"task: {task.id}: FAIL_TO_PASS and PASS_TO_PASS are empty: nothing decides", param="FAIL_TO_PASS"
         )
     async with fresh.opened(task, ground, life_s=grader.timeout_s + INSTALL_S) as sandbox:
-        guard = _Guard(_touched(task, grader))
+        guard = _Guard(_touched(task, grader), await _listed(sandbox), _wanted(grader))
         found = await _sums(sandbox, guard) if work is not None else {}
         await _patched(sandbox, task, grader, guard.changed, log)
-        notes = await _laid(sandbox, work, guard, found) if work is not None else ()
+        base = await _listed(sandbox)
+        notes = await _laid(sandbox, work, guard, found, base) if work is not None else ()
         await _installed(sandbox, grader, log)
-        seen, code = await _tested(sandbox, grader, log)
+        seen, code = await _tested(sandbox, grader, [path for path in base if guard(path)], log)
     _decisive(grader, seen, code, untouched=work is None)
     if work is not None and (doubt := _doubted(grader, seen)):
         seen, more = _weighed(grader, seen, doubt, (await control()).seen)
@@ -155,18 +174,46 @@ async def _patched(sandbox: Sandbox, task: Task, grader: Swe, changed: Sequence[
 
 
 class _Guard:
-    """Which files are the tests' own: those that the test patch touches, the test folders around them, and what steers the runner."""
+    """Which files are the tests' own: those that the test patch touches or that the task's cases name, the test folders around the
+    former, and what steers the runner. `base`: the files of the base commit."""
 
-    def __init__(self, changed: Sequence[str]) -> None:
+    def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:
         self.changed = tuple(changed)
-        self._patched = frozenset(changed)
+        files = frozenset(base)
+        self._own = frozenset(changed) | (files & {_file_of(case) for case in cases})
         self._folders = {folder for path in changed if (folder := _test_folder(path))}
+        # A repository may be pytest itself, or a part of Python: what it has of that is the agent's to change.
+        self._known = {prefix for path in files for part, prefix in _taken(PurePosixPath(path).parts)}
         self.settings: set[str] = set()
+        self.packages: frozenset[str] = frozenset()  # folders of the work with an __init__.py
 
     def __call__(self, path: str) -> bool:
         parts = PurePosixPath(path).parts
         below = any("/".join(parts[: n + 1]) in self._folders for n in range(len(parts)))
-        return below or path in self._patched or path in self.settings or _steers(parts)
+        return below or path in self._own or path in self.settings or _steers(parts) or self._instead(parts)
+
+    def _instead(self, parts: Sequence[str]) -> bool:
+        """Whether it would be taken for a part of pytest or of Python. A module in a package is not."""
+        for part, prefix in _taken(parts):
+            inside = part in TAKEN_FOR_PYTHON and prefix.rpartition("/")[0] in self.packages
+            if prefix not in self._known and not inside:
+                return True
+        return False
+
+
+def _taken(parts: Sequence[str]) -> list[tuple[str, str]]:
+    """Each part of a path that has a name of pytest's or Python's, and the path up to it."""
+    return [
+        (part, "/".join(parts[: n + 1]))
+        for n, part in enumerate(parts)
+        if part in TAKEN_FOR_PYTEST or part in TAKEN_FOR_PYTHON
+    ]
+
+
+def _file_of(case: str) -> str:
+    """The file that a case names. A doctest's is no test file: `shop/sums.py::shop.sums.total`."""
+    path, _, rest = case.partition("::")
+    return "" if "." in rest.partition("::")[0].partition("[")[0] else path
 
 
 def _test_folder(path: str) -> str:
@@ -178,14 +225,17 @@ def _steers(parts: Sequence[str]) -> bool:
     return parts[-1] in RUNNER or parts[-1].endswith(ADDED_ENDINGS) or any(part in ADDED for part in parts)
 
 
-async def _laid(sandbox: Sandbox, work: Work, guard: _Guard, found: Mapping[str, str]) -> tuple[str, ...]:
+async def _laid(
+    sandbox: Sandbox, work: Work, guard: _Guard, found: Mapping[str, str], base: set[str]
+) -> tuple[str, ...]:
     """Lay the work down around the tests. `found`: their files as the agent found them. What of the work was set aside."""
-    base = await _listed(sandbox)
-    guard.settings = await _changed_settings(sandbox, work.folder, base)
-    held = sorted(path for path in base if guard(path) and not _cached(path))
     mine = await asyncio.to_thread(_files, work.folder)
+    guard.packages = frozenset(path.rpartition("/")[0] for path in mine if PurePosixPath(path).name == "__init__.py")
+    guard.settings = await _changed_settings(sandbox, work.folder, mine, base, found)
+    held = sorted(path for path in base if guard(path) and not _cached(path))
     exclude = {path for path in mine if guard(path) or _cached(path)}
-    told = await asyncio.to_thread(_told, work.folder, exclude, mine, found, guard.settings & base)
+    own = {path: value for path, value in found.items() if guard(path)}
+    told = await asyncio.to_thread(_told, work.folder, exclude, mine, own, guard.settings & base)
     return (*named(told), *await fresh.lay(sandbox, work.folder, exclude=exclude, held=held))
 
 
@@ -228,8 +278,9 @@ def _sum(path: Path) -> str:
 
 
 async def _sums(sandbox: Sandbox, guard: _Guard) -> dict[str, str]:
-    """The tests' own files as the agent found them."""
-    paths = [path for path in await _listed(sandbox) if guard(path) and not _cached(path)]
+    """The tests' own files, and settings, as the agent found them."""
+    listed = await _listed(sandbox)
+    paths = [path for path in listed if (guard(path) or PurePosixPath(path).name in SETTINGS) and not _cached(path)]
     if not paths:
         return {}
     names = b"".join(os.fsencode(f"./{path}") + b"\0" for path in paths)
@@ -247,30 +298,77 @@ async def _sums(sandbox: Sandbox, guard: _Guard) -> dict[str, str]:
     return sums
 
 
-async def _changed_settings(sandbox: Sandbox, folder: Path, base: set[str]) -> set[str]:
-    """Settings files in which the agent changed what is said to pytest."""
-    found = set()
-    for name in SETTINGS:
-        mine = folder / name
-        if not mine.is_file() or mine.is_symlink() or mine.stat().st_size > _LARGEST:
+async def _changed_settings(
+    sandbox: Sandbox, folder: Path, mine: set[str], base: set[str], found: Mapping[str, str]
+) -> set[str]:
+    """Settings files, wherever they lie, in which the agent changed what is said to pytest."""
+    changed = set()
+    for path in sorted(mine | base):
+        name = PurePosixPath(path).name
+        if name not in SETTINGS or await asyncio.to_thread(_same, folder / path, found.get(path)):
             continue
-        theirs = await sandbox.read(f"{sandbox.workdir}/{name}", limit=_LARGEST) if name in base else b""
-        if _said_to_pytest(name, mine.read_bytes()) != _said_to_pytest(name, theirs):
-            found.add(name)
-    return found
+        ours = await asyncio.to_thread(_content, folder / path) if path in mine else b""
+        theirs = await _content_of_base(sandbox, path) if path in base else b""
+        if ours is None or theirs is None or not await asyncio.to_thread(_say_the_same, name, ours, theirs):
+            changed.add(path)
+    return changed
 
 
-def _said_to_pytest(name: str, content: bytes) -> object:
-    """None: nothing. A file that cannot be read says something else than any other."""
-    text = content.decode("utf-8", "replace")
+def _same(path: Path, found: str | None) -> bool:
+    try:
+        return found is not None and not path.is_symlink() and path.is_file() and _sum(path) == found
+    except OSError:
+        return False
+
+
+def _content(path: Path) -> bytes | None:
+    """None: it is nothing that anybody would read."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST:
+            return None
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+async def _content_of_base(sandbox: Sandbox, path: str) -> bytes | None:
+    try:
+        return await sandbox.read(f"{sandbox.workdir}/{path}", limit=_LARGEST)
+    except SandboxGone:
+        raise
+    except SandboxError:  # too large, or a link that leads nowhere
+        return None
+
+
+def _say_the_same(name: str, ours: bytes, theirs: bytes) -> bool:
+    """Whether two settings files say the same to pytest. What cannot be read says something else than any other."""
     try:
         if name.endswith(".toml"):
-            return tomllib.loads(text).get("tool", {}).get("pytest")
-        parser = configparser.RawConfigParser()
-        parser.read_string(text)
-        return dict(parser["tool:pytest"]) if parser.has_section("tool:pytest") else None
-    except (tomllib.TOMLDecodeError, configparser.Error, AttributeError):
-        return content
+            one, other = (tomllib.loads(text.decode()).get("tool", {}).get("pytest") for text in (ours, theirs))
+            return repr(one) == repr(other)
+        return _sections(ours.decode(), theirs.decode())
+    except Exception:  # whatever an agent writes there
+        return False
+
+
+def _sections(ours: str, theirs: str) -> bool:
+    """Readers of such files differ about what a header is: so no line with pytest in it may differ, and none that is an odd header."""
+    one, other = ours.splitlines(), theirs.splitlines()
+    for line in (line for line in {*one} ^ {*other} if line):
+        if "pytest" in line.lower() or (line.lstrip().startswith("[") and not _HEADER.fullmatch(line)):
+            return False
+    return _said_to_pytest(one) == _said_to_pytest(other)
+
+
+def _said_to_pytest(lines: Iterable[str]) -> list[str]:
+    """The lines of all sections that have pytest in their name."""
+    said, within = [], False
+    for line in lines:
+        if line.startswith("["):
+            within = "pytest" in line.lower()
+        if within and line.strip():
+            said.append(line)
+    return said
 
 
 # ---- the tests ----
@@ -286,11 +384,12 @@ async def _installed(sandbox: Sandbox, grader: Swe, log: Log) -> None:
         raise Undecided("the work cannot be installed")
 
 
-async def _tested(sandbox: Sandbox, grader: Swe, log: Log) -> tuple[Seen, int]:
-    """Run the tests. What the log and the witness say, and the exit code."""
+async def _tested(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Log) -> tuple[Seen, int]:
+    """Run the tests. `own`: their files. What the log and the witness say, and the exit code."""
     key, start, end = (secrets.token_hex(24) for _ in range(3))
     source = await asyncio.to_thread(Path(witness.__file__).read_bytes)
-    files = {"turngate_witness.py": source, "sitecustomize.py": _SITE.encode(), "key": key.encode()}
+    tests = b"\0".join(os.fsencode(path) for path in (sandbox.workdir, *own))
+    files = {"turngate_witness.py": source, "sitecustomize.py": _SITE.encode(), "key": key.encode(), "tests": tests}
     ours = await fresh.put(sandbox, files)
     done = await sandbox.exec(
         ["/bin/sh", "-c", _SHELL, "sh", _RUN, "sh", ours, grader.before, grader.test_cmd],
@@ -313,13 +412,16 @@ async def _tested(sandbox: Sandbox, grader: Swe, log: Log) -> tuple[Seen, int]:
     cases = await asyncio.to_thread(parse, grader.parser, between)
     try:
         report = await sandbox.read(f"{ours}/report", limit=_REPORT)
-    except SandboxFileMissing:
+    except SandboxGone:
+        raise
+    except SandboxError:  # there is none, or what lies there is no report: nothing was testified
         report = b""
     testimony = await asyncio.to_thread(heard, key.encode(), report)
     if testimony.begun:
         how = "its end was seen" if testimony.ended else "its end was not seen"
         changed = f"; changed while it ran: {', '.join(sorted(testimony.odd))}" if testimony.odd else ""
-        log.add(f"witness: {len(testimony.outcomes)} tests, {how}{changed}", b"")
+        other = f"; something else ran in the place of {len(testimony.others)}" if testimony.others else ""
+        log.add(f"witness: {len(testimony.outcomes)} tests, {how}{changed}{other}", b"")
     return Seen(cases=cases, testimony=testimony), int(last)
 
 
@@ -353,14 +455,18 @@ def _weighed(grader: Swe, seen: Seen, doubt: frozenset[str], base: Seen | None) 
     if not base.testimony.ended or _doubted(grader, _plain(base)):
         return seen, ("there is no witness for the tests of this task: the log alone decides",)
     changed = seen.testimony.odd - base.testimony.odd
+    others = seen.testimony.others - base.testimony.others  # where it is so in the untouched task, it is the task's way
     if not changed:
-        doubt = _doubted(grader, _plain(seen))
+        known = msgspec.structs.replace(seen.testimony, odd=frozenset(), others=others)
+        doubt = _doubted(grader, Seen(cases=seen.cases, testimony=known))
     if not doubt:
         return seen, ()
     cases = {**seen.cases, **{case: _instead(case, seen.testimony) for case in doubt}}
     how = (
         f"the work changed what decides about tests ({', '.join(sorted(changed)[:5])})"
         if changed
+        else f"something else ran in the place of {', '.join(sorted(others)[:5])}"
+        if others
         else "the witness of the run did not see that"
         if seen.testimony.ended
         else "the witness did not see the run come to its end"
@@ -369,7 +475,9 @@ def _weighed(grader: Swe, seen: Seen, doubt: frozenset[str], base: Seen | None) 
 
 
 def _plain(seen: Seen) -> Seen:
-    return Seen(cases=seen.cases, testimony=msgspec.structs.replace(seen.testimony, odd=frozenset()))
+    return Seen(
+        cases=seen.cases, testimony=msgspec.structs.replace(seen.testimony, odd=frozenset(), others=frozenset())
+    )
 
 
 def _instead(case: str, testimony: Testimony) -> Case:

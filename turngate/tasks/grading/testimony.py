@@ -16,6 +16,7 @@ class _Line(msgspec.Struct, frozen=True):
     begin: str = ""
     test: str = ""
     outcome: Seen = "failed"
+    other: bool = False
     odd: str = ""
     end: int = -1
 
@@ -26,6 +27,7 @@ class Testimony(msgspec.Struct, frozen=True, kw_only=True):
     begun: bool = False
     ended: bool = False
     outcomes: Mapping[str, Seen] = {}
+    others: frozenset[str] = frozenset()  # tests in whose place something else ran
     odd: frozenset[str] = frozenset()  # what of pytest's own was changed while it ran
 
     def knows(self, case: str) -> bool:
@@ -34,20 +36,20 @@ class Testimony(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self, case: str) -> bool:
         """By the witness's own eyes."""
         found = self._of(case)
-        return self.ended and bool(found) and all(outcome in ("passed", "xfailed") for outcome in found)
+        passed = all(self.outcomes[test] in ("passed", "xfailed") and test not in self.others for test in found)
+        return self.ended and bool(found) and passed
 
-    def _of(self, case: str) -> list[Seen]:
+    def _of(self, case: str) -> list[str]:
         """A log may cut a name at its first blank."""
-        if case in self.outcomes:
-            return [self.outcomes[case]]
-        return [outcome for test, outcome in self.outcomes.items() if test.split(maxsplit=1)[:1] == [case]]
+        return [case] if case in self.outcomes else [t for t in self.outcomes if t.split(maxsplit=1)[:1] == [case]]
 
 
 def heard(key: bytes, report: bytes) -> Testimony:
     """The lines of a report, up to the first that is not signed in its place."""
     last, begun, ended = b"", False, False
     outcomes: dict[str, Seen] = {}
-    odd = set()
+    odd: set[str] = set()
+    others: set[str] = set()
     for raw in report.split(b"\n"):
         mac, _, text = raw.partition(b" ")
         if not hmac.compare_digest(hmac.new(key, last + text, hashlib.sha256).hexdigest().encode(), mac):
@@ -60,8 +62,9 @@ def heard(key: bytes, report: bytes) -> Testimony:
         begun = begun or bool(line.begin)
         if line.test:
             outcomes[line.test] = line.outcome
+            (others.add if line.other else others.discard)(line.test)
         if line.odd:
             odd.add(line.odd)
         if line.end >= 0:
             ended = line.end == len(outcomes)
-    return Testimony(begun=begun, ended=ended, outcomes=outcomes, odd=frozenset(odd))
+    return Testimony(begun=begun, ended=ended, outcomes=outcomes, others=frozenset(others), odd=frozenset(odd))

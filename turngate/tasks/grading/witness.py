@@ -3,8 +3,8 @@
 `swe.py` lays this file into a folder of its own, with a key and a `sitecustomize.py` that imports it, and puts that folder first on
 PYTHONPATH: so it is there when the interpreter starts, before anything of the agent's is imported. It takes the key, removes it, keeps what
 it needs of pytest and Python as they are now, and joins the plugins that pytest loads first. A test passed where no exception came out
-of it before our eyes and pytest's own report says so too; what of pytest was changed meanwhile is told. A process that ends early leaves
-no end.
+of it before our eyes, pytest's own report says so too, and what ran was the test's own function; what of pytest was changed meanwhile is
+told. A process that ends early leaves no end.
 
 Code that runs in the same process can do anything in principle, to this too: a high fence, not a wall (docs/grading.md).
 
@@ -12,13 +12,14 @@ Standard library and pytest only, Python 3.6 and newer. Never fails a run: witho
 """
 
 # Old Pythons, and an interpreter that is only starting:
-# ruff: noqa: B905, PTH100, PTH108, PTH109, PTH110, PTH119, PTH120, RUF005, RUF007, UP004
+# ruff: noqa: B004, B905, PTH100, PTH108, PTH109, PTH110, PTH119, PTH120, RUF005, RUF007, SIM105, UP004
 # mypy: ignore-errors
 
 import hashlib
 import hmac
 import json
 import os
+import re
 import sys
 import unittest
 
@@ -30,7 +31,12 @@ PATCHED = (  # module, names: what decides about an outcome
         "pytest_runtest_call CallInfo.from_call CallInfo.__init__",
     ),
     ("_pytest.reports", "TestReport.from_item_and_call TestReport.__init__"),
-    ("_pytest.python", "pytest_pyfunc_call Function.runtest Function.setup"),
+    (
+        "_pytest.python",
+        "pytest_pyfunc_call Function.runtest Function.setup Function._getobj Function.function Function.from_parent "
+        "PyobjMixin.obj PyobjMixin._getobj PyCollector.collect PyCollector._genfunctions Module._getobj importtestmodule "
+        "pytest_pycollect_makeitem",
+    ),
     ("_pytest.unittest", "TestCaseFunction.runtest TestCaseFunction.addError TestCaseFunction.addFailure"),
     ("_pytest.skipping", "pytest_runtest_makereport"),
     ("_pytest.assertion.rewrite", "AssertionRewritingHook.exec_module rewrite_asserts"),
@@ -50,8 +56,22 @@ HOOKS = (
     "pytest_pyfunc_call",
     "pytest_runtest_logreport",
     "pytest_runtestloop",
+    "pytest_runtest_setup",
+    "pytest_runtest_teardown",
+    "pytest_fixture_setup",
+    "pytest_collection",
+    "pytest_collect_file",
+    "pytest_pycollect_makemodule",
+    "pytest_pycollect_makeitem",
+    "pytest_generate_tests",
+    "pytest_make_collect_report",
+    "pytest_itemcollected",
+    "pytest_collectreport",
+    "pytest_collection_modifyitems",
+    "pytest_collection_finish",
 )
 MOST_ODD = 50
+MOST_LOOKED = 500  # functions behind one test
 
 
 def _pen(key, path):
@@ -96,24 +116,108 @@ def _original():
 
 
 def _code(value):
+    value = value.fget if isinstance(value, property) else value
     return getattr(getattr(value, "__func__", value), "__code__", None)
+
+
+def _part(one, name):
+    try:
+        return getattr(one, name, None)
+    except Exception:  # what a test's code makes of it
+        return None
+
+
+def _behind(value):
+    """All functions' code that is reached from what is about to be called: decorators keep what they decorate in one of these."""
+    seen, queue, found = {}, [value], []  # by id, and kept: ids are used again
+    while queue and len(seen) < MOST_LOOKED:
+        one = queue.pop(0)
+        if id(one) in seen or isinstance(one, (type, type(sys), str, bytes, int)):
+            continue
+        seen[id(one)] = one
+        code = _part(one, "__code__")
+        if code is not None:
+            found.append(code)
+        for cell in _part(one, "__closure__") or ():
+            try:
+                queue.append(cell.cell_contents)
+            except ValueError:  # nothing in it yet
+                pass
+        inner = [_part(one, name) for name in ("__func__", "__wrapped__", "func", "inner_test", "hypothesis")]
+        inner += _part(one, "__defaults__") or ()
+        inner += (_part(one, "__kwdefaults__") or {}).values()
+        if isinstance(one, (list, tuple)):
+            inner += one[:20]
+        elif callable(one) and code is None:
+            inner += list((_part(one, "__dict__") or {}).values())[:20]
+            inner.append(getattr(type(one), "__call__", None))
+        queue += [each for each in inner if each is not None]
+    return found
+
+
+def _own(folder, tests):
+    """Whether it is a test's own function that is about to run, and not something in its place. `tests`: files that no agent changes."""
+    real, join, search, escape, open_ = os.path.realpath, os.path.join, re.search, re.escape, open
+    behind, code_of = _behind, _code
+    tests, folder, texts = frozenset(real(join(folder, one)) for one in tests), real(folder) + os.sep, {}
+
+    def defines(file, name):
+        """Not so where a test is made by other code: nobody knows the names of its functions then."""
+        if file not in texts:
+            with open_(file, "rb") as source:
+                texts[file] = source.read().decode("utf-8", "replace")
+        return search(r"\bdef\s+" + escape(name) + r"\b", texts[file]) is not None
+
+    def own(item, root):
+        path, _, rest = str(item.nodeid).partition("::")
+        mine, name = real(join(root, path)), rest.partition("[")[0].rpartition("::")[2]
+        for each in type(item).__mro__:
+            file = getattr(code_of(vars(each).get("runtest")), "co_filename", "")
+            if file.startswith(folder) and real(file) not in tests:
+                return False
+        if "runtest" in vars(item):
+            return False
+        made = not defines(mine, name)
+        for code in behind(item.obj):
+            file = real(join(root, code.co_filename))
+            if (file == mine or file in tests) and (code.co_name == name or (made and not defines(file, name))):
+                return True
+        return False
+
+    return own
+
+
+def _safe(hook):
+    """A hook that fails must not fail the run."""
+
+    def safely(*given):
+        try:
+            return hook(*given)
+        except Exception:
+            return None
+
+    return safely
 
 
 class _Plugin(object):
     """What pytest sees. Its hooks are closures, so that nobody comes by their state by accident."""
 
 
-def _witness(say):
+def _witness(say, place, tests):
     import pytest
 
     plugin = _Plugin()
-    known, folder = _original(), os.getcwd() + os.sep
+    known, folder, own = _original(), os.getcwd() + os.sep, _own(place, tests)
+    functions = pytest.Function
+    join_, relative, sep = os.path.join, os.path.relpath, os.sep
+    hooks, most = HOOKS, MOST_ODD
+    started, others = os.getcwd(), set()
     variables, code_of, name_of = vars, _code, os.path.basename
     called, reported, told, names, configs = {}, {}, set(), set(), []
     skipped, expected = (pytest.skip.Exception, unittest.SkipTest), pytest.xfail.Exception
 
     def odd(what):
-        if what not in told and len(told) < MOST_ODD:
+        if what not in told and len(told) < most:
             told.add(what)
             say(odd=what)
 
@@ -122,8 +226,9 @@ def _witness(say):
         for name, place, attribute, value, code in known:
             if variables(place).get(attribute) is not value or code_of(value) is not code:
                 odd(name)
-        for name in HOOKS:
-            for one in getattr(config.hook, name).get_hookimpls():
+        for name in hooks:
+            hook = getattr(config.hook, name, None)
+            for one in hook.get_hookimpls() if hook is not None else ():
                 file = getattr(code_of(one.function), "co_filename", "")
                 if file.startswith(folder) and name_of(file) != "conftest.py":
                     odd(name + " of " + file[len(folder) :])
@@ -138,10 +243,31 @@ def _witness(say):
         if around and around[0].plugin is not plugin:
             odd("pytest_runtest_call is wrapped by " + str(around[0].plugin_name))
 
+    def root():
+        return str(getattr(configs[0], "rootpath", None) or configs[0].rootdir)
+
+    def name_in_log(nodeid):
+        """As pytest's summary has it: from where it was started."""
+        path, colons, rest = str(nodeid).partition("::")
+        top = root()
+        return (path if top == started else relative(join_(top, path), started).replace(sep, "/")) + colons + rest
+
+    def looked_at(item):
+        """What is about to run."""
+        others.discard(item.nodeid)
+        if isinstance(item, functions):
+            others.add(item.nodeid)  # until it is known
+            if own(item, root()):
+                others.discard(item.nodeid)
+        looked_through(item)
+
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_call(item):
-        looked_through(item)
+        look_at(item)
         outcome = yield
+        take_down(item, outcome)
+
+    def taken_down(item, outcome):
         kinds = [outcome.excinfo[0]] if outcome.excinfo else []
         kinds += [one.type for one in getattr(item, "_excinfo", None) or []]  # unittest's
         seen = "passed"
@@ -155,8 +281,13 @@ def _witness(say):
                 break
         called[item.nodeid] = seen
 
+    look_at, take_down = _safe(looked_at), _safe(taken_down)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(report):
+        note(report)
+
+    def noted(report):
         if report.when == "call":
             reported[report.nodeid] = report.outcome
         elif report.when == "setup" and report.outcome != "passed":
@@ -164,21 +295,29 @@ def _witness(say):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logfinish(nodeid):
+        finish(nodeid)
+
+    def finished(nodeid):
         look(configs[0])
         seen, by_pytest = called.pop(nodeid, None), reported.pop(nodeid, None)
         if seen is None:  # it ran in another process
             return
         if seen == "passed" and by_pytest != "passed":
             seen = "failed"
-        name = configs[0].cwd_relative_nodeid(nodeid)
+        name = name_in_log(nodeid)
         names.add(name)
-        say(test=name, outcome=seen)
+        say(test=name, outcome=seen, other=nodeid in others)
+
+    def ended():
+        look(configs[0])
+        say(end=len(names))
+
+    note, finish, end = _safe(noted), _safe(finished), _safe(ended)
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_sessionfinish():
         yield
-        look(configs[0])
-        say(end=len(names))
+        end()
 
     for hook in (pytest_runtest_call, pytest_runtest_logreport, pytest_runtest_logfinish, pytest_sessionfinish):
         setattr(plugin, hook.__name__, hook)
@@ -211,6 +350,13 @@ def _runs_pytest():
     return bool(first and first[0] in names) or any(a == b"-m" and b in names for a, b in zip(words, words[1:]))
 
 
+def _given():
+    """The working folder, and the files in it that no agent changes."""
+    with open(HERE + "/tests", "rb") as file:
+        first, _, rest = file.read().partition(b"\0")
+    return os.fsdecode(first), [os.fsdecode(path) for path in rest.split(b"\0") if path]
+
+
 def take_the_stand():
     """Take the key, and be there when pytest begins."""
     if not os.path.exists(HERE + "/key") or not _runs_pytest():
@@ -218,13 +364,14 @@ def take_the_stand():
     with open(HERE + "/key", "rb") as file:
         key = file.read()
     os.unlink(HERE + "/key")
-    path, work = list(sys.path), os.getcwd() + os.sep
+    folder, tests = _given()
+    path, work = list(sys.path), tuple(os.path.realpath(place) + os.sep for place in (os.getcwd(), folder))
     # Nothing of the working folder's may be taken for pytest or for a part of Python.
-    sys.path[:] = [place for place in path if place and not (os.path.abspath(place) + os.sep).startswith(work)]
+    sys.path[:] = [place for place in path if place and not (os.path.realpath(place) + os.sep).startswith(work)]
     try:
         import _pytest.config
 
-        _joining.append(_witness(_pen(key, HERE + "/report")))
+        _joining.append(_witness(_pen(key, HERE + "/report"), folder, tests))
         _pytest.config.default_plugins = tuple(_pytest.config.default_plugins) + (__name__,)
     finally:
         sys.path[:] = path

@@ -1,0 +1,149 @@
+"""The witness knows a test's own function, however it is wrapped up, and what was put in its place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tasks.grading import kit
+from turngate.tasks.grading import swe, witness
+from turngate.tasks.grading.testimony import Testimony, heard
+
+MANY = """
+import asyncio, functools, unittest
+from unittest import mock
+import pytest
+from hypothesis import given, settings, strategies as st
+from mixins import Shared, test_taken
+
+def plain(f):
+    def inner(x=1):
+        return f()
+    return inner
+
+def wrapped(f):
+    @functools.wraps(f)
+    def inner(*args, **more):
+        return f(*args, **more)
+    return inner
+
+@pytest.fixture
+def three():
+    return 3
+
+def test_plain(): pass
+def test_fixture(three, tmp_path): assert three == 3
+@pytest.mark.parametrize("x", ["a", "b::c", "d [e]"])
+def test_parameters(x): assert x
+@plain
+def test_without_wraps(): pass
+@wrapped
+@plain
+@wrapped
+def test_many_layers(): pass
+@mock.patch("os.getpid", return_value=1)
+def test_mocked(getpid): assert __import__("os").getpid() == 1
+@pytest.mark.asyncio
+async def test_async(): await asyncio.sleep(0)
+@given(st.integers())
+@settings(max_examples=3, database=None)
+def test_hypothesis(x): assert x == x
+def _partly(x): assert x == 2
+test_made_here = wrapped(_partly.__get__(2))
+
+class TestClass:
+    def test_method(self, three): assert three == 3
+    @staticmethod
+    def test_static(): pass
+    @classmethod
+    def test_of_class(cls): pass
+    @wrapped
+    def test_wrapped(self): pass
+    class TestInner:
+        def test_deep(self): pass
+
+class TestInherited(Shared): pass
+
+def adding(n):
+    def check(self): self.assertEqual(n, n)
+    return check
+
+class Units(unittest.TestCase):
+    def setUp(self): self.x = 1
+    def test_unit(self): self.assertEqual(self.x, 1)
+    @mock.patch("os.getpid")
+    def test_unit_mocked(self, getpid): pass
+    def test_subtests(self):
+        for n in range(2):
+            with self.subTest(n=n): self.assertLess(n, 2)
+class UnitsAsync(unittest.IsolatedAsyncioTestCase):
+    async def test_awaits(self): await asyncio.sleep(0)
+for n in range(2):
+    setattr(Units, "test_made_%d" % n, adding(n))
+"""
+MIXINS = "class Shared:\n    def test_shared(self): pass\ndef test_taken(): pass\n"
+SWAP = """
+import pytest
+def nothing(**more): pass
+@pytest.fixture(autouse=True)
+def swapped(request):
+    if request.node.name == "test_all": request.node._obj = nothing
+    if request.node.name == "test_some": request.node._obj = request.module.test_one
+    if request.node.name == "test_runs": request.node.runtest = nothing
+"""
+
+
+def witnessed(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[Testimony, str]:
+    """A run of pytest, with the witness beside it, as `swe.py` has it."""
+    ours, key = folder.parent / "ours", b"k" * 48
+    given = b"\0".join(os.fsencode(path) for path in (folder, *tests))
+    site, source = swe._SITE.encode(), Path(witness.__file__).read_bytes()
+    kit.laid(ours, {"key": key, "tests": given, "sitecustomize.py": site, "turngate_witness.py": source})
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ours}:{folder}:{folder}/lib"}
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout
+    report = ours / "report"
+    return heard(key, report.read_bytes() if report.exists() else b""), done.stdout + done.stderr
+
+
+def test_tests_of_every_kind_are_known_as_their_own(tmp_path: Path) -> None:
+    folder = kit.laid(tmp_path / "w", {"tests/test_many.py": MANY, "tests/mixins.py": MIXINS})
+    found, said = witnessed(folder, "tests", tests=("tests/test_many.py", "tests/mixins.py"))
+    assert found.ended, said
+    assert found.others == frozenset() and found.odd == frozenset()
+    assert len(found.outcomes) >= 22 and set(found.outcomes.values()) == {"passed"}, said
+    passed = [line.removeprefix("PASSED ") for line in said.splitlines() if line.startswith("PASSED ")]
+    assert passed and all(found.passed(case) for case in passed)
+
+
+def test_what_runs_in_a_tests_place_is_told(tmp_path: Path) -> None:
+    tests = "def test_one(): pass\ndef test_all(): assert 0\ndef test_some(): assert 0\ndef test_runs(): assert 0\n"
+    folder = kit.laid(tmp_path / "w", {"tests/test_x.py": tests, "tests/conftest.py": SWAP})
+    found, said = witnessed(folder, "tests", tests=("tests/test_x.py",))
+    assert found.ended and "4 passed" in said
+    assert found.passed("tests/test_x.py::test_one")
+    assert found.others == {f"tests/test_x.py::test_{name}" for name in ("all", "some", "runs")}
+    assert not any(found.passed(case) for case in found.others)
+
+
+@pytest.mark.parametrize("name", ["json", "hmac", "hashlib", "unittest", "re"])
+def test_the_work_lends_the_witness_no_modules(name: str, tmp_path: Path) -> None:
+    """The working folder is on PYTHONPATH, and what lies in it would be read before the standard library's."""
+    steal = f"import os, sys\nprint('STOLEN', any(os.path.exists(p + '/key') for p in sys.path))\nraise ImportError({name!r})\n"
+    files = {"tests/test_x.py": "def test_one(): pass\n", f"{name}.py": steal}
+    found, said = witnessed(kit.laid(tmp_path / "w", files), "tests", tests=("tests/test_x.py",))
+    assert found.ended and found.passed("tests/test_x.py::test_one"), said
+    assert "STOLEN True" not in said
+
+
+def test_names_are_from_where_pytest_was_started(tmp_path: Path) -> None:
+    """Its root is another folder, by a pytest.ini in it."""
+    files = {"lib/pytest.ini": "[pytest]\n", "lib/tests/test_x.py": "def test_one(): pass\n"}
+    found, said = witnessed(kit.laid(tmp_path / "w", files), "lib/tests", tests=("lib/tests/test_x.py",))
+    assert "PASSED lib/tests/test_x.py::test_one" in said
+    assert found.ended and found.passed("lib/tests/test_x.py::test_one") and not found.others
