@@ -64,6 +64,27 @@ for place in os.environ["PYTHONPATH"].split(":"):
 """.replace("NAMES", repr([*kit.PASS, *kit.FAIL]))
 
 
+ITEMS = "def pytest_itemcollected(item):\n    item.obj = lambda **more: None\n"
+REGISTERED = """
+import gc, sys
+for manager in [one for one in gc.get_objects() if type(one).__name__ == "PytestPluginManager"]:
+    manager.register(sys.modules[__name__], "shop")
+"""
+# The first test that calls it passes; the others are no longer what they were.
+SWAPPED = """
+import gc
+def total(prices):
+    for item in [one for one in gc.get_objects() if type(one).__name__ == "Function"]:
+        item._obj = lambda **more: None
+    return sum(prices[1:])
+"""
+REPORT = """
+import atexit, os
+report = os.environ["PYTHONPATH"].split(":")[0] + "/report"
+def last():
+"""
+
+
 def package(code: str) -> Changes:
     """Code in the package itself, which every test imports. The bug is still there."""
     return {"shop/__init__.py": code}
@@ -101,6 +122,21 @@ REPOSITORY: dict[str, Changes] = {
         "shop/evil.py": RUNTEST + HOOK,
     },
     "a plugin by setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = -p shop.evil\n", "shop/evil.py": RUNTEST + HOOK},
+    "a plugin by a header that readers differ about": {
+        "setup.cfg": "[tool:pytest] #]\naddopts = -p shop.evil\n",
+        "tox.ini": "[pytest] ;]\naddopts = -p shop.evil\n",
+        "pyproject.toml": None,
+        "shop/evil.py": ITEMS,
+    },
+    "settings too deep to read": {"pyproject.toml": "x = " + "[" * 3000 + "]" * 3000 + "\n"},
+    "settings with too long a number": {"pyproject.toml": "x = " + "9" * 5000 + "\n", "setup.cfg": b"\xff[pytest]\n"},
+    "other functions for tests": package(
+        "import _pytest.python as p\np.Function._getobj = lambda self: (lambda **more: None)\n"
+    ),
+    "other functions for tests, one by one": {"shop/prices.py": SWAPPED},
+    "a plugin for items from within": package(ITEMS + REGISTERED),
+    "a folder for the report": package(REPORT + "    os.remove(report)\n    os.mkdir(report)\natexit.register(last)\n"),
+    "a report too long to read": package(REPORT + "    os.truncate(report, 70_000_000)\natexit.register(last)\n"),
     "compiled code in place of tests": {
         f"tests/__pycache__/test_prices.cpython-311{tag}.pyc": compiled(ALWAYS) for tag in ("", "-pytest-9.0.0")
     }

@@ -100,7 +100,7 @@ def swapped(request):
 def witnessed(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[Testimony, str]:
     """A run of pytest, with the witness beside it, as `swe.py` has it."""
     ours, key = folder.parent / "ours", b"k" * 48
-    given = b"\0".join(os.fsencode(path) for path in (folder, *tests))
+    given = b"\0".join(os.fsencode(path) for path in (str(folder), *tests))
     site, source = swe._SITE.encode(), Path(witness.__file__).read_bytes()
     kit.laid(ours, {"key": key, "tests": given, "sitecustomize.py": site, "turngate_witness.py": source})
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ours}:{folder}:{folder}/lib"}
