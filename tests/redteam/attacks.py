@@ -128,13 +128,12 @@ REPOSITORY: dict[str, Changes] = {
         "pyproject.toml": None,
         "shop/evil.py": ITEMS,
     },
-    "settings too deep to read": {"pyproject.toml": "x = " + "[" * 3000 + "]" * 3000 + "\n"},
-    "settings with too long a number": {"pyproject.toml": "x = " + "9" * 5000 + "\n", "setup.cfg": b"\xff[pytest]\n"},
     "other functions for tests": package(
         "import _pytest.python as p\np.Function._getobj = lambda self: (lambda **more: None)\n"
     ),
     "other functions for tests, one by one": {"shop/prices.py": SWAPPED},
     "a plugin for items from within": package(ITEMS + REGISTERED),
+    "a plugin that has no file": package(f"exec({ITEMS!r})\n" + REGISTERED),
     "a folder for the report": package(REPORT + "    os.remove(report)\n    os.mkdir(report)\natexit.register(last)\n"),
     "a report too long to read": package(REPORT + "    os.truncate(report, 70_000_000)\natexit.register(last)\n"),
     "compiled code in place of tests": {

@@ -42,11 +42,14 @@ async def test_nor_do_links_and_git(name: str, shop: kit.Task, walled: Ground, t
 async def test_honest_work_beside_all_of_it_is_paid(shop: kit.Task, walled: Ground, tmp_path: Path) -> None:
     """Whoever mends the code resolves the task, also where the work has things in it that are set aside."""
     junk = {"tests/test_prices.py": attacks.ALWAYS, "conftest.py": attacks.HOOK, "sitecustomize.py": attacks.RUNTEST}
+    junk |= {"pyproject.toml": "x = " + "[" * 3000 + "]" * 3000, "lib/pyproject.toml": "x = " + "9" * 5000}
     found = await kit.graded(shop, kit.worked(tmp_path / "work", {"shop/prices.py": kit.FIX, **junk}), walled)
     assert (found.kind, found.reward, found.resolved) == ("graded", 1.0, True), found.log
     assert set(found.cases.values()) == {"passed"}
     assert found.notes == (
         "conftest.py: added by the work, and set aside",
+        "lib/pyproject.toml: added by the work, and set aside",
+        "pyproject.toml: what it says to pytest was changed by the work; the task's own is used",
         "sitecustomize.py: added by the work, and set aside",
         "tests/test_prices.py: changed by the work; the task's own is used",
     )

@@ -207,7 +207,8 @@ def _witness(say, place, tests):
     import pytest
 
     plugin = _Plugin()
-    known, folder, own = _original(), os.getcwd() + os.sep, _own(place, tests)
+    known, own = _original(), _own(place, tests)
+    folders = (os.path.realpath(place) + os.sep, place.rstrip(os.sep) + os.sep, os.getcwd() + os.sep)
     functions = pytest.Function
     join_, relative, sep = os.path.join, os.path.relpath, os.sep
     hooks, most = HOOKS, MOST_ODD
@@ -230,8 +231,9 @@ def _witness(say, place, tests):
             hook = getattr(config.hook, name, None)
             for one in hook.get_hookimpls() if hook is not None else ():
                 file = getattr(code_of(one.function), "co_filename", "")
-                if file.startswith(folder) and name_of(file) != "conftest.py":
-                    odd(name + " of " + file[len(folder) :])
+                if not file.startswith(sep) or (file.startswith(folders) and name_of(file) != "conftest.py"):
+                    within = [one for one in folders if file.startswith(one)][:1]
+                    odd(name + " of " + (file[len(within[0]) :] if within else file or "no file"))
 
     def looked_through(item):
         """Nobody stands between the test and us."""
