@@ -52,7 +52,12 @@ READ = f"""{TOOLS}
 exec head -c "$2" -- "$1"
 """
 UPLOAD = TOOLS + '; mkdir -p -- "$1" && exec tar -xof - -C "$1"'
-DOWNLOAD = f'{TOOLS}; folder=$1; shift; [ -d "$folder" ] || exit {MISSING}; exec tar -cf - -C "$folder" "$@" .'
+# What is left out is compared with whole names only: GNU's tar would look for it in every part, for minutes where folders are deep.
+DOWNLOAD = f"""{TOOLS}
+folder=$1; shift; [ -d "$folder" ] || exit {MISSING}
+case "$(tar --version 2>/dev/null)" in *GNU*) set -- --anchored --no-wildcards --no-recursion "$@" --recursion;; esac
+exec tar -cf - -C "$folder" "$@" .
+"""
 
 
 class Posix(ABC):
