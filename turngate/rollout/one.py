@@ -353,7 +353,7 @@ class Rollout:
         """Under an id of our own: where we are cancelled before the answer comes, there is a session to end all the same."""
         stack.push_async_callback(self._end_whatever_happened)
         opened = await self._gateway.open(self._settings(), self._session)
-        self.outcome.session = self.progress.session = opened.id
+        self._session = self.outcome.session = self.progress.session = opened.id
         return opened
 
     def _settings(self) -> dict[str, Json]:
