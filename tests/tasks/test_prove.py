@@ -56,7 +56,6 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
         "solve.sh did not succeed (exit code 3): oh no": script(tmp_path / "fails", there, "echo oh no >&2; exit 3"),
         "no change: invalid task": script(tmp_path / "dies", "kill -9 $$", "touch done"),
         "has no grader": msgspec.structs.replace(good, grader=None),
-        "has no solution": msgspec.structs.replace(good, solution=None),
         "the reference patch does not apply": msgspec.structs.replace(good, solution=Solution(patch=PATCH)),
         "setup.sh ended with exit code 1": msgspec.structs.replace(good, setup="false"),
     }
@@ -137,3 +136,13 @@ def test_the_command_proves_and_says_so_by_its_exit_code(tmp_path: Path) -> None
     assert found["lax"]["verdict"] == "not proven" and "no change scores 1" in found["lax"]["message"]
     done = run(app, ["tasks", "check", str(tmp_path / "all"), "--only", "good"])
     assert done.exit_code == 0 and "All 1 in order: 1 proven." in done.output
+
+
+async def test_without_a_solution_the_grader_is_tried_all_the_same(tmp_path: Path) -> None:
+    ground = Ground(backend=LocalBackend(tmp_path / "sandboxes"))
+    good = msgspec.structs.replace(script(tmp_path / "good", "[ -e done ]", "true"), solution=None)
+    lax = msgspec.structs.replace(script(tmp_path / "lax", "true", "true"), solution=None)
+    dies = msgspec.structs.replace(script(tmp_path / "dies", "kill -9 $$", "true"), solution=None)
+    proofs = [await prove(task, ground) for task in (good, lax, dies)]
+    assert [proof.verdict for proof in proofs] == ["valid", "not proven", "not proven"]
+    assert proofs[0].message.startswith("no change scores 0; there is no solution")

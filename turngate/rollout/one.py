@@ -155,8 +155,8 @@ class Rollout:
             await self._summed_up(_SUM_S)
             await self._judged()
         except asyncio.CancelledError:
-            # Without its grade it is not complete, and whoever goes on with it starts anew.
-            self.outcome.status, self.outcome.kind = "cancelled", None
+            if self._to_be_graded:  # without its grade it is not complete, and whoever goes on with it starts anew
+                self.outcome.status, self.outcome.kind = "cancelled", None
             raise
         finally:
             await to_the_end(asyncio.to_thread(self._discard_work))

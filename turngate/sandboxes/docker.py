@@ -182,8 +182,8 @@ class Docker(Posix):
 
     async def kill(self) -> None:
         """All of it: what runs there cannot be ended otherwise."""
-        self._killed = True
-        await _docker("kill", self.id)
+        code, _, _ = await _docker("kill", self.id)
+        self._killed = self._killed or not code  # otherwise it had ended before
 
     async def running(self) -> bool:
         """Whether the container is there. A daemon that does not answer is another matter, and raises."""

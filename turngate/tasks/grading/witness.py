@@ -228,7 +228,9 @@ def _witness(say, place, tests):
             if variables(place).get(attribute) is not value or code_of(value) is not code:
                 odd(name)
         for name in hooks:
-            hook = getattr(config.hook, name, None)
+            hook = getattr(
+                config.pluginmanager.hook, name, None
+            )  # some of `config.hook` are only wrappers, in pytest 7 and 8
             for one in hook.get_hookimpls() if hook is not None else ():
                 file = getattr(code_of(one.function), "co_filename", "")
                 if not file.startswith(sep) or (file.startswith(folders) and name_of(file) != "conftest.py"):
