@@ -12,7 +12,6 @@ from turngate.render import Renderer, Tokenizer
 # Heavy, but each looks after its own things only: two may run at a time.
 _BESIDE = (
     "tests/rollout",
-    "tests/redteam",
     "tests/tasks/grading",
     "tests/tasks/test_prove",
     "tests/batch",
@@ -23,6 +22,7 @@ _BESIDE = (
 _ALONE = (
     "tests/batch/test_storm",
     "tests/crash",
+    "tests/redteam",  # fork bombs
     "tests/workers",
     "tests/sandboxes",
     "tests/real",

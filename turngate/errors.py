@@ -163,6 +163,10 @@ class SandboxGone(SandboxError):
     """It has ended, though nobody stopped it. What runs in a sandbox can do that to it."""
 
 
+class SandboxStuck(SandboxGone):
+    """What runs in it cannot be ended: it is as good as gone, and by the doing of what runs there."""
+
+
 class SandboxTooLarge(SandboxError):
     """What lies in the sandbox is more than is ever taken out of one. That is the doing of what ran there."""
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from turngate.errors import SandboxError, SandboxGone
+from turngate.errors import SandboxError, SandboxGone, SandboxStuck
 from turngate.sandboxes import cgroups, folders, supervisor
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.posix import KILLED, Posix, to_the_end
@@ -182,7 +182,7 @@ class SupervisedJob:
                     await self._sandbox.send({"job": self._name, "signal": int(number)})
                 await asyncio.wait([self._gone], timeout=patience)
         if not self._gone.done():
-            raise SandboxError("a process cannot be killed")
+            raise SandboxStuck("a process cannot be killed")
 
 
 class _Status(asyncio.Protocol):
