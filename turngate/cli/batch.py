@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -33,8 +32,8 @@ from turngate.cli.run import (
     stoppable,
     writable,
 )
+from turngate.cli.terminal import Showing, one_line, say
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import one_line, say
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.rollout import plot
@@ -181,25 +180,14 @@ def _kept(result: BatchResult, console: Console) -> list[str]:
 # ── while it runs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Watching:
+class Watching(Showing):
     """Live progress: a few lines that change on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, total: int) -> None:
-        self._console = console
+        super().__init__(console)
         self._tally = Tally(total=total)
-        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._picture)
-        self._live = live if console.is_terminal else None
         self._noted = 0
         self._told = time.monotonic()
-
-    def __enter__(self) -> Watching:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def see(self, tally: Tally) -> None:
         self._tally = tally

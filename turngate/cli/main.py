@@ -11,6 +11,7 @@ from typing import Annotated, Optional, TypeVar
 import typer
 
 from turngate import __version__
+from turngate.cli import options
 from turngate.errors import TurngateError
 
 T = TypeVar("T")
@@ -151,51 +152,36 @@ def show(
 
 @app.command()
 def run(
-    agent: Annotated[str, typer.Option(help="A name of `turngate agents`, or a file of your own: ./my-agent.toml.")],
+    agent: options.Agent,
     task: Annotated[str, typer.Option(help="A folder with an instruction.md, or a text file.")] = "",
     prompt: Annotated[str, typer.Option(help="What is asked, instead of a task.")] = "",
-    sandbox: Annotated[
-        str, typer.Option(help="Where the agent runs: local, bubblewrap, docker, e2b, huggingface.")
-    ] = "local",
-    image: Annotated[str, typer.Option(help="The container image or template to run in.")] = "",
-    network: Annotated[str, typer.Option(help="none (only the gateway) or open.")] = "none",
-    config: Annotated[Optional[Path], typer.Option(help="A TOML file with settings of the gateway.")] = None,
-    gateway: Annotated[str, typer.Option(help="Use a running gateway; its key comes from TURNGATE_ADMIN_KEY.")] = "",
-    data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
-    engine: Annotated[
-        Optional[str],
-        typer.Option(help="vllm, sglang, scripted, or one to observe: openai, anthropic, gemini, responses."),
-    ] = None,
-    engine_url: Annotated[Optional[list[str]], typer.Option(help="Where the engine listens.")] = None,
-    engine_key_env: Annotated[
-        Optional[str], typer.Option(help="Name of the environment variable with the engine's key.")
-    ] = None,
-    model: Annotated[Optional[str], typer.Option(help="The model's name, for agent and engine.")] = None,
-    tokenizer: Annotated[Optional[str], typer.Option(help="Folder with tokenizer.json and a chat template.")] = None,
-    script: Annotated[Optional[str], typer.Option(help="Scripted engine: a JSON list of replies.")] = None,
-    max_context: Annotated[Optional[int], typer.Option(help="The model's context length.")] = None,
-    timeout: Annotated[Optional[float], typer.Option(help="Seconds that the agent has. [the task's, or 1800]")] = None,
-    grade: Annotated[bool, typer.Option("--grade/--no-grade", help="Have the task's grader decide.")] = True,
-    on_timeout: Annotated[str, typer.Option(help="An agent that ran out of time: grade, exclude or zero.")] = "grade",
-    on_failure: Annotated[str, typer.Option(help="One that ended with an error: grade, exclude or zero.")] = "grade",
-    on_limit: Annotated[str, typer.Option(help="One whose session met a limit: grade, exclude or zero.")] = "grade",
-    on_lost: Annotated[
-        str, typer.Option(help="One that left nothing to grade, by its own doing: exclude or zero.")
-    ] = "zero",
-    max_turns: Annotated[Optional[int], typer.Option(help="Turns that the session may have.")] = None,
-    max_tokens: Annotated[Optional[int], typer.Option(help="Tokens that may be sampled in all.")] = None,
-    context_tokens: Annotated[
-        Optional[int], typer.Option(help="What the agent is told that the model can take. [131072]")
-    ] = None,
-    cpus: Annotated[Optional[float], typer.Option(help="CPUs of the sandbox.")] = None,
-    memory_mb: Annotated[Optional[int], typer.Option(help="Memory of the sandbox, in megabytes.")] = None,
-    option: Annotated[
-        Optional[list[str]], typer.Option("--set", help="An option of the agent's own, NAME=VALUE; repeat for more.")
-    ] = None,
-    public_url: Annotated[str, typer.Option(help="Where remote sandboxes reach the gateway.")] = "",
-    tunnel: Annotated[
-        str, typer.Option(help="A command that makes a tunnel to {port} and prints its URL, instead of a public URL.")
-    ] = "",
+    sandbox: options.Sandbox = "local",
+    image: options.Image = "",
+    network: options.Network = "none",
+    config: options.Config = None,
+    gateway: options.Gateway = "",
+    data: options.Data = None,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    engine_key_env: options.EngineKeyEnv = None,
+    model: options.Model = None,
+    tokenizer: options.Tokenizer = None,
+    script: options.Script = None,
+    max_context: options.MaxContext = None,
+    timeout: options.Timeout = None,
+    grade: options.Grade = True,
+    on_timeout: options.OnTimeout = "grade",
+    on_failure: options.OnFailure = "grade",
+    on_limit: options.OnLimit = "grade",
+    on_lost: options.OnLost = "zero",
+    max_turns: options.MaxTurns = None,
+    max_tokens: options.MaxTokens = None,
+    context_tokens: options.ContextTokens = None,
+    cpus: options.Cpus = None,
+    memory_mb: options.MemoryMb = None,
+    option: options.Set = None,
+    public_url: options.PublicUrl = "",
+    tunnel: options.Tunnel = "",
     out: Annotated[Optional[Path], typer.Option(help="Folder for what the agent left. [DATA/rollouts]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON.")] = False,
 ) -> None:
@@ -213,7 +199,7 @@ def run(
 
 @app.command()
 def batch(
-    agent: Annotated[str, typer.Option(help="A name of `turngate agents`, or a file of your own: ./my-agent.toml.")],
+    agent: options.Agent,
     tasks: Annotated[
         str,
         typer.Option(
@@ -237,48 +223,33 @@ def batch(
     seed: Annotated[
         Optional[int], typer.Option(help="The order of the tasks, and each rollout's sampling, follow from it.")
     ] = None,
-    sandbox: Annotated[
-        str, typer.Option(help="Where agents run: local, bubblewrap, docker, e2b, huggingface.")
-    ] = "local",
-    image: Annotated[str, typer.Option(help="The container image or template to run in. [the task's]")] = "",
-    network: Annotated[str, typer.Option(help="none (only the gateway) or open.")] = "none",
-    config: Annotated[Optional[Path], typer.Option(help="A TOML file with settings of the gateway.")] = None,
-    gateway: Annotated[str, typer.Option(help="Use a running gateway; its key comes from TURNGATE_ADMIN_KEY.")] = "",
-    data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
-    engine: Annotated[
-        Optional[str],
-        typer.Option(help="vllm, sglang, scripted, or one to observe: openai, anthropic, gemini, responses."),
-    ] = None,
-    engine_url: Annotated[Optional[list[str]], typer.Option(help="Where the engine listens.")] = None,
-    engine_key_env: Annotated[
-        Optional[str], typer.Option(help="Name of the environment variable with the engine's key.")
-    ] = None,
-    model: Annotated[Optional[str], typer.Option(help="The model's name, for agent and engine.")] = None,
-    tokenizer: Annotated[Optional[str], typer.Option(help="Folder with tokenizer.json and a chat template.")] = None,
-    script: Annotated[Optional[str], typer.Option(help="Scripted engine: a JSON list of replies.")] = None,
-    max_context: Annotated[Optional[int], typer.Option(help="The model's context length.")] = None,
-    timeout: Annotated[Optional[float], typer.Option(help="Seconds that an agent has. [the task's, or 1800]")] = None,
-    grade: Annotated[bool, typer.Option("--grade/--no-grade", help="Have the tasks' graders decide.")] = True,
-    on_timeout: Annotated[str, typer.Option(help="An agent that ran out of time: grade, exclude or zero.")] = "grade",
-    on_failure: Annotated[str, typer.Option(help="One that ended with an error: grade, exclude or zero.")] = "grade",
-    on_limit: Annotated[str, typer.Option(help="One whose session met a limit: grade, exclude or zero.")] = "grade",
-    on_lost: Annotated[
-        str, typer.Option(help="One that left nothing to grade, by its own doing: exclude or zero.")
-    ] = "zero",
-    max_turns: Annotated[Optional[int], typer.Option(help="Turns that a session may have.")] = None,
-    max_tokens: Annotated[Optional[int], typer.Option(help="Tokens that may be sampled in a session.")] = None,
-    context_tokens: Annotated[
-        Optional[int], typer.Option(help="What agents are told that the model can take. [131072]")
-    ] = None,
-    cpus: Annotated[Optional[float], typer.Option(help="CPUs of a sandbox.")] = None,
-    memory_mb: Annotated[Optional[int], typer.Option(help="Memory of a sandbox, in megabytes.")] = None,
-    option: Annotated[
-        Optional[list[str]], typer.Option("--set", help="An option of the agent's own, NAME=VALUE; repeat for more.")
-    ] = None,
-    public_url: Annotated[str, typer.Option(help="Where remote sandboxes reach the gateway.")] = "",
-    tunnel: Annotated[
-        str, typer.Option(help="A command that makes a tunnel to {port} and prints its URL, instead of a public URL.")
-    ] = "",
+    sandbox: options.Sandbox = "local",
+    image: options.Image = "",
+    network: options.Network = "none",
+    config: options.Config = None,
+    gateway: options.Gateway = "",
+    data: options.Data = None,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    engine_key_env: options.EngineKeyEnv = None,
+    model: options.Model = None,
+    tokenizer: options.Tokenizer = None,
+    script: options.Script = None,
+    max_context: options.MaxContext = None,
+    timeout: options.Timeout = None,
+    grade: options.Grade = True,
+    on_timeout: options.OnTimeout = "grade",
+    on_failure: options.OnFailure = "grade",
+    on_limit: options.OnLimit = "grade",
+    on_lost: options.OnLost = "zero",
+    max_turns: options.MaxTurns = None,
+    max_tokens: options.MaxTokens = None,
+    context_tokens: options.ContextTokens = None,
+    cpus: options.Cpus = None,
+    memory_mb: options.MemoryMb = None,
+    option: options.Set = None,
+    public_url: options.PublicUrl = "",
+    tunnel: options.Tunnel = "",
     out: Annotated[Optional[Path], typer.Option(help="Folder of the batch. [DATA/batches/…, by what it is]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Refuse to begin a new batch.")] = False,
     keep_work: Annotated[

@@ -17,15 +17,14 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from turngate import tasks
 from turngate.agents.install import Installed, ensure
 from turngate.agents.launch import Limits, plan
 from turngate.agents.spec import AgentSpec, find
+from turngate.cli.terminal import Showing, one_line, safe, say
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import one_line, safe, say
 from turngate.config import ServeConfig, load
 from turngate.errors import ConfigError, DataInUse, Unauthorized
 from turngate.rollout.client import GatewayClient, Unreachable, admin_key_given
@@ -212,26 +211,14 @@ async def stoppable(work: Coroutine[Any, Any, T], console: Console, told: str = 
             loop.remove_signal_handler(number)
 
 
-class Watching:
+class Watching(Showing):
     """Live progress: one line that changes on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._progress = Progress(started=time.time())
-        # Asked for again at each refresh, so that the clock goes on.
-        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._line)
-        self._live = live if console.is_terminal else None
         self._stage = ""
         self._told = 0.0
-
-    def __enter__(self) -> Watching:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def see(self, progress: Progress) -> None:
         self._progress = progress
@@ -240,9 +227,9 @@ class Watching:
         now = time.monotonic()
         if progress.stage != self._stage or (progress.turns and now - self._told > _OFTEN):
             self._stage, self._told = progress.stage, now
-            say(self._console, self._line())
+            say(self._console, self._picture())
 
-    def _line(self) -> Text:
+    def _picture(self) -> Text:
         progress = self._progress
         spent = time.time() - progress.started
         facts = []

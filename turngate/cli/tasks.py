@@ -8,13 +8,12 @@ from typing import Literal
 
 import msgspec
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from turngate.cli.run import stoppable
+from turngate.cli.terminal import Showing, one_line, safe, say
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import one_line, safe, say
 from turngate.errors import ConfigError, TurngateError
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend
@@ -202,23 +201,13 @@ def graded_by(task: Task) -> str:
             return one_line(f"rubric: {', '.join(part.name for part in parts)}")
 
 
-class _Watching:
+class _Watching(Showing):
     """How far the proofs are: one line that changes on a terminal, a plain line each elsewhere."""
 
     def __init__(self, console: Console, whole: int) -> None:
-        self._console, self._whole = console, whole
+        super().__init__(console)
+        self._whole = whole
         self._done = self._bad = 0
-        live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._line)
-        self._live = live if console.is_terminal else None
-
-    def __enter__(self) -> _Watching:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def see(self, line: Checked) -> None:
         self._done += 1
@@ -226,7 +215,7 @@ class _Watching:
         if self._live is None:
             say(self._console, f"{self._done}/{self._whole}  {line.verdict}  {one_line(line.id)}  {line.seconds:.1f} s")
 
-    def _line(self) -> Text:
+    def _picture(self) -> Text:
         bad = (f"  {self._bad} not in order", "red") if self._bad else ("", "")
         return Text.assemble((f"{self._done}/{self._whole}", "bold"), " proven or not …", bad)
 
