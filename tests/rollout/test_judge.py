@@ -16,10 +16,11 @@ from tests.rollout.kit import PRELUDE, Stage, staged
 from tests.sandboxes import kit as sandboxes
 from turngate.engines.scripted import Turn
 from turngate.errors import Boundary
-from turngate.rollout import judge
+from turngate.rollout import judge, one
 from turngate.rollout.judge import without_grading
 from turngate.rollout.outcome import AtEnd, EndPolicy, Fault, Outcome
 from turngate.sandboxes import posix
+from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.grading.grade import Grade
 from turngate.tasks.task import Script, Task
 
@@ -200,3 +201,14 @@ async def test_more_than_can_be_taken_is_a_zero_by_policy(
 async def test_the_tasks_variables_reach_the_agent(stage: Stage, tmp_path: Path) -> None:
     task = asked(tmp_path, 'ask("Hi")\nprint(os.environ["WORD"])', env={"WORD": "said"})
     assert (await stage.run(task=task)).collected.stdout == "said\n"
+
+
+@pytest.mark.parametrize("backend", ["local", "bubblewrap", "docker"])
+async def test_a_sandbox_that_works_is_not_called_broken(stage: Stage, backend: str) -> None:
+    """Where a work could not be taken, that alone decides between the agent's zero and nobody's."""
+    sandboxes.need(backend)
+    made = await sandboxes.MAKE[backend](stage.root).create(SandboxSpec())
+    try:
+        assert not await one._broken(made)
+    finally:
+        await made.stop()

@@ -84,7 +84,8 @@ _END_S = 10.0  # for the gateway to end the session of a rollout that went wrong
 _SUM_S = 120.0  # to count the rows of a long trace
 _SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(SessionLimits))
 _THERE = 'command -v -- "$1" >/dev/null'
-_PACKS_NOTHING = 'PATH="/usr/bin:/bin:$PATH"; exec tar -cf - --files-from /dev/null'  # zeros, and it needs no disk
+_PACKED = b"version"
+_PACK = 'PATH="/usr/bin:/bin:$PATH"; exec tar -cf - -C /proc version 2>/dev/null'  # any tar can, and it needs no disk
 
 
 class Rollout:
@@ -617,10 +618,10 @@ async def _broken(sandbox: Sandbox) -> bool:
     """Whether what packs folders in there does so no more, though it did when the task was laid out: then the agent did away with it.
     A sandbox that does not answer is another matter, and nobody's to blame here."""
     try:
-        done = await sandbox.exec(["/bin/sh", "-c", _PACKS_NOTHING], cwd="/", timeout_s=60)
+        done = await sandbox.exec(["/bin/sh", "-c", _PACK], cwd="/", timeout_s=60)
     except SandboxError:
         return False
-    return not done.timed_out and (done.exit_code != 0 or not done.stdout or any(done.stdout))
+    return not done.timed_out and not done.stdout.startswith(_PACKED)
 
 
 def _being_cancelled() -> bool:
