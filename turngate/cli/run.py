@@ -223,6 +223,9 @@ class Watching(Showing):
     def see(self, progress: Progress) -> None:
         self._progress = progress
         if self._live is not None:
+            if progress.stage != self._stage:  # a short one is shown too
+                self._stage = progress.stage
+                self._live.refresh()
             return
         now = time.monotonic()
         if progress.stage != self._stage or (progress.turns and now - self._told > _OFTEN):
