@@ -153,6 +153,7 @@ class Tip(msgspec.Struct, frozen=True):
     preamble: bytes
     form: type[History]  # of its dialect: in another one the same bytes say something else
     raws: list[bytes]
+    opening: tuple[Message, ...] | None  # its first one, read: every turn asks what the system prompt is
 
 
 class Trace:
@@ -177,6 +178,8 @@ class Trace:
         for tip in self._tips:
             if tip.preamble != reading.preamble or tip.form is not type(reading.history):
                 continue
+            if tip.opening is not None and reading.raws[:1] == tip.raws[:1]:
+                reading.take(0, tip.opening)
             size = len(tip.raws)
             node: Node | None = tip.context
             if reading.raws[:size] != tip.raws:
@@ -194,7 +197,7 @@ class Trace:
         self._tips = [tip for tip in self._tips if tip.context is not context and tip.context is not before][
             1 - _TIPS :
         ]
-        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws))
+        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws, reading.known(0)))
 
     def _walk(self, node: Node | None, at: int, reading: Reading) -> tuple[Node | None, int]:
         """On from `node` by meaning, along the likeliest branch. Ends at a turn, or at a context that is the whole request."""
