@@ -258,17 +258,19 @@ class _FastEncoder:
 
     def _plain(self, piece: str) -> bytes | None:
         """A piece without added tokens in it."""
+        if (known := self._lines.get(piece)) is not None:  # between added tokens there is often but a word
+            return known
         if self._nfc and not piece.isascii() and not _surely_nfc(piece):
             piece = _NFC.normalize_str(piece)
         if not self._by_lines or len(piece) > _MANY_LINES:
             return self._unknown(piece)
         lines = _LINE.findall(piece)
-        known = list(map(self._lines.get, lines))
-        if None in known:
-            known = [found or self._line(line) for line, found in zip(lines, known, strict=True)]
-            if None in known:
+        ids = list(map(self._lines.get, lines))
+        if None in ids:
+            ids = [found or self._line(line) for line, found in zip(lines, ids, strict=True)]
+            if None in ids:
                 return None
-        return b"".join(known)  # type: ignore[arg-type]  # all are known by now
+        return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
     def _line(self, line: str) -> bytes | None:
         """The ids of a line that was not seen of late. Threads may do so at the same time: what they add is the same."""

@@ -139,15 +139,13 @@ def plain_arguments(text: str) -> str:
 
 
 def _whole_numbers(value: Json) -> Json:
-    match value:
-        case float() if value.is_integer() and abs(value) < 2**53:
-            return int(value)
-        case list():
-            return [_whole_numbers(v) for v in value]
-        case dict():
-            return {k: _whole_numbers(v) for k, v in value.items()}
-        case _:
-            return value
+    if isinstance(value, str):  # as most are
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    if isinstance(value, dict):
+        return {k: _whole_numbers(v) for k, v in value.items()}
+    return [_whole_numbers(v) for v in value] if isinstance(value, list) else value
 
 
 def _encodable(text: str) -> str:

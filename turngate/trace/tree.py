@@ -77,25 +77,25 @@ class _Kept:
     """A node's ids: an array while the node is new; from when it is part of a prompt, the JSON that engines want of them, so that it is
     written once and not again with every turn. That takes a third more memory than the array, which is given up for it."""
 
-    __slots__ = ("_array", "_json", "size")
+    __slots__ = ("_array", "size", "spelled")
 
     def __init__(self, ids: Ids) -> None:
         self.size = len(ids)
         self._array: Ids | None = ids
-        self._json = b""
+        self.spelled = b""  # as JSON; empty until that is asked for
 
     @property
     def ids(self) -> Ids:
         array = self._array
-        return ids_of_json(self._json) if array is None else array
+        return ids_of_json(self.spelled) if array is None else array
 
     @property
     def json(self) -> bytes:
         array = self._array
         if array is not None:  # threads may do this at the same time: what they find is the same
-            self._json = ids_as_json(array)
+            self.spelled = ids_as_json(array)
             self._array = None
-        return self._json
+        return self.spelled
 
 
 class Context(_Kept):
@@ -301,7 +301,7 @@ def prompt_ids(node: Sampled | None, added: Ids) -> LongIds:
     parts = [ids_as_json(added)]
     at: Node | None = node
     while at is not None:
-        parts.append(at.json)
+        parts.append(at.spelled or at.json)  # a hundred nodes: a call for each would be felt
         at = at.parent
     parts.reverse()
     return LongIds(parts, len(added) + (node.length if node is not None else 0))
