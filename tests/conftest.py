@@ -17,6 +17,7 @@ _BESIDE = (
     "tests/batch",
     "tests/cli/test_run",
     "tests/swe/test_swe",
+    "tests/trainers/test_openenv_real",
 )
 # These count what is on the machine, kill servers, or need all of it.
 _ALONE = (

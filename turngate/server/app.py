@@ -38,6 +38,7 @@ from turngate.server.asgi import Receive, Scope, Send, answered
 from turngate.server.auth import Auth, admin_key
 from turngate.server.calls import ModelCalls, Paths
 from turngate.server.http import reply, route
+from turngate.server.openenv import OpenEnv
 from turngate.server.prime import Prime
 from turngate.server.tools import ToolsOfHost
 from turngate.slots import ALONE, Place
@@ -220,6 +221,7 @@ class Gateway:
             *self._tools.routes(),
             *Admin(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
+            *OpenEnv(self.control, self.auth).routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
 
