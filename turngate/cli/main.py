@@ -207,6 +207,7 @@ def batch(
         ),
     ],
     n: Annotated[int, typer.Option("--n", help="Rollouts of each task.")] = 1,
+    rounds: Annotated[int, typer.Option(help="How often the tasks come round; more may be asked for later.")] = 1,
     concurrency: Annotated[int, typer.Option(help="Agents that run at once.")] = 8,
     starting: Annotated[
         Optional[int], typer.Option(help="Sandboxes that are started at once. [twice the cores]")
@@ -216,6 +217,9 @@ def batch(
         Optional[int], typer.Option(help="Sandboxes that are prepared ahead of a free place. [the cores]")
     ] = None,
     retries: Annotated[int, typer.Option(help="Further attempts after faults that are not the agent's.")] = 2,
+    stale_retries: Annotated[
+        int, typer.Option(help="Further attempts after the policy moved on too far; 0 leaves such rollouts out.")
+    ] = 2,
     only: Annotated[
         Optional[list[str]], typer.Option(help="Ids of tasks, with * for anything; repeat for more.")
     ] = None,

@@ -15,11 +15,14 @@ import aiohttp
 import msgspec
 
 from turngate.errors import ConfigError, TurngateError, Unauthorized
+from turngate.feed import FeedConfig, FeedView, Page
 from turngate.server.auth import ADMIN_KEY
 from turngate.store.outcome import Recorded
 from turngate.types import Json
 
 _PAGE = 100  # tool calls that are asked for at once
+_LIMIT = aiohttp.ClientTimeout(total=60)
+_BUILDING_S = 120  # for which a gateway may be silent while it makes the rows of a large group
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -52,9 +55,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GatewayClient:
-        self._http = aiohttp.ClientSession(
-            headers={"authorization": f"Bearer {self._key}"}, timeout=aiohttp.ClientTimeout(total=60)
-        )
+        self._http = aiohttp.ClientSession(headers={"authorization": f"Bearer {self._key}"}, timeout=_LIMIT)
         return self
 
     async def __aexit__(
@@ -111,6 +112,44 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         suffix = "?replace=1" if replace else ""
         await self._ask("PUT", f"/admin/sessions/{quote(session)}/outcome{suffix}", msgspec.to_builtins(recorded))
 
+    async def close_group(self, group: str) -> None:
+        """No further rollout of it will come. Once or more often, and whether anybody waits for it or not."""
+        await self._ask("POST", f"/admin/groups/{quote(group, safe='')}/close")
+
+    # ── feeds; `trainers/feed.py` is the easy way to read one ────────────────────────────────────────────────────
+
+    async def feeds(self) -> list[FeedView]:
+        return msgspec.convert((await self._ask("GET", "/admin/feeds"))["feeds"], list[FeedView])
+
+    async def show_feed(self, name: str) -> FeedView:
+        """With the groups that are not complete."""
+        return msgspec.convert(await self._ask("GET", _feed(name)), FeedView)
+
+    async def open_feed(self, name: str, config: FeedConfig) -> FeedView:
+        """The feed of that name, made if there is none. `Refused` (409) where it is there with other choices."""
+        return msgspec.convert(await self._ask("PUT", _feed(name), msgspec.to_builtins(config)), FeedView)
+
+    async def delete_feed(self, name: str) -> None:
+        await self._ask("DELETE", _feed(name))
+
+    async def read_feed(self, name: str) -> str:
+        """Become its reader: the token that pages and commits want. Who was so before is refused from now on."""
+        return str((await self._ask("POST", f"{_feed(name)}/reader"))["reader"])
+
+    async def feed_page(
+        self, name: str, reader: str, *, after: int | None = None, wait: int = 0, limit: int = 1
+    ) -> Page:
+        """Deliveries past a number (None: the committed one), in order; waits up to so many seconds for the first."""
+        asked = f"{_feed(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait}&limit={limit}"
+        past = "" if after is None else f"&after={after}"
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILDING_S)
+        return await self._ask("GET", asked + past, kind=Page, within=limits)  # type: ignore[no-any-return]
+
+    async def commit_feed(self, name: str, reader: str, number: int) -> int:
+        """All up to a number is trained, and in a checkpoint. What is committed now, which may be more."""
+        told = await self._ask("POST", f"{_feed(name)}/commit", {"reader": reader, "number": number})
+        return int(told["committed"])
+
     async def tool_calls(self, session: str) -> list[Json]:
         """Every call of a host tool, oldest first: `call`, `tool`, `arguments`, `time`, `reply`, `answered`, `waiting` …"""
         found: list[Json] = []
@@ -156,18 +195,30 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
                 pass
             await asyncio.sleep(0.5)
 
-    async def _ask(self, method: str, path: str, body: Json = None) -> Any:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Json = None,
+        *,
+        kind: type[Page] | None = None,
+        within: aiohttp.ClientTimeout = _LIMIT,
+    ) -> Any:
+        """`kind`: what the answer is, where it is msgpack; all others are JSON, errors always."""
         assert self._http is not None, "use it as a context manager"
         try:
             # A gateway redirects nobody, and its key is not for others.
-            async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
+            async with self._http.request(
+                method, self.url + path, json=body, allow_redirects=False, timeout=within
+            ) as response:
                 raw = await response.read()
                 answered = "x-turngate" in response.headers
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
             why = str(error) or type(error).__name__
             raise Unreachable(f"gateway: {self.url} cannot be reached ({why})", param="gateway") from None
         try:
-            value = msgspec.json.decode(raw)
+            packed = kind is not None and response.status < 300 and answered
+            value = msgspec.msgpack.decode(raw, type=kind) if packed else msgspec.json.decode(raw)
         except msgspec.DecodeError:
             value = None
         if response.status < 300 and answered and value is not None:
@@ -178,6 +229,10 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         if response.status == 401:
             raise Unauthorized(f"gateway: {message} (the key comes from {ADMIN_KEY})", param=ADMIN_KEY)
         raise Refused(message, response.status)
+
+
+def _feed(name: str) -> str:
+    return f"/admin/feeds/{quote(name, safe='')}"
 
 
 def admin_key_given() -> str:
