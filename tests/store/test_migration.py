@@ -48,7 +48,7 @@ async def test_sessions_go_on_and_everything_is_as_it_was(data: Path) -> None:
     assert schema(data) == 2 and len(before["nodes"]) == 6
     async with gateway([say("Third.")], data=data) as g:
         assert everything(data) == before
-        assert schema(data) == SCHEMA_VERSION == 3
+        assert schema(data) == SCHEMA_VERSION == 4
         assert (await g.show("ended"))["turns"] == 2 and (await g.show("ended"))["outcome"] is None
         said = await g.ask(KEY, [user("Hi"), {"role": "assistant", "content": "Hello."}, user("Go on")])
         assert said.content == "Third."

@@ -37,6 +37,7 @@ from turngate.server.admin import Admin
 from turngate.server.asgi import Receive, Scope, Send, answered
 from turngate.server.auth import Auth, admin_key
 from turngate.server.calls import ModelCalls, Paths
+from turngate.server.feeds import FeedRoutes
 from turngate.server.http import reply, route
 from turngate.server.openenv import OpenEnv
 from turngate.server.prime import Prime
@@ -179,6 +180,7 @@ class Gateway:
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.close()
+        await self.control.close()
         self.store.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -220,6 +222,7 @@ class Gateway:
             ),
             *self._tools.routes(),
             *Admin(self.control, self.auth).routes(),
+            *FeedRoutes(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
             *OpenEnv(self.control, self.auth).routes(),
         ]

@@ -143,6 +143,7 @@ class Together:
 
     async def worker_resume(self, request: Request) -> Response:
         self._gateway.fence.resume((await body(request, ResumeBody)).version)
+        self._gateway.control.version_rose()
         return self._state()
 
     def _state(self) -> Response:
