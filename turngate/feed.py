@@ -27,7 +27,7 @@ from turngate.fence import Fence
 from turngate.store.feeds import FeedRow, Member, Waiting
 from turngate.store.outcome import Class
 from turngate.store.sqlite import Store
-from turngate.trace.advantage import Choice, advantages, weight
+from turngate.trace.advantage import LARGEST, Choice, advantages, weight
 from turngate.trace.roles import roles
 from turngate.trace.sample import Sample, Span, samples, untrainable
 from turngate.trace.session import Session, SessionConfig
@@ -210,6 +210,11 @@ class Feeds:
             row = self._find(name)
             if row.reader != reader:
                 raise self._taken(name)
+            if after is not None and after > row.newest:
+                raise Conflict(
+                    f"after: feed {name!r} has given out no number {after}, the newest is {row.newest}; is this the gateway's data folder?",
+                    param="after",
+                )
             return row if row.newest > (row.committed if after is None else after) else None
 
         found = await self._events.until(more, min(wait, LONGEST_WAIT_S), of=_WOKEN)
@@ -224,7 +229,7 @@ class Feeds:
             deliveries.append(msgspec.Raw(made))
             size += len(made)
         # Asked last: what takes time must not be a way to read past one's successor.
-        if not self._log.hand_out(row.key, reader, number if deliveries else 0):
+        if deliveries and not self._log.hand_out(row.key, reader, number):
             raise self._taken(name)
         told = Page(
             feed=name, newest=row.newest, committed=row.committed, version=version, deliveries=tuple(deliveries)
@@ -256,6 +261,8 @@ class Feeds:
                 self._reading = Store.reading(self._store.path.parent)
             store = self._reading
             members = store.feeds.members(row.key, number)
+            if not members:
+                raise _missing(row.name)  # it was deleted meanwhile
             made = [_rolled(store, member, config, version) for member in members]
         found = advantages([one.reward for one in made], config.advantage)
         delivery = WireDelivery(
@@ -343,6 +350,8 @@ def _judged(
     outcome = member.outcome
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")
+    if abs(outcome.reward) > LARGEST:
+        return False, f"its reward of {outcome.reward:g} is too large to reckon with"
     if not rows:
         return False, "nothing of it can be trained"
     oldest = min(span.version_start for row in rows for span in row.spans if span.trained)

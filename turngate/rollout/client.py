@@ -8,7 +8,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -16,10 +16,12 @@ import msgspec
 
 from turngate.errors import ConfigError, TurngateError, Unauthorized
 from turngate.feed import FeedConfig, FeedView, Page
+from turngate.fence import Pause
 from turngate.server.auth import ADMIN_KEY
 from turngate.store.outcome import Recorded
 from turngate.types import Json
 
+T = TypeVar("T")
 _PAGE = 100  # tool calls that are asked for at once
 _LIMIT = aiohttp.ClientTimeout(total=60)
 _BUILDING_S = 120  # for which a gateway may be silent while it makes the rows of a large group
@@ -41,8 +43,8 @@ class Unreachable(TurngateError):
 class Refused(TurngateError):
     """The gateway said no."""
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(f"gateway: {message}")
+    def __init__(self, message: str, status: int, param: str | None = None) -> None:
+        super().__init__(f"gateway: {message}", param=param)
         self.answered = status
 
 
@@ -72,6 +74,19 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     async def check(self) -> None:
         """That it is there, and takes our key."""
         await self._ask("GET", "/admin/fence")
+
+    async def fence(self) -> Json:
+        """`version` of the policy, `paused`, `in_flight`."""
+        return await self._ask("GET", "/admin/fence")
+
+    async def pause(self, mode: Pause = "hold") -> Json:
+        """New calls wait from now on. `drain` answers when those in flight have ended, however long that takes."""
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        return await self._ask("POST", "/admin/fence/pause", {"mode": mode}, within=limit)
+
+    async def resume(self, version: int | None = None) -> Json:
+        """Calls go on, at a policy version; None: the one that it was."""
+        return await self._ask("POST", "/admin/fence/resume", {"version": version})
 
     async def models(self) -> list[str]:
         """The names of the models that it serves."""
@@ -137,10 +152,10 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         return str((await self._ask("POST", f"{_feed(name)}/reader"))["reader"])
 
     async def feed_page(
-        self, name: str, reader: str, *, after: int | None = None, wait: int = 0, limit: int = 1
+        self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1
     ) -> Page:
         """Deliveries past a number (None: the committed one), in order; waits up to so many seconds for the first."""
-        asked = f"{_feed(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait}&limit={limit}"
+        asked = f"{_feed(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
         past = "" if after is None else f"&after={after}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILDING_S)
         return await self._ask("GET", asked + past, kind=Page, within=limits)  # type: ignore[no-any-return]
@@ -195,13 +210,19 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
                 pass
             await asyncio.sleep(0.5)
 
+    async def packed(self, path: str, sent: object, kind: type[T], within_s: float = 60) -> T:
+        """POST msgpack, and get msgpack: what the gate speaks (`trainers/gate.py`)."""
+        limit = aiohttp.ClientTimeout(total=within_s)
+        body = msgspec.msgpack.encode(sent)
+        return await self._ask("POST", path, body, kind=kind, within=limit)  # type: ignore[no-any-return]
+
     async def _ask(
         self,
         method: str,
         path: str,
         body: Json = None,
         *,
-        kind: type[Page] | None = None,
+        kind: type[Any] | None = None,
         within: aiohttp.ClientTimeout = _LIMIT,
     ) -> Any:
         """`kind`: what the answer is, where it is msgpack; all others are JSON, errors always."""
@@ -209,7 +230,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         try:
             # A gateway redirects nobody, and its key is not for others.
             async with self._http.request(
-                method, self.url + path, json=body, allow_redirects=False, timeout=within
+                method, self.url + path, **_sent(body), allow_redirects=False, timeout=within
             ) as response:
                 raw = await response.read()
                 answered = "x-turngate" in response.headers
@@ -225,10 +246,15 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
             return value
         if not answered:
             raise ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
-        message = value["error"]["message"] if isinstance(value, dict) and "error" in value else f"{response.status}"
+        told = value["error"] if isinstance(value, dict) and "error" in value else {"message": f"{response.status}"}
+        message = told["message"]
         if response.status == 401:
             raise Unauthorized(f"gateway: {message} (the key comes from {ADMIN_KEY})", param=ADMIN_KEY)
-        raise Refused(message, response.status)
+        raise Refused(message, response.status, told.get("param"))
+
+
+def _sent(body: Json) -> dict[str, Any]:
+    return {"data": body} if isinstance(body, bytes) else {"json": body}
 
 
 def _feed(name: str) -> str:

@@ -364,11 +364,8 @@ class Rollout:
             "agent": order.agent.name,
             "agent_version": order.agent.install.version,
             "sandbox": order.backend.name,
-            **(
-                {"rollout": order.rollout, "group": self.outcome.group, "attempt": order.attempt}
-                if order.rollout
-                else {}
-            ),
+            "group": self.outcome.group,
+            **({"rollout": order.rollout, "attempt": order.attempt} if order.rollout else {}),
         }
         given = dict(order.session)
         return {

@@ -6,6 +6,7 @@ serves it, since all of it is in the store.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -71,7 +72,7 @@ class FeedRoutes:
             name,
             reader,
             after=whole_number(request, "after"),
-            wait=whole_number(request, "wait", 0) or 0,
+            wait=_seconds(request, "wait"),
             limit=whole_number(request, "limit", 1) or 1,
         )
         return Response(page, media_type="application/msgpack")
@@ -83,3 +84,14 @@ class FeedRoutes:
     async def close_group(self, request: Request) -> Response:
         group = request.path_params["group"]
         return reply({"group": group, "deliveries": self._feeds.close_group(group)})
+
+
+def _seconds(request: Request, name: str) -> float:
+    text = request.query_params.get(name, "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(f"{name}: {text!r} is not a number of seconds", param=name)
+    return seconds

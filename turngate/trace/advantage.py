@@ -11,6 +11,7 @@ from typing import Literal
 
 Choice = Literal["normalised", "leave_one_out", "none"]
 EPSILON = 1e-6  # added to the standard deviation, so that a group that hardly differs is not blown up
+LARGEST = 1e100  # of a reward: the squares of larger ones are no numbers any more
 
 
 def advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | None]:

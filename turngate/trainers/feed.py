@@ -20,7 +20,7 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ __all__ = ["BlockingFeed", "Damaged", "Delivery", "Feed", "FeedConfig", "Rolled"
 T = TypeVar("T")
 _WAIT_S = 30  # that one question waits for an answer at the gateway
 _BACK_OFF_S = (0.1, 0.5, 2.0)  # while it does not answer
+_BACK_S = 60.0  # for a gateway that is being started again, where somebody waits to go on
 _delivery = msgspec.msgpack.Decoder(WireDelivery)
 
 
@@ -128,9 +129,9 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         """
         if after is not None and after < 0:
             raise ValueError(f"after: {after} is no number of a delivery")
-        await gateway.open_feed(name, config)
-        reader = await gateway.read_feed(name)
-        committed = (await gateway.show_feed(name)).committed
+        await _answered(lambda: gateway.open_feed(name, config))
+        reader = await _answered(lambda: gateway.read_feed(name))
+        committed = (await _answered(lambda: gateway.show_feed(name))).committed
         return cls(gateway, name, config, reader, committed, committed if after is None else after, limit)
 
     async def __aenter__(self) -> Feed:
@@ -167,15 +168,13 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     async def commit(self, number: int) -> None:
         """All up to a number is in this trainer's checkpoint: no reader starts before it again. As often as one likes."""
-        self.committed = max(
-            self.committed, await self._asked(self._gateway.commit_feed(self.name, self._reader, number))
-        )
+        told = await _answered(lambda: self._gateway.commit_feed(self.name, self._reader, number))
+        self.committed = max(self.committed, told)
 
     async def _fetch(self, wait_s: float) -> None:
-        asked = self._gateway.feed_page(
-            self.name, self._reader, after=self._after, wait=_whole(wait_s), limit=self._limit
+        page = await _asked(
+            self._gateway.feed_page(self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit)
         )
-        page = await self._asked(asked)
         self.committed = max(self.committed, page.committed)
         found = [_read(_delivery.decode(raw)) for raw in page.deliveries]
         for expected, delivery in enumerate(found, self._after + 1):
@@ -184,15 +183,28 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self._ready.extend(found)
         self._after += len(found)
 
-    async def _asked(self, answer: Coroutine[Any, Any, T]) -> T:
+
+async def _answered(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """A gateway that is being started again is waited for. Only for what may be asked twice."""
+    end = time.monotonic() + _BACK_S
+    while True:
         try:
-            return await answer
-        except Refused as refused:
-            if refused.answered == 503:  # it is being stopped, or its disk is full: it may be mended
-                raise Unreachable(refused.message) from None
-            if refused.answered == 404 or (refused.answered == 409 and "reader:" in refused.message):
-                raise TakenOver(refused.message) from None
-            raise
+            return await _asked(ask())
+        except Unreachable:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(_BACK_OFF_S[1])
+
+
+async def _asked(answer: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await answer
+    except Refused as refused:
+        if refused.answered == 503:  # it is being stopped, or its disk is full: it may be mended
+            raise Unreachable(refused.message) from None
+        if refused.answered == 404 or (refused.answered == 409 and refused.param == "reader"):
+            raise TakenOver(refused.message) from None
+        raise
 
 
 class BlockingFeed(AbstractContextManager["BlockingFeed"]):
@@ -230,7 +242,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
 
     def __iter__(self) -> Iterator[Delivery]:
         """For as long as it is open."""
-        while True:
+        while not self._loop.is_closed():
             if (delivery := self.next(_WAIT_S)) is not None:
                 yield delivery
 
@@ -283,11 +295,6 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         await asyncio.gather(*others, return_exceptions=True)
         if self._gateway is not None:
             await self._gateway.__aexit__(None, None, None)
-
-
-def _whole(seconds: float) -> int:
-    """Up, so that nobody asks in a circle for the last half second."""
-    return -int(-seconds // 1)
 
 
 def _read(wire: WireDelivery) -> Delivery:
