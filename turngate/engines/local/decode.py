@@ -1,0 +1,99 @@
+"""One step for all slots that sample: the network, the drawing, and the state that goes from step to step.
+
+Called by `worker.py`, in its thread.
+`Decoder` is the plain one, for a CPU: it computes only the slots that sample. `graphs.GraphDecoder` does the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from turngate.engines.local.cache import KeyValues, Piece, Places
+from turngate.engines.local.model import Model
+from turngate.engines.local.sampler import Bent, bend, draw
+from turngate.types import Ids, Logprobs, type_of_ids
+
+
+class Armed(msgspec.Struct, frozen=True):
+    """What a slot begins to sample with: its last id, that id's position, and how it is drawn."""
+
+    slot: int
+    token: int
+    position: int
+    seed: int
+    drawn: int
+    temperature: float
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A step under way: its rows' slots, and where the results will be."""
+
+    slots: Places
+    ids: Tensor
+    logprobs: Tensor
+
+
+class Decoder:
+    """`ahead`: how many steps may be under way before the first is collected."""
+
+    ahead = 0
+
+    def __init__(self, model: Model, slots: int, length: int) -> None:
+        self.model = model
+        self.cache = KeyValues(model.shape, slots, length, model.device, model.dtype)
+        # Of each slot: the id to go on from, its position, the call's seed, and how many it has drawn.
+        self.state = torch.zeros((4, slots), dtype=torch.int64, device=model.device)
+        self.temperature = torch.ones(slots, device=model.device)
+        self.state[1] = self.cache.spare
+
+    def arm(self, armed: Sequence[Armed]) -> None:
+        """These slots sample from the next step on."""
+        index = torch.tensor([a.slot for a in armed])
+        values = torch.tensor([(a.token, a.position, a.seed, a.drawn) for a in armed], dtype=torch.int64).T
+        warm = torch.tensor([a.temperature for a in armed], dtype=torch.float32)
+        device = self.state.device
+        self.state[:, index.to(device)] = values.to(device)
+        self.temperature[index.to(device)] = warm.to(device)
+
+    def park(self, slots: Sequence[int]) -> None:
+        """These slots sample no more."""
+        self.state[1, torch.tensor(slots, device=self.state.device)] = self.cache.spare
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Compute the keys and values of these ids."""
+        device = self.state.device
+        sizes = [len(piece.ids) for piece in pieces]
+        ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces]).astype(np.int64)).to(device)
+        slots = torch.from_numpy(np.repeat([piece.slot for piece in pieces], sizes)).to(device)
+        places = np.concatenate([np.arange(p.start, p.start + n) for p, n in zip(pieces, sizes, strict=True)])
+        positions = torch.from_numpy(places).to(device)
+        self.model.run(ids, positions, self.cache.filling(pieces, slots, positions))
+
+    def launch(self, slots: Places, bent: Sequence[Bent]) -> Pending:
+        """Begin a step for these slots (ascending). With anything bent, all steps before it must have been collected."""
+        index = torch.from_numpy(slots)
+        tokens, positions, seeds, drawn = self.state[:, index]
+        attend = self.cache.stepping(slots, positions.numpy())
+        scores = self.model.scores(self.model.run(tokens, positions, attend)).float()
+        for row in bent:
+            bend(scores, row)
+        ids, logprobs = draw(scores, self.temperature[index], seeds, drawn)
+        self.state[0, index] = ids
+        self.state[1, index] = positions + 1
+        self.state[3, index] = drawn + 1
+        return Pending(slots, ids, logprobs)
+
+    def collect(self, pending: Pending) -> tuple[Ids, Logprobs]:
+        return pending.ids.numpy().astype(type_of_ids), pending.logprobs.numpy()
+
+    def settle(self) -> None:
+        """Return when nothing is under way any more."""
+
+    def reset(self) -> None:
+        """After a failure: no slot samples."""
+        self.state[1] = self.cache.spare

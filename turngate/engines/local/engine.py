@@ -1,0 +1,324 @@
+"""The engine seam for a model in this process: calls in, chunks out. Built by `server/app.py` and by trainers; called by `turn.py`.
+
+    engine = LocalEngine("path/to/model")
+    await engine.start()
+    async with engine.updating():      # nothing is sampled in here; calls under way wait, and go on with the new weights
+        optimizer.step()               # over engine.model.parameters()
+
+The event loop never computes: `worker.py` has a thread of its own, and this file turns its batches into streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.local.cache import KeyValues, Slots
+from turngate.engines.local.decode import Decoder
+from turngate.engines.local.model import Model
+from turngate.engines.local.weights import load
+from turngate.engines.local.worker import Batch, End, Order, Worker
+from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
+from turngate.types import type_of_ids
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SLOTS = {"cpu": 16, "cuda": 256}
+_FILL_TOKENS = {"cpu": 512, "cuda": 16_384}
+
+
+class LocalEngine:
+    """A model that samples here. `model` is a folder, or a model that somebody else trains.
+
+    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. Where the model given has another one, the engine samples from a copy that
+    is renewed after every update; else trainer and engine have the same parameters. `slots` is how many calls are sampled at once; more of
+    them wait. `max_context` is at most the model's own, and what is reserved for each slot.
+    """
+
+    def __init__(
+        self,
+        model: Model | str | Path,
+        *,
+        device: Device = "auto",
+        dtype: Dtype = "auto",
+        slots: int | None = None,
+        max_context: int | None = None,
+        served: str = "",
+        name: str = "local",
+        fill_tokens: int | None = None,
+        flush_s: float = 0.02,
+    ) -> None:
+        self.name = name
+        self.served = served or (Path(model).name if not isinstance(model, Model) else name)
+        kind = model.device.type if isinstance(model, Model) else _device(device)
+        wanted = _dtype(dtype, kind)
+        self.model = model if isinstance(model, Model) else load(model, kind, wanted)
+        self.max_context = min(max_context or self.model.shape.context, self.model.shape.context)
+        self._own = None if self.model.dtype == wanted else copy.deepcopy(self.model).requires_grad_(False).to(wanted)
+        sampled = self._own or self.model
+        self.slots = slots or _slots(sampled, self.max_context, kind)
+        self._decoder = _decoder(sampled, self.slots, self.max_context)
+        self._table = Slots(self.slots, self.max_context)
+        self._worker = Worker(
+            self._decoder, self._table, self._deliver, fill_tokens=fill_tokens or _FILL_TOKENS[kind], flush_s=flush_s
+        )
+        self._serials = itertools.count(1)
+        self._open: dict[int, Generation] = {}
+        self._guard = threading.Lock()  # `_open` is used by the event loops and the thread
+        self._state: Literal["new", "started", "closed"] = "new"
+
+    def __repr__(self) -> str:
+        return f"LocalEngine({self.served!r}, device={self.model.device}, dtype={self._decoder.model.dtype}, slots={self.slots})"
+
+    @property
+    def reused_tokens(self) -> int:
+        """Ids of prompts that were found in the cache and not computed again."""
+        return self._table.reused
+
+    async def start(self) -> None:
+        if self._state == "new":
+            self._state = "started"
+            self._worker.start()
+
+    async def close(self) -> None:
+        started, self._state = self._state == "started", "closed"
+        if started:
+            await asyncio.to_thread(self._worker.end)
+
+    async def health(self) -> list[Health]:
+        detail = self._worker.broken or ("" if self._state == "started" else f"the local engine is {self._state}")
+        return [
+            Health(
+                url=f"{self.name}:{self.model.device}",
+                ok=not detail,
+                detail=detail,
+                model=self.served,
+                max_context=self.max_context,
+                in_flight=len(self._open),
+            )
+        ]
+
+    def release(self, session: str) -> None:
+        """Nothing to forget: what a session has computed is overwritten when its slot is the stalest."""
+
+    def generate(self, request: Generate) -> Generation:
+        return Generation(self, request)
+
+    @asynccontextmanager
+    async def updating(self, *, drain: bool = False) -> AsyncIterator[Model]:
+        """Sampling stands still inside. Calls under way go on afterwards, with the new weights; `drain`: they end first, and new ones
+        wait. What was computed with the old weights is computed again, so every log-probability is that of one set of weights over the
+        whole context.
+        """
+        reached = self._worker.hold(drain)
+        try:
+            await asyncio.wrap_future(reached)
+            yield self.model
+            await asyncio.to_thread(self._renew)
+        finally:
+            self._worker.resume()
+
+    @contextmanager
+    def updating_here(self, *, drain: bool = False) -> Iterator[Model]:
+        """The same, for a thread without an event loop."""
+        reached = self._worker.hold(drain)
+        try:
+            reached.result()
+            yield self.model
+            self._renew()
+        finally:
+            self._worker.resume()
+
+    def _renew(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the trainer's stream is not ours
+        if self._own is not None:
+            with torch.no_grad():
+                for mine, theirs in zip(self._own.parameters(), self.model.parameters(), strict=True):
+                    mine.copy_(theirs)
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)
+
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def order(self, request: Generate) -> Order:
+        """What the thread is asked for; refused here where it cannot be done."""
+        if self._state != "started" or self._worker.broken:
+            why = self._worker.broken or ("it was closed" if self._state == "closed" else "it was not started")
+            raise EngineUnavailable(f"{self.name} does not sample: {why}")
+        if request.constraint is not None:
+            raise EngineRejected(
+                f"{self.name} cannot force an output into a shape ({request.constraint.kind}); "
+                "use vLLM or SGLang, or let the model answer freely"
+            )
+        prompt = np.ascontiguousarray(request.prompt, type_of_ids)
+        if not prompt.size:
+            raise EngineRejected(f"{self.name} was asked to go on from an empty prompt")
+        vocabulary = self.model.shape.vocabulary
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
+            raise EngineRejected(
+                f"{self.name}: id {wrong} is not one of the model's {vocabulary}: the tokenizer is another's"
+            )
+        room = self.max_context - prompt.size
+        if room < 1:
+            raise ContextOverflow(
+                f"{self.name}: the prompt has {prompt.size} tokens, and the context is {self.max_context}",
+                most=self.max_context,
+                size=int(prompt.size),
+            )
+        if request.max_tokens < 1:
+            raise EngineRejected(f"{self.name} was asked for {request.max_tokens} tokens")
+        stop_ids = tuple(i for i in request.stop_ids if 0 <= i < vocabulary)
+        most = min(request.max_tokens, room)
+        return Order(next(self._serials), prompt, most, request.sampling, stop_ids, request.cache_salt)
+
+    def submit(self, order: Order, generation: Generation) -> None:
+        with self._guard:
+            self._open[order.serial] = generation
+        self._worker.submit(order)
+
+    def leave(self, serial: int, *, over: bool) -> None:
+        with self._guard:
+            self._open.pop(serial, None)
+        if not over:
+            self._worker.abort(serial)
+
+    def _deliver(self, batch: Batch) -> None:
+        """In the thread: to the event loop of each call, in one go."""
+        with self._guard:
+            loops = {generation.loop for generation in self._open.values()}
+        for loop in loops:
+            try:
+                loop.call_soon_threadsafe(self._hand_out, loop, batch)
+            except RuntimeError:  # a loop that was closed over its calls
+                self._abandon(loop)
+
+    def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._guard:
+            left = [serial for serial, generation in self._open.items() if generation.loop is loop]
+        for serial in left:
+            self.leave(serial, over=False)
+
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, batch: Batch) -> None:
+        """In the event loop."""
+        bounds = np.flatnonzero(np.diff(batch.serials)) + 1
+        for serials, ids, logprobs in zip(
+            np.split(batch.serials, bounds), np.split(batch.ids, bounds), np.split(batch.logprobs, bounds), strict=True
+        ):
+            found = self._open.get(int(serials[0])) if serials.size else None
+            if found is not None and found.loop is loop:
+                found.take(ids.tolist(), logprobs.tolist())
+        for serial, end in batch.ends.items():
+            found = self._open.get(serial)
+            if found is not None and found.loop is loop:
+                found.finish(end)
+
+
+class Generation:
+    """One call: entered, it is a stream of chunks; left before its end, it is aborted. Nothing happens before the first is asked for."""
+
+    def __init__(self, engine: LocalEngine, request: Generate) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._engine, self._request = engine, request
+        self._serial = 0
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._end: End | None = None
+        self._told = False  # the last chunk was given
+        self._news: asyncio.Future[None] | None = None
+        self._echo = request.echo_prompt
+
+    async def __aenter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._serial:
+            self._engine.leave(self._serial, over=self._end is not None)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._told:
+            raise StopAsyncIteration
+        if not self._serial:
+            order = self._engine.order(self._request)
+            self._serial = order.serial
+            self._engine.submit(order, self)
+        while self._end is None and not (self._ids and self._request.stream):
+            self._news = self.loop.create_future()
+            await self._news
+        if self._end is not None and not isinstance(self._end, str) and not self._ids:
+            self._told = True
+            raise self._end
+        return self._chunk()
+
+    def take(self, ids: list[int], logprobs: list[float]) -> None:
+        self._ids += ids
+        self._logprobs += logprobs
+        if self._request.stream:
+            self._wake()
+
+    def finish(self, end: End) -> None:
+        self._end = end
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _chunk(self) -> Chunk:
+        ids, self._ids = self._ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        finish = self._end if isinstance(self._end, str) else None
+        self._told = finish is not None
+        prompt = self._request.prompt.tolist() if self._echo else None
+        self._echo = False
+        return Chunk(ids, logprobs, finish, prompt)
+
+
+def _device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {wanted!r} is not auto, cpu or cuda", param="device")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device here; choose cpu", param="device")
+    return wanted
+
+
+def _dtype(wanted: str, kind: str) -> torch.dtype:
+    if wanted == "auto":
+        return torch.bfloat16 if kind == "cuda" else torch.float32
+    if wanted not in _DTYPES:
+        raise ConfigError(f"dtype: {wanted!r} is not auto, float32 or bfloat16", param="dtype")
+    return _DTYPES[wanted]
+
+
+def _slots(model: Model, length: int, kind: str) -> int:
+    """As many as usual, or as fit into half of the memory that is there."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
+    return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))
+
+
+def _decoder(model: Model, slots: int, length: int) -> Decoder:
+    if model.device.type == "cuda":
+        from turngate.engines.local.graphs import GraphDecoder
+
+        return GraphDecoder(model, slots, length)
+    return Decoder(model, slots, length)
