@@ -240,7 +240,7 @@ def _kind(session: Session) -> dict[str, str]:
     if session.config.mode != "observe":
         level: Capture = "tokens"
     else:  # an endpoint gives what it gives
-        level = next((level for level in ("text", "logprobs", "tokens") if level in seen), "text")  # type: ignore[assignment]
+        level = next((level for level in ("text", "logprobs", "tokens") if level in seen), "text")
     purpose = session.config.metadata.get(_MARK, {}).get("purpose", "auto")
     return {"capture_level": level, "rollout_type": "train" if level == "tokens" and purpose != "eval" else "eval"}
 
