@@ -12,7 +12,7 @@ import msgspec
 from turngate.errors import ConfigError
 from turngate.explain import explain
 
-EngineKind = Literal["vllm", "sglang", "scripted", "openai", "anthropic", "gemini", "responses"]
+EngineKind = Literal["vllm", "sglang", "scripted", "gate", "openai", "anthropic", "gemini", "responses"]
 # Engines that are only observed, and how much they can be asked to tell of their tokens.
 OBSERVED: dict[str, tuple[str, ...]] = {
     "openai": ("auto", "tokens", "logprobs", "text"),
@@ -28,7 +28,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8700  # port to listen on; 0 takes a free one
     data: str = "turngate-data"  # the folder that holds everything recorded
-    engine: EngineKind = "scripted"  # who generates; openai (chat), anthropic, gemini and responses are only observed
+    engine: EngineKind = (
+        "scripted"  # who generates; gate: the trainer; openai (chat), anthropic, gemini and responses are only observed
+    )
     engine_url: list[str] = []  # where the engine listens; several are replicas
     engine_api: Literal["completions", "generate"] = "completions"  # the endpoint of vLLM that takes the ids
     engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
@@ -71,7 +73,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context: {self.max_context} must be at least 1", param="max_context")
-        if self.engine != "scripted" and not self.engine_url:
+        if self.engine not in ("scripted", "gate") and not self.engine_url:
             raise ConfigError(
                 f"engine_url: the engine {self.engine!r} needs at least one --engine-url", param="engine_url"
             )
@@ -90,7 +92,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "engine_url: observe mode relays to one endpoint; give one --engine-url", param="engine_url"
             )
-        if self.engine in ("vllm", "sglang") and not self.tokenizer:
+        if self.engine == "gate" and self.engine_url:
+            raise ConfigError(
+                "engine_url: the engine 'gate' is the trainer, which comes by itself (docs/gate.md); leave --engine-url out",
+                param="engine_url",
+            )
+        if self.engine == "gate" and self.workers > 1:
+            raise ConfigError(
+                "workers: the engine 'gate' has one queue of calls, in one process; leave --workers out",
+                param="workers",
+            )
+        if self.engine in ("vllm", "sglang", "gate") and not self.tokenizer:
             raise ConfigError(
                 "tokenizer: exact sessions need the model's tokenizer folder; give --tokenizer PATH", param="tokenizer"
             )

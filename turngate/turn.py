@@ -58,6 +58,7 @@ from turngate.types import (
     Ids,
     Logprobs,
     Message,
+    Mode,
     ReplyEvent,
     Sampling,
     Usage,
@@ -77,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True):
     max_context: int | None = None  # the model's; None: the engine judges
     echo_prompt: bool = False  # have the engine repeat the prompt it saw and compare
     vocabulary: str = ""  # digest of the tokenizer; a session goes on only with the one it began with
+    mode: Mode = "exact"  # of the sessions that the engine serves; "gate" where the engine is the trainer
 
 
 class Draft:
@@ -95,10 +97,13 @@ class Draft:
         self.verbatim = b""
         self.counted = False  # its tokens are in the session's count, no longer in its live ones
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: int) -> None:
+    def take(
+        self, ids: Sequence[int], logprobs: Sequence[float | None] | None, first: int, last: int | None = None
+    ) -> None:
+        """Sampled at these versions of the policy."""
         if not self.ids:
-            self.version_start = version
-        self.version_end = version
+            self.version_start = first
+        self.version_end = first if last is None else last
         self.ids.extend(ids)
         if logprobs is None or self.logprobs is None:
             self.logprobs = None  # one chunk without them: the turn has none, rather than some that look whole
@@ -226,6 +231,10 @@ class Turns:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
+        if session.config.mode != self._settings.mode:
+            raise Conflict(
+                f"this session has mode {session.config.mode!r}, and this gateway's engine serves {self._settings.mode!r}"
+            )
         prompt = await self._prompts.render(session, call, renderer)
         room = self._room(session, call, len(prompt.ids))
         sampling = resolve_sampling(session, call)
@@ -324,6 +333,7 @@ class Turns:
             session=session.id,
             request_id=f"turngate-{os.urandom(16).hex()}",
             cache_salt=f"v{self._fence.version}",
+            version=self._fence.version,
             echo_prompt=self._settings.echo_prompt,
         )
 
@@ -342,7 +352,8 @@ class Turns:
                 if reader.satisfied:
                     end = n + 1
                     break
-        draft.take(ids[:end], None if logprobs is None else logprobs[:end], self._fence.version)
+        versions = chunk.versions or (self._fence.version, self._fence.version)
+        draft.take(ids[:end], None if logprobs is None else logprobs[:end], *versions)
         session.live_tokens += end
         return events if by_token else reader.feed(ids[:end])
 

@@ -22,6 +22,7 @@ from turngate.control import Control
 from turngate.dialects import DIALECTS, Dialect
 from turngate.engines.anthropic import AnthropicRelay
 from turngate.engines.base import Engine, Health, Relay
+from turngate.engines.gate import Gate
 from turngate.engines.gemini import GeminiRelay
 from turngate.engines.openai import OpenAIRelay
 from turngate.engines.pool import Pool
@@ -38,6 +39,7 @@ from turngate.server.asgi import Receive, Scope, Send, answered
 from turngate.server.auth import Auth, admin_key
 from turngate.server.calls import ModelCalls, Paths
 from turngate.server.feeds import FeedRoutes
+from turngate.server.gate import GateRoutes
 from turngate.server.http import reply, route
 from turngate.server.openenv import OpenEnv
 from turngate.server.prime import Prime
@@ -87,6 +89,9 @@ class Gateway:
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
             self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
         self.fence = Fence(int(self.store.setting("policy_version") or 0))
+        if isinstance(self.engine, Gate) and self.renderer is not None:
+            vocabulary = self.renderer.tokenizer.vocab_size
+            self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
         self.events = Events(self.store, shared=place.workers > 1)
         self._proof = Background(data, config.verify_every, self._verified) if config.verify_every else None
         self.control = Control(
@@ -116,8 +121,13 @@ class Gateway:
         self._seen: tuple[float, list[Health]] = (float("-inf"), [])
 
     def _modes(self) -> tuple[Mode, ...]:
-        exact: tuple[Mode, ...] = ("exact",) if self.engine is not None else ()
-        return (*exact, "observe") if self.relay is not None else exact
+        own: tuple[Mode, ...] = (self._mode,) if self.engine is not None else ()
+        return (*own, "observe") if self.relay is not None else own
+
+    @property
+    def _mode(self) -> Mode:
+        """Of the sessions that the engine serves."""
+        return "gate" if isinstance(self.engine, Gate) else "exact"
 
     def _turns(self, max_context: int | None) -> Turns:
         return Turns(
@@ -126,6 +136,7 @@ class Gateway:
                 max_context=max_context,
                 echo_prompt=self.config.echo_prompt,
                 vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
+                mode=self._mode,
             ),
             journal=self.journal,
             fence=self.fence,
@@ -222,6 +233,7 @@ class Gateway:
             ),
             *self._tools.routes(),
             *Admin(self.control, self.auth).routes(),
+            *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
             *FeedRoutes(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
             *OpenEnv(self.control, self.auth).routes(),
@@ -357,6 +369,8 @@ def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | No
         case "responses":
             url, silence = config.engine_url[0], config.engine_silence_s
             return None, ResponsesRelay(url, key, capture=config.capture, silence_s=silence)
+        case "gate":
+            return Gate(model=config.model, max_context=config.max_context, silence_s=config.engine_silence_s), None
         case "scripted":
             assert renderer is not None
             return Scripted(
