@@ -31,6 +31,7 @@ from turngate.trace.advantage import LARGEST, Choice, advantages, weight
 from turngate.trace.roles import roles
 from turngate.trace.sample import Sample, Span, samples, untrainable
 from turngate.trace.session import Session, SessionConfig
+from turngate.trace.tree import Sampled
 from turngate.types import Json
 
 Cut = Literal["train", "mask", "exclude"]
@@ -158,7 +159,9 @@ class Feeds:
         written = msgspec.json.encode(config)
         row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
         if (known := _config(row)) != config:
-            raise Conflict(f"{_differs(known, config)} in feed {name!r}; choose another name, or open it as it is")
+            raise Conflict(
+                f"feed {name!r} is there with other choices ({_differs(known, config)}); choose another name, or open it as it is"
+            )
         self.wake()
         return self.show(name)
 
@@ -416,13 +419,21 @@ def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: in
 
 
 def is_stale(session: Session, oldest: int) -> bool:
-    """Whether something that would be trained was sampled before a version."""
+    """Whether something that would be trained was sampled before a version.
+
+    A single question without tools tells nothing: it may turn out to be a title, which is not trained, and the work may be yet to come.
+    """
     turns = list(session.trace.turns())
     if not any(turn.info.version_start < oldest for turn in turns):
         return False
     role_of = roles(session.trace)
     policy = session.config.policy
-    return any(t.info.version_start < oldest and not untrainable(t, role_of[t.id], policy) for t in turns)
+    old = [turn for turn in turns if turn.info.version_start < oldest and _is_work(turn)]
+    return any(not untrainable(turn, role_of[turn.id], policy) for turn in old)
+
+
+def _is_work(turn: Sampled) -> bool:
+    return turn.root.info.has_tools or bool(turn.children) or turn.parent.parent is not None
 
 
 def _config(row: FeedRow) -> FeedConfig:
@@ -448,7 +459,7 @@ def _view(row: FeedRow, waiting: tuple[Waiting, ...] = ()) -> FeedView:
 def _differs(known: FeedConfig, wanted: FeedConfig) -> str:
     before, after = msgspec.structs.asdict(known), msgspec.structs.asdict(wanted)
     changed = [name for name in before if before[name] != after[name]]
-    return "; ".join(f"{name}: is {before[name]!r}, not {after[name]!r}," for name in changed)
+    return "; ".join(f"{name}: is {before[name]!r}, not {after[name]!r}" for name in changed)
 
 
 def _missing(name: str) -> NotFound:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.kit import Opened, Running, gateway, say, user
+from tests.kit import Json, Opened, Running, gateway, say, user
 from turngate.rollout.client import GatewayClient
 from turngate.store.outcome import Class, Recorded
 
@@ -25,11 +25,13 @@ class Trained(NamedTuple):
         await self.talk(session, turns)
         return session
 
-    async def talk(self, session: Opened, turns: int = 1) -> None:
-        messages = [user("Hi")]
+    async def talk(self, session: Opened, turns: int = 1, messages: Json = None) -> Json:
+        """So many turns more; the conversation, which may be gone on with."""
+        messages = [user("Hi")] if messages is None else messages
         for turn in range(turns):
             said = await self.g.ask(session.key, messages)
-            messages += [said.message(), user(f"Go on {turn}")]
+            messages = [*messages, said.message(), user(f"Go on {turn}")]
+        return messages
 
     async def branched(self, session: Opened, branches: int) -> None:
         """A turn, and so many that each go on from it: that many rows."""
@@ -52,6 +54,8 @@ class Trained(NamedTuple):
 
 @asynccontextmanager
 async def training(data: Path | None = None, **config: Any) -> AsyncIterator[Trained]:
-    async with gateway(lambda request, index: say(f"Answer {index}."), data=data, **config) as g:
-        async with GatewayClient(g.root, g.app.admin_key) as client:
-            yield Trained(g, client)
+    async with (
+        gateway(lambda request, index: say(f"Answer {index}."), data=data, **config) as g,
+        GatewayClient(g.root, g.app.admin_key) as client,
+    ):
+        yield Trained(g, client)
