@@ -23,6 +23,7 @@ _BESIDE = (
 _ALONE = (
     "tests/batch/test_storm",
     "tests/crash",
+    "tests/feed/test_crash",
     "tests/redteam",  # fork bombs
     "tests/workers",
     "tests/sandboxes",

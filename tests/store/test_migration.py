@@ -135,5 +135,5 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
         control.feeds.show("f")
     store.close()
     with Folder(before_feeds) as folder:
-        assert folder.sessions() == ["ended-0", "ended-1", "still-open"]
+        assert folder.sessions() == ["still-open", "ended-1", "ended-0"]
     assert (before_feeds / "turngate.db").read_bytes() == content and schema(before_feeds) == 3
