@@ -300,6 +300,47 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def export(
+    format: Annotated[str, typer.Argument(help="rows, sft, rejection, dpo, verl, slime or atif.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .jsonl or .parquet; for atif also a folder.")],
+    data: Annotated[str, typer.Option(help="The data folder that was recorded in.")] = "turngate-data",
+    group: Annotated[Optional[list[str]], typer.Option(help="Groups, with * for anything; repeat for more.")] = None,
+    task: Annotated[Optional[list[str]], typer.Option(help="Tasks, likewise.")] = None,
+    session: Annotated[Optional[list[str]], typer.Option(help="Sessions, likewise.")] = None,
+    min_reward: Annotated[
+        Optional[float], typer.Option(help="Only rollouts with at least this reward. [rejection: 1]")
+    ] = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Only rollouts that their grader calls resolved.")
+    ] = False,
+    unscored: Annotated[str, typer.Option(help="Rollouts whose reward is not known: keep (as null) or drop.")] = "keep",
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Also sessions that are open, or were cancelled.")
+    ] = False,
+    form: Annotated[
+        str, typer.Option("--as", help="sft, rejection: messages, completions, tokens. dpo: messages, tokens.")
+    ] = "",
+    advantage: Annotated[str, typer.Option(help="rows: normalised, leave_one_out or none.")] = "normalised",
+    imitate: Annotated[
+        bool,
+        typer.Option("--imitate", help="sft, rejection: also turns without log-probabilities or with biased sampling."),
+    ] = False,
+    keep: Annotated[str, typer.Option(help="rejection: all of a group, or the best.")] = "all",
+    margin: Annotated[float, typer.Option(help="dpo: by how much the rewards of a pair differ at least.")] = 0.0,
+    pairs: Annotated[int, typer.Option(help="dpo: pairs of a group at most, the widest first.")] = 4,
+    prompt_ids: Annotated[
+        bool, typer.Option("--prompt-ids", help="atif: the ids of every step's whole prompt.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
+) -> None:
+    """Write recorded rollouts as files that trainers read, also while a gateway serves the folder."""
+    given = dict(locals())
+    from turngate.cli.export import ordered
+
+    _or_exit(lambda: ordered(given))
+
+
 @agents_app.callback(invoke_without_command=True)
 def agents(context: typer.Context) -> None:
     """List the agents that are known: presets, and your own files."""
