@@ -32,11 +32,11 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class KeyValues:
-    """The tensors: (layers, 2, slots, kv_heads, length, head). One place more than asked for: slots that do not sample write there."""
+    """The tensors: (layers, 2, slots, kv_heads, length, head). The last place is where slots write that do not sample."""
 
     def __init__(self, shape: Shape, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.spare = length
-        size = (shape.layers, 2, slots, shape.kv_heads, length + 1, shape.head)
+        self.spare = _rounded(length) - 1
+        size = (shape.layers, 2, slots, shape.kv_heads, self.spare + 1, shape.head)
         if device.type == "cpu":
             # Memory that numpy promises as zeros is only taken when it is written; torch would write all of it.
             raw = np.zeros(size, np.float32 if dtype == torch.float32 else np.uint16)
@@ -46,7 +46,7 @@ class KeyValues:
 
     @staticmethod
     def bytes_per_slot(shape: Shape, length: int, dtype: torch.dtype) -> int:
-        return shape.layers * 2 * shape.kv_heads * (length + 1) * shape.head * dtype.itemsize
+        return shape.layers * 2 * shape.kv_heads * _rounded(length) * shape.head * dtype.itemsize
 
     def copy(self, source: int, target: int, size: int) -> None:
         self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
@@ -101,6 +101,11 @@ class KeyValues:
             return torch.cat(found).flatten(1, 2)
 
         return attend
+
+
+def _rounded(length: int) -> int:
+    """One place more, and as GPUs like it."""
+    return (length // 64 + 1) * 64
 
 
 def _ahead(size: int, start: int, device: torch.device) -> Tensor:

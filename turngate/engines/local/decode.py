@@ -7,14 +7,17 @@ Called by `worker.py`, in its thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from turngate.engines.local.cache import KeyValues, Piece, Places
-from turngate.engines.local.model import Model
+from turngate.engines.local.model import Attend, Model
 from turngate.engines.local.sampler import Bent, bend, draw
 from turngate.types import Ids, Logprobs, type_of_ids
 
@@ -36,6 +39,7 @@ class Pending(msgspec.Struct, frozen=True):
     slots: Places
     ids: Tensor
     logprobs: Tensor
+    arrived: torch.cuda.Event | None = None  # when, where that is not at once
 
 
 class Decoder:
@@ -51,28 +55,37 @@ class Decoder:
         self.temperature = torch.ones(slots, device=model.device)
         self.state[1] = self.cache.spare
 
+    def here(self) -> AbstractContextManager[None]:
+        """What the thread that uses the decoder has to be in."""
+        return nullcontext()
+
     def arm(self, armed: Sequence[Armed]) -> None:
         """These slots sample from the next step on."""
-        index = torch.tensor([a.slot for a in armed])
-        values = torch.tensor([(a.token, a.position, a.seed, a.drawn) for a in armed], dtype=torch.int64).T
-        warm = torch.tensor([a.temperature for a in armed], dtype=torch.float32)
-        device = self.state.device
-        self.state[:, index.to(device)] = values.to(device)
-        self.temperature[index.to(device)] = warm.to(device)
+        slots = self._moved(np.array([a.slot for a in armed], np.int64))
+        values = np.array([(a.token, a.position, a.seed, a.drawn) for a in armed], np.int64).T
+        self.state[:, slots] = self._moved(values)
+        self.temperature[slots] = self._moved(np.array([a.temperature for a in armed], np.float32))
 
     def park(self, slots: Sequence[int]) -> None:
         """These slots sample no more."""
-        self.state[1, torch.tensor(slots, device=self.state.device)] = self.cache.spare
+        self.state[1, self._moved(np.array(slots, np.int64))] = self.cache.spare
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         """Compute the keys and values of these ids."""
-        device = self.state.device
         sizes = [len(piece.ids) for piece in pieces]
-        ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces]).astype(np.int64)).to(device)
-        slots = torch.from_numpy(np.repeat([piece.slot for piece in pieces], sizes)).to(device)
-        places = np.concatenate([np.arange(p.start, p.start + n) for p, n in zip(pieces, sizes, strict=True)])
-        positions = torch.from_numpy(places).to(device)
-        self.model.run(ids, positions, self.cache.filling(pieces, slots, positions))
+        ids = self._moved(np.concatenate([piece.ids for piece in pieces]).astype(np.int64))
+        slots = self._moved(np.repeat(np.array([piece.slot for piece in pieces], np.int64), sizes))
+        places = [np.arange(p.start, p.start + n, dtype=np.int64) for p, n in zip(pieces, sizes, strict=True)]
+        positions = self._moved(np.concatenate(places))
+        self.model.run(ids, positions, self._filling(pieces, slots, positions))
+
+    def _filling(self, pieces: Sequence[Piece], slots: Tensor, positions: Tensor) -> Attend:
+        return self.cache.filling(pieces, slots, positions)
+
+    def _moved(self, values: NDArray[Any]) -> Tensor:
+        """To the model's device, without waiting for what is under way there."""
+        here = torch.from_numpy(np.ascontiguousarray(values))
+        return here.pin_memory().to(self.state.device, non_blocking=True) if self.state.is_cuda else here
 
     def launch(self, slots: Places, bent: Sequence[Bent]) -> Pending:
         """Begin a step for these slots (ascending). With anything bent, all steps before it must have been collected."""
@@ -82,7 +95,8 @@ class Decoder:
         scores = self.model.scores(self.model.run(tokens, positions, attend)).float()
         for row in bent:
             bend(scores, row)
-        ids, logprobs = draw(scores, self.temperature[index], seeds, drawn)
+        warm = self.temperature[index]
+        ids, logprobs = draw(scores, warm, seeds, drawn, some_greedy=bool((warm == 0).any()))
         self.state[0, index] = ids
         self.state[1, index] = positions + 1
         self.state[3, index] = drawn + 1

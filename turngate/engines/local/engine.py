@@ -38,6 +38,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SLOTS = {"cpu": 16, "cuda": 256}
 _FILL_TOKENS = {"cpu": 512, "cuda": 16_384}
+_FILL_S = {"cpu": 0.0, "cuda": 0.015}
 
 
 class LocalEngine:
@@ -73,7 +74,12 @@ class LocalEngine:
         self._decoder = _decoder(sampled, self.slots, self.max_context)
         self._table = Slots(self.slots, self.max_context)
         self._worker = Worker(
-            self._decoder, self._table, self._deliver, fill_tokens=fill_tokens or _FILL_TOKENS[kind], flush_s=flush_s
+            self._decoder,
+            self._table,
+            self._deliver,
+            fill_tokens=fill_tokens or _FILL_TOKENS[kind],
+            fill_s=_FILL_S[kind],
+            flush_s=flush_s,
         )
         self._serials = itertools.count(1)
         self._open: dict[int, Generation] = {}

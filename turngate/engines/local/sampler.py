@@ -30,12 +30,18 @@ class Bent(msgspec.Struct, frozen=True):
     stop_ids: tuple[int, ...]
 
 
-def draw(scores: Tensor, temperature: Tensor, seed: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """One id per row of `scores` (rows, vocabulary), and its log-probability. Temperature 0 takes the likeliest, for certain."""
+def draw(
+    scores: Tensor, temperature: Tensor, seed: Tensor, drawn: Tensor, *, some_greedy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """One id per row of `scores` (rows, vocabulary; float32, and changed), and its log-probability.
+
+    Temperature 0 takes the likeliest, for certain; `some_greedy` False promises that there is no such row.
+    """
     greedy = temperature == 0
-    likely = F.softmax(scores.float() / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    likely = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
     ids = _reach(likely, uniform(seed, drawn))
-    ids = torch.where(greedy, likely.argmax(dim=-1), ids)
+    if some_greedy:
+        ids = torch.where(greedy, likely.argmax(dim=-1), ids)
     found = likely.gather(-1, ids[:, None])[:, 0].log()
     return ids, torch.where(greedy & found.isfinite(), 0.0, found)
 
@@ -50,12 +56,12 @@ def _reach(likely: Tensor, share: Tensor) -> Tensor:
         width = _BLOCKS[0]
         likely = F.pad(likely, (0, -likely.shape[-1] % width))
     blocks = likely.unflatten(-1, (-1, width))
-    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
     wanted = share[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, wanted, right=True).clamp_(max=ends.shape[-1] - 1)
     before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[..., None].expand(-1, -1, width))[:, 0].cumsum(dim=-1, dtype=torch.float64)
-    # The two sums may differ in their last bit, and an id of probability 0 must never be reached.
+    # The two sums differ in their last bits, and an id of probability 0 must never be reached.
     wanted = torch.minimum(wanted - before, inside[:, -1:] * (1 - 2.0**-50))
     place = torch.searchsorted(inside, wanted, right=True).clamp_(max=width - 1)
     return (block * width + place)[:, 0]

@@ -80,18 +80,22 @@ class _Running:
 
 
 class Worker:
-    def __init__(self, decoder: Decoder, slots: Slots, deliver: Deliver, *, fill_tokens: int, flush_s: float) -> None:
+    def __init__(
+        self, decoder: Decoder, slots: Slots, deliver: Deliver, *, fill_tokens: int, fill_s: float, flush_s: float
+    ) -> None:
         self.broken = ""  # why nothing is sampled any more
         self._decoder = decoder
         self._slots = slots
         self._deliver = deliver
         self._fill_tokens = fill_tokens
+        self._fill_s = fill_s
         self._flush_s = flush_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: OrderedDict[int, _Running] = OrderedDict()
         self._running: dict[int, _Running] = {}  # by slot
         self._places: dict[int, int] = {}  # slot by serial
         self._filling: list[int] = []  # slots, in the order in which they came
+        self._filling_since = 0.0
         self._holds: list[_Hold] = []
         self._ending = False
         self._over = False  # whatever is asked for from now on is not answered
@@ -174,7 +178,7 @@ class Worker:
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), self._decoder.here():
             while not self._ending:
                 try:
                     self._turn()
@@ -236,6 +240,8 @@ class Worker:
             self._drawn[slot] = call.drawn
             self._most[slot] = call.order.most
             self._set_stops(slot, call.order.stop_ids)
+            if not self._filling:
+                self._filling_since = time.monotonic()
             self._filling.append(slot)
 
     def _set_stops(self, slot: int, stop_ids: Sequence[int]) -> None:
@@ -247,7 +253,7 @@ class Worker:
     def _fill(self) -> None:
         """A bounded piece of the prompts that are not computed yet; whoever has all of its own samples from now on."""
         slots, room, pieces = self._slots, self._fill_tokens, []
-        for slot in self._filling:
+        for slot in self._filling if self._filling_is_due() else ():
             start, end = int(slots.known[slot]), int(slots.wanted[slot])
             if start < end and room > 0:
                 end = min(end, start + room)
@@ -260,7 +266,13 @@ class Worker:
         ready = [slot for slot in self._filling if slots.known[slot] == slots.wanted[slot]]
         if ready:
             self._filling = [slot for slot in self._filling if slot not in ready]
+            self._filling_since = time.monotonic()
             self._decoder.arm([self._armed(slot) for slot in ready])
+
+    def _filling_is_due(self) -> bool:
+        """On a GPU a filling costs about the same for one prompt as for many, so the first waits a little for others."""
+        waited = time.monotonic() - self._filling_since >= self._fill_s
+        return waited or 8 * len(self._filling) >= self._slots.count or not self._serial.any()
 
     def _armed(self, slot: int) -> Armed:
         call, last = self._running[slot], int(self._length[slot]) - 1
