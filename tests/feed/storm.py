@@ -162,15 +162,20 @@ class Program:
     def __init__(self, what: str, url: str, folder: Path) -> None:
         self.command = [sys.executable, "-m", "tests.feed.storm", what, "--url", url, "--folder", str(folder)]
         self.log = folder / f"{what}.log"
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
 
     def kill(self) -> None:
-        if self.process.poll() not in (None, 0):
-            raise AssertionError(f"it ended by itself:\n{self.log.read_text()[-3000:]}")
-        if self.process.poll() is None:
+        """Whatever it is doing. One that has ended by itself, and not because it was told to, is a failure."""
+        assert self.process is not None
+        assert self.process.poll() in (None, 0), f"it ended by itself:\n{self.log.read_text()[-3000:]}"
+        self.end()
+
+    def end(self) -> None:
+        if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
 
@@ -182,10 +187,10 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
         server = Server(folder, "process", workers)
         runner, trainer = (Program(what, server.url, folder) for what in ("runner", "trainer"))
         killed: Counter[str] = Counter()
-        async with httpx.AsyncClient(timeout=30) as http, GatewayClient(server.url, ADMIN) as client:
+        async with GatewayClient(server.url, ADMIN) as client:
             server.start()
             try:
-                await server.ready(http)
+                await _ready(server)
                 await client.open_feed("storm", CONFIG)
                 runner.start()
                 trainer.start()
@@ -203,7 +208,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                     else:
                         server.kill()
                         server.start()
-                        await server.ready(http)
+                        await _ready(server)
                 await _some(folder / "trained", len(trained(folder / "trained")) + 3)
                 (folder / "over").touch()
                 await _ended(runner)
@@ -223,10 +228,14 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                 return f"{dict(killed)} killed, {len(lines)} groups delivered, none lost, none twice"
             finally:
                 for program in (runner, trainer):
-                    if program.process.poll() is None:
-                        program.process.kill()
-                        program.process.wait()
+                    program.end()
                 server.kill()
+
+
+async def _ready(server: Server) -> None:
+    """Over a new connection: on an old one the workers of a front that was killed may still answer for a moment."""
+    async with httpx.AsyncClient(timeout=30) as http:
+        await server.ready(http)
 
 
 def upto(folder: Path, lane: int) -> int:
@@ -251,6 +260,7 @@ async def _some(path: Path, count: int, limit_s: float = 60) -> None:
 
 async def _ended(program: Program, limit_s: float = 60) -> None:
     end = time.monotonic() + limit_s
+    assert program.process is not None
     while program.process.poll() is None:
         assert time.monotonic() < end, program.log.read_text()[-3000:]
         await asyncio.sleep(0.05)
