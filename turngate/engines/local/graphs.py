@@ -1,9 +1,9 @@
 """`Decoder` on a GPU, where a small model's step is bound by the launching of its thousand operations, not by their work.
 
 A step is recorded once as a CUDA graph and replayed with one launch: network, drawing, and the state that the next step starts from, so
-that a step is launched while the results of the one before it are still on their way. A graph has fixed sizes: there is one for each
-number of rows (slots from the first up to the last one that samples) and each span of the cache that may be read. Slots between them that
-do not sample are computed too, write to the cache's spare place, and are ignored.
+that a step is launched while the results of the one before it are still on their way. A graph has a fixed number of rows: the slots from
+the first up to the last one that samples. Those between that do not sample are computed too, write to the cache's spare place, and are
+ignored.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turngate.engines.local.cache import Piece, Places
-from turngate.engines.local.decode import Armed, Decoder, Pending
+from turngate.engines.local.decode import Decoder, Pending
+from turngate.engines.local.kernels import attend_slots
 from turngate.engines.local.model import Attend, Model
 from turngate.engines.local.sampler import Bent, bend, draw
 from turngate.types import Ids, Logprobs, type_of_ids
 
 _ROWS = 8  # the smallest graph; the others double
-_SPAN = 128  # likewise
 _MASK = 1 << 28  # the largest mask of a filling, in elements
-_ATTENTION = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # those that take a mask
 
 
 class _Results(msgspec.Struct):
@@ -43,11 +41,10 @@ class GraphDecoder(Decoder):
 
     def __init__(self, model: Model, slots: int, length: int) -> None:
         super().__init__(model, slots, length)
-        self._next = np.zeros(slots, np.int64)  # positions, as the host knows them
         self._ids = torch.zeros(slots, dtype=torch.int64, device=model.device)
         self._logprobs = torch.zeros(slots, device=model.device)
         self._scores: Tensor | None = None  # only for steps whose scores are bent
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
         self._results: list[_Results] = []
         self._turn = 0
@@ -69,20 +66,14 @@ class GraphDecoder(Decoder):
         with torch.cuda.device(self.model.device), torch.cuda.stream(self._stream):
             yield
 
-    def arm(self, armed: Sequence[Armed]) -> None:
-        super().arm(armed)
-        self._next[[a.slot for a in armed]] = [a.position for a in armed]
-
     def launch(self, slots: Places, bent: Sequence[Bent]) -> Pending:
         rows = _doubled(int(slots[-1]) + 1, _ROWS, self.state.shape[1])
-        span = _doubled(int(self._next[slots].max()) + 1, _SPAN, self.cache.spare + 1)
-        self._replay(rows, span, draws=not bent)
+        self._replay(rows, draws=not bent)
         if bent:
             assert self._scores is not None
             for row in bent:
                 bend(self._scores, msgspec.structs.replace(row, row=int(slots[row.row])))
             self._draw(self._scores[:rows], rows)
-        self._next[slots] += 1
         results = self._results[self._turn % len(self._results)]
         self._turn += 1
         results.ids[:rows].copy_(self._ids[:rows], non_blocking=True)
@@ -109,32 +100,30 @@ class GraphDecoder(Decoder):
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _replay(self, rows: int, span: int, draws: bool) -> None:
-        key = (rows, span, draws)
-        if key not in self._graphs:
-            self._graphs[key] = self._recorded(rows, span, draws)
-        self._graphs[key].replay()
+    def _replay(self, rows: int, draws: bool) -> None:
+        if (rows, draws) not in self._graphs:
+            self._graphs[rows, draws] = self._recorded(rows, draws)
+        self._graphs[rows, draws].replay()
 
-    def _recorded(self, rows: int, span: int, draws: bool) -> torch.cuda.CUDAGraph:
+    def _recorded(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
         """The first run is not recorded: libraries set themselves up in it. What it drew is taken back, what it computed is right."""
         if not draws and self._scores is None:
             size = (self.state.shape[1], self.model.shape.vocabulary)
             self._scores = torch.zeros(size, device=self.model.device)
+        before = self.state.clone()
+        self._step(rows, draws)
+        self.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with sdpa_kernel(list(_ATTENTION)):  # for the whole process, so only as long as it has to be
-            before = self.state.clone()
-            self._step(rows, span, draws)
-            self.state.copy_(before)
-            torch.cuda.current_stream().synchronize()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                self._step(rows, span, draws)
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            self._step(rows, draws)
         return graph
 
-    def _step(self, rows: int, span: int, draws: bool) -> None:
+    def _step(self, rows: int, draws: bool) -> None:
         tokens, positions = self.state[0, :rows], self.state[1, :rows]
         within = positions.clamp(max=self.model.shape.context - 1)  # slots that do not sample are beyond it
-        hidden = self.model.run(tokens, within, self._attend(rows, span, positions))
+        hidden = self.model.run(tokens, within, self._attend(rows, positions))
         scores = self.model.scores(hidden).float()
         if draws:
             self._draw(scores, rows)
@@ -151,21 +140,13 @@ class GraphDecoder(Decoder):
         state[1].add_(1).clamp_(max=self.cache.spare)
         state[3].add_(1)
 
-    def _attend(self, rows: int, span: int, positions: Tensor) -> Attend:
-        device, dtype = self.model.device, self.model.dtype
-        slots = torch.arange(rows, device=device)
-        seen = torch.arange(span, device=device) <= positions[:, None]
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None, None]
+    def _attend(self, rows: int, positions: Tensor) -> Attend:
+        slots = torch.arange(rows, device=self.model.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.cache.tensor[layer]
             keys[slots, :, positions], values[slots, :, positions] = k, v
-            asked = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys are rows of one query
-            bias = mask.expand(-1, asked.shape[1], asked.shape[2], -1)
-            found = F.scaled_dot_product_attention(
-                asked, keys[:rows, :, :span], values[:rows, :, :span], attn_mask=bias
-            )
-            return found.flatten(1, 2)
+            return attend_slots(q, keys, values, positions, self.cache.spare)
 
         return attend
 
