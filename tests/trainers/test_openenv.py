@@ -13,6 +13,7 @@ import pytest
 from tests.kit import Gated, Json, Running, calls, gateway, result, say, tool, until, user, whole
 from turngate.engines.scripted import Turn
 from turngate.errors import Conflict
+from turngate.slots import hinted, new_secret, slot
 from turngate.trainers.openenv import training_trace
 
 
@@ -259,3 +260,10 @@ def test_a_trace_without_ids_is_refused() -> None:
     }  # fmt: skip
     with pytest.raises(Conflict, match="text only"):
         training_trace(view)
+
+
+def test_a_secret_leads_to_the_worker_of_its_session() -> None:
+    """Several workers: a path that has a session's secret goes where one goes that has its id."""
+    secret = new_secret("rollout-1")
+    heads = [f"GET /sessions/{name}/rollout HTTP/1.1\r\n\r\n".encode() for name in (secret, "rollout-1")]
+    assert hinted(heads[0]) == hinted(heads[1]) == slot(secret) == slot("rollout-1")

@@ -181,13 +181,14 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
             ground = _ground.get()
             if ground is None:
                 ground = await stack.enter_async_context(_grounds(self.config))
-            return await self._rolled(ground, ctx, trace, trace.task.data)
+            _, prompt = self.resolve_text_prompt(data)  # which the run may have changed, or put something before
+            return await self._rolled(ground, ctx, trace, trace.task.data, prompt or "")
 
     async def _rolled(
-        self, ground: Ground, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData
+        self, ground: Ground, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str
     ) -> vf.ProgramResult:
         try:
-            order = await asyncio.to_thread(self._order, ctx, trace, data)
+            order = await asyncio.to_thread(self._order, ctx, trace, data, prompt)
             await order.backend.check()
         except TurngateError as error:
             raise _fault(error.boundary, error.message) from error
@@ -201,9 +202,9 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         _conclude(trace, outcome)
         return vf.ProgramResult(exit_code=0, stdout=outcome.collected.stdout, stderr=outcome.collected.stderr)
 
-    def _order(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData) -> Order:
+    def _order(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str) -> Order:
         config = self.config
-        task = asked(data.tasks, data.task)
+        task = msgspec.structs.replace(asked(data.tasks, data.task), instruction=prompt)
         spec = find(config.agent).spec
         return Order(
             task=task,

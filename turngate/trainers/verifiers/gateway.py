@@ -265,7 +265,9 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     async def _way_is_lost(self, way: str) -> str:
         """Returns when the gateway has not answered there for too long. The address stays what the program was told."""
         heard = time.monotonic()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.config.poll_interval + 5)) as http:
+        fresh = aiohttp.TCPConnector(force_close=True)  # a connection that is still open says nothing about a new one
+        timeout = aiohttp.ClientTimeout(total=self.config.poll_interval + 5)
+        async with aiohttp.ClientSession(connector=fresh, timeout=timeout) as http:
             while time.monotonic() - heard <= self.config.silence_s:
                 await asyncio.sleep(self.config.poll_interval)
                 try:

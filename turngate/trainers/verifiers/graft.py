@@ -128,7 +128,8 @@ def _lay(chain: Sequence[Turn], nodes: list[vf.MessageNode], places: dict[int, i
             vf.MessageNode(
                 parent=parent,
                 message=message(turn.message),
-                sampled=own,
+                sampled=own
+                and (bool(turn.ids) or turn.finish != "abort"),  # nothing came of a call that was cut short at once
                 timestamp=turn.ended,
                 token_ids=[*turn.context, *turn.ids],
                 mask=[False] * len(turn.context) + [trained] * len(turn.ids),
