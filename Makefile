@@ -30,7 +30,7 @@ demo: $(READY)
 
 # The heavy parts live in $$TURNGATE_CACHE and are made once. Where one cannot be made, CI fails; elsewhere its tests are skipped.
 parts: $(READY)
-	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 || test "$$CI" != true
+	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 trl verifiers || test "$$CI" != true
 	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
 	@$(BIN)/python tools/base_image.py docker bubblewrap || test "$$CI" != true
 	@$(BIN)/python -m pip install --quiet --no-deps $(PARSERS) || test "$$CI" != true

@@ -164,11 +164,7 @@ def turns_of(told: Trajectory) -> list[Turn]:
     whole: list[list[int]] = []  # of each step, its prompt and its answer
     for index, step in enumerate(told.trajectory):
         tokens = step.tokens
-        parent = max(
-            (j for j in range(index) if _extends(tokens.prompt_ids, whole[j])),
-            key=lambda j: len(whole[j]),
-            default=None,
-        )
+        parent = _parent(tokens.prompt_ids, whole)
         said = 0 if parent is None else len(told.trajectory[parent].prompt) + 1
         before = 0 if parent is None else len(whole[parent])
         trained = any(tokens.completion_mask)
@@ -200,8 +196,10 @@ def turns_of(told: Trajectory) -> list[Turn]:
     return found
 
 
-def _extends(prompt: list[int], whole: list[int]) -> bool:
-    return len(prompt) >= len(whole) and prompt[: len(whole)] == whole
+def _parent(prompt: list[int], whole: list[list[int]]) -> int | None:
+    """The step that a prompt goes on from: of those that it begins with, the longest."""
+    longest_first = sorted(range(len(whole)), key=lambda j: len(whole[j]), reverse=True)
+    return next((j for j in longest_first if prompt[: len(whole[j])] == whole[j]), None)
 
 
 # ── the mixin ───────────────────────────────────────────────────────────────────────────────────────────────────────
