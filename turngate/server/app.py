@@ -330,7 +330,8 @@ class _Undo:
 def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
     if config.engine in OBSERVED:
         return None, None
-    folder = find(config.tokenizer) if config.tokenizer else BUILTIN_TOKENIZER
+    wanted = config.tokenizer or (config.model_folder if config.engine == "local" else "")
+    folder = find(wanted) if wanted else BUILTIN_TOKENIZER
     return load(folder, model=config.model, family=config.family)
 
 
@@ -369,6 +370,8 @@ def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | No
         case "responses":
             url, silence = config.engine_url[0], config.engine_silence_s
             return None, ResponsesRelay(url, key, capture=config.capture, silence_s=silence)
+        case "local":
+            return _local(config), None
         case "gate":
             return Gate(model=config.model, max_context=config.max_context, silence_s=config.engine_silence_s), None
         case "scripted":
@@ -378,6 +381,25 @@ def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | No
                 model=config.model or "scripted",
                 max_context=config.max_context or 131_072,
             ), None
+
+
+def _local(config: ServeConfig) -> Engine:
+    try:
+        from turngate.engines.local import LocalEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine: 'local' needs {error.name}: pip install 'turngate[local]' (without a GPU, first: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu)",
+            param="engine",
+        ) from None
+    return LocalEngine(
+        find(config.model_folder or config.tokenizer),
+        device=config.engine_device,
+        dtype=config.engine_dtype,
+        slots=config.engine_slots,
+        max_context=config.max_context,
+        served=config.model,
+    )
 
 
 def _engine_key(config: ServeConfig) -> str | None:
