@@ -55,7 +55,9 @@ def serve(
     data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
     engine: Annotated[
         Optional[str],
-        typer.Option(help="vllm, sglang, scripted; to observe: openai, anthropic, gemini, responses. [scripted]"),
+        typer.Option(
+            help="vllm, sglang, local, scripted; to observe: openai, anthropic, gemini, responses. [scripted]"
+        ),
     ] = None,
     engine_url: Annotated[
         Optional[list[str]], typer.Option(help="Where the engine listens; repeat for more replicas.")
@@ -68,6 +70,12 @@ def serve(
     engine_silence_s: Annotated[
         Optional[float], typer.Option(help="Seconds without a byte from the engine that are an error. [600]")
     ] = None,
+    model_folder: Annotated[
+        Optional[str], typer.Option(help="Local engine: folder with config.json and model.safetensors. [--tokenizer]")
+    ] = None,
+    engine_device: Annotated[Optional[str], typer.Option(help="Local engine: auto, cpu or cuda. [auto]")] = None,
+    engine_dtype: Annotated[Optional[str], typer.Option(help="Local engine: float32 or bfloat16. [auto]")] = None,
+    engine_slots: Annotated[Optional[int], typer.Option(help="Local engine: calls sampled at once. [auto]")] = None,
     script: Annotated[Optional[str], typer.Option(help="Scripted engine: a JSON list of replies.")] = None,
     capture: Annotated[Optional[str], typer.Option(help="Observe mode: auto, tokens, logprobs or text. [auto]")] = None,
     model: Annotated[Optional[str], typer.Option(help="The model's name, for agents and engine.")] = None,

@@ -5,7 +5,7 @@
     weights   parameters from and to a Hugging Face folder
     cache     keys and values of the calls under way and of those before: slots, shared prefixes
     sampler   scores → ids, and the log-probabilities of what was really drawn
-    decode    one step for all slots, on a CPU; graphs, the same on a GPU
+    decode    one step for all slots, on a CPU; graphs and kernels, the same on a GPU
     worker    the thread that samples
     engine    the engine seam: calls in, chunks out
 
@@ -14,6 +14,6 @@ Imports torch; nothing outside of this folder does so unless it was asked for th
 
 from turngate.engines.local.engine import LocalEngine
 from turngate.engines.local.model import Model
-from turngate.engines.local.weights import load, save
+from turngate.engines.local.weights import load, named, save
 
-__all__ = ["LocalEngine", "Model", "load", "save"]
+__all__ = ["LocalEngine", "Model", "load", "named", "save"]

@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -27,10 +27,14 @@ from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.local.cache import KeyValues, Slots
 from turngate.engines.local.decode import Decoder
 from turngate.engines.local.model import Model
-from turngate.engines.local.weights import load
+from turngate.engines.local.weights import load as load_model
+from turngate.engines.local.weights import load_into
 from turngate.engines.local.worker import Batch, End, Order, Worker
 from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
 from turngate.types import type_of_ids
+
+if TYPE_CHECKING:
+    from turngate.engines.weights import Load
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -66,7 +70,7 @@ class LocalEngine:
         self.served = served or (Path(model).name if not isinstance(model, Model) else name)
         kind = model.device.type if isinstance(model, Model) else _device(device)
         wanted = _dtype(dtype, kind)
-        self.model = model if isinstance(model, Model) else load(model, kind, wanted)
+        self.model = model if isinstance(model, Model) else load_model(model, kind, wanted)
         self.max_context = min(max_context or self.model.shape.context, self.model.shape.context)
         self._own = None if self.model.dtype == wanted else copy.deepcopy(self.model).requires_grad_(False).to(wanted)
         sampled = self._own or self.model
@@ -85,6 +89,10 @@ class LocalEngine:
         self._open: dict[int, Generation] = {}
         self._guard = threading.Lock()  # `_open` is used by the event loops and the thread
         self._state: Literal["new", "started", "closed"] = "new"
+        self._folder = None if isinstance(model, Model) else model
+        self._paused = False
+        self._version: int | None = None  # of weights that were loaded since
+        self._expected: int | None = None
 
     def __repr__(self) -> str:
         return f"LocalEngine({self.served!r}, device={self.model.device}, dtype={self._decoder.model.dtype}, slots={self.slots})"
@@ -106,9 +114,11 @@ class LocalEngine:
 
     async def health(self) -> list[Health]:
         detail = self._worker.broken or ("" if self._state == "started" else f"the local engine is {self._state}")
+        if self._expected is not None and self._expected != self._version:
+            detail = detail or f"has not the weights of version {self._expected}; repeat POST /admin/weights"
         return [
             Health(
-                url=f"{self.name}:{self.model.device}",
+                url=self.address,
                 ok=not detail,
                 detail=detail,
                 model=self.served,
@@ -157,6 +167,48 @@ class LocalEngine:
                     mine.copy_(theirs)
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
+
+    # ── weights that come from a folder (`engines/weights.py`) ──────────────────────────────────────────────────────
+
+    @property
+    def address(self) -> str:
+        return f"{self.name}:{self.model.device}"
+
+    async def pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            await asyncio.wrap_future(self._worker.hold(drain=False))
+
+    async def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._worker.resume()
+
+    async def load(self, load: Load, *, frozen: bool) -> None:
+        """Calls in flight go on with the new weights over their whole context, frozen or not."""
+        if load.is_adapter:
+            raise EngineRejected(f"{self.name} loads whole models; merge the adapter {load.name!r} into one first")
+        await self._load(load.path)
+        self._version = load.version
+
+    async def original(self, *, frozen: bool) -> None:
+        if self._folder is None:
+            raise EngineRejected(f"{self.name} samples from a model that its trainer changes; load weights there")
+        await self._load(self._folder)
+        self._version = None
+
+    async def unload(self, name: str) -> None:
+        """There are no adapters here."""
+
+    def expect(self, load: Load | None) -> None:
+        self._expected = None if load is None else load.version
+
+    async def _load(self, folder: str | Path) -> None:
+        async with self.updating():
+            try:
+                await asyncio.to_thread(load_into, self.model, folder)
+            except ConfigError as error:
+                raise EngineRejected(f"{self.name}: {error.message}") from None
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 

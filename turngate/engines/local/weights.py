@@ -37,22 +37,36 @@ _LAYER = {
 def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
     """The model in `folder` (config.json and model.safetensors, in one file or several)."""
     folder = Path(folder)
-    shape = read_shape(folder)
     with torch.device("meta"):
-        model = Model(shape)
+        model = Model(read_shape(folder))
+    model.load_state_dict(_state(model, folder, dtype), assign=True)
+    return model.requires_grad_(True).to(device)
+
+
+def load_into(model: Model, folder: str | Path) -> None:
+    """Other weights for a model, in place. All of them are read before the first is changed."""
+    folder = Path(folder)
+    if (other := read_shape(folder)) != model.shape:
+        wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
+        raise ConfigError(f"model folder: {folder} is of another shape: {', '.join(wrong)}", param="model_folder")
+    state = _state(model, folder, model.dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+
+
+def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     given = _Folder(folder)
-    state = {ours: _joined(given, theirs, dtype) for ours, theirs in _names(model)}
     expected = dict(model.named_parameters())
+    state = {ours: _joined(given, theirs, dtype) for ours, theirs in _names(model)}
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ConfigError(
-                f"model folder: {folder}: {name} is {tuple(tensor.shape)}, and config.json means {tuple(expected[name].shape)}",
+                f"model folder: {folder}: {name} is {tuple(tensor.shape)}, and config.json means "
+                f"{tuple(expected[name].shape)}",
                 param="model_folder",
             )
-    model.load_state_dict(state, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    return model.to(device)
+    return state
 
 
 def fresh(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
