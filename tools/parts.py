@@ -116,6 +116,8 @@ TRL_PINS = (
     "safetensors==0.8.0",
     "tokenizers==0.23.3",
     "transformers==5.19.0",
+    "pytest==9.2.0",  # tests of its own classes run in there
+    "pytest-asyncio==1.4.1.post1",
     *OWN_PINS,
 )
 
