@@ -18,6 +18,7 @@ _BESIDE = (
     "tests/cli/test_run",
     "tests/swe/test_swe",
     "tests/trainers/test_openenv_real",
+    "tests/trainers/test_export_real",
     "tests/trainers/test_verifiers",
 )
 # These count what is on the machine, kill servers, or need all of it.

@@ -23,6 +23,7 @@ from turngate.store.outcome import Recorded
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trainers.export import Choices, Exported, Wanted, export
+from turngate.trainers.export.files import Unwritable, as_json
 from turngate.verdicts import stored_rows
 
 TOOLS = [tool()]
@@ -436,6 +437,33 @@ async def test_half_a_character_breaks_no_file(made: Recording) -> None:
         await made.ended(session, 1.0)
     [record] = made.export("sft", sessions=(session.id,))[0]
     assert record["messages"][0]["content"].endswith(" cut")
+
+
+async def test_what_no_reader_can_follow_costs_no_other_record(made: Recording) -> None:
+    """An agent may put anything into its tools and arguments, so deep that readers of JSON give up."""
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"x": deep}
+    async with made.serving() as g:
+        session = await made.rollout("deep")
+        made.answers.append(say(calls(("read_file", deep))))
+        heard = await g.ask(session.key, ASKED, tools=TOOLS)
+        assert heard.calls
+        await made.ended(session, 1.0)
+    records, _ = made.export("sft", min_reward=1.0)
+    arguments = next(one for one in records if one["session"] == session.id)["messages"][2]["tool_calls"][0][
+        "function"
+    ]["arguments"]
+    assert isinstance(arguments, str) and json.loads(arguments) == deep, "left as the model wrote it"
+    with pytest.raises(Unwritable):
+        as_json({"tools": _nested(3000)})
+
+
+def _nested(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import msgspec
 from turngate.errors import ConfigError
 from turngate.trainers.export import atif, dpo, rejection, rows, sft, slime, verl
 from turngate.trainers.export.base import Choices, Format, Left
-from turngate.trainers.export.files import written
+from turngate.trainers.export.files import Unwritable, written
 from turngate.trainers.export.source import Source, Wanted
 
 FORMATS: Mapping[str, Format] = {
@@ -61,7 +61,10 @@ def export(data: Path, out: Path, choices: Choices) -> Exported:
             groups += 1
             rollouts += len(group.wanted)
             for record in format.records(group, choices, left):
-                file.add(record)
+                try:
+                    file.add(record)
+                except Unwritable as error:
+                    left.out(str(error))
     return Exported(
         out=out,
         records=file.records,

@@ -32,6 +32,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""  # the field that a file of its own is named after, where the format is one file per record
 
 
+class Unwritable(Exception):
+    """One record, because of what an agent has put into it. It costs no other."""
+
+
 class File(ABC):
     records = 0
 
@@ -93,7 +97,10 @@ def as_json(record: object) -> bytes:
     try:
         return orjson.dumps(record, default=_plain)
     except TypeError:  # half characters, which some agents make of text that they cut
-        return json.dumps(record, default=_listed).encode()
+        try:
+            return json.dumps(record, default=_listed).encode()
+        except RecursionError:
+            raise Unwritable("it is nested more deeply than readers of JSON can follow") from None
 
 
 def _plain(value: object) -> Json:

@@ -14,6 +14,7 @@ from turngate.trainers.export.source import Rollout
 from turngate.types import Json, Message
 from turngate.verify.words import tools_of
 
+_DEEPEST = 64
 _message = msgspec.json.Decoder(Message)
 
 
@@ -52,6 +53,17 @@ def spoken(message: Message) -> dict[str, Json]:
 def as_object(arguments: str) -> Json:
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and _shallow(value) else arguments
+
+
+def _shallow(value: Json) -> bool:
+    """Whether every reader of JSON can be given it: most have a limit."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inside = [v for v in level if isinstance(v, dict | list)]
+        level = [child for v in inside for child in (v.values() if isinstance(v, dict) else v)]
+        if not level:
+            return True
+    return False
