@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
+from verifiers.v1.serve.client import EnvClient
+from verifiers.v1.serve.server import EnvServer
 
 from tests.kit import Running, gateway, say
 from turngate.engines.scripted import Turn
@@ -37,7 +39,7 @@ def broken(work):
 """
 
 
-async def episode(
+def configured(
     g: Running,
     tmp_path: Path,
     program: str,
@@ -46,18 +48,22 @@ async def episode(
     setup: str = "",
     agent: Any = None,
     **harness: Any,
-) -> vf.Trace:
-    """One, by verifiers' own loader and runner. The agent is a small program, in a sandbox of ours."""
-    os.environ["TURNGATE_ADMIN_KEY"] = g.app.admin_key
+) -> vf.EnvConfig:
+    """Our environment, as verifiers reads its configuration. The agent is a small program, in a sandbox of ours."""
+    os.environ["TURNGATE_ADMIN_KEY"] = g.app.admin_key  # taken away again with the test, by the fixture of all tests
     file = tmp_path / "tasks.py"
     name = f"{file}:{grader}" if grader else ""
     file.write_text(TASKS.format(program=PRELUDE + program, grader=name, setup=setup))
     settings = {"agent": "shell", "sandbox": "local", "gateway": g.root, "out": str(tmp_path / "left"), **harness}
     settings.setdefault("options", {"command": "exec python3 -"})
-    config = vf.resolve_env_config(
+    return vf.resolve_env_config(
         {"taskset": {"id": "turngate-env", "tasks": f"{file}:tasks"}, "agent": {**(agent or {}), "harness": settings}}
     )
-    env = vf.load_environment(config)
+
+
+async def episode(g: Running, tmp_path: Path, program: str, **how: Any) -> vf.Trace:
+    """One, by verifiers' own loader and runner."""
+    env = vf.load_environment(configured(g, tmp_path, program, **how))
     [task] = env.taskset
     context = vf.ModelContext(model="m", client=vf.EvalClientConfig(), sampling=vf.Sampling(temperature=0.5))
     async with env.serving():
@@ -66,6 +72,29 @@ async def episode(
     assert not done.errors, done.errors
     [trace] = done.traces
     return trace
+
+
+async def test_over_the_wire_that_prime_rl_reads(tmp_path: Path) -> None:
+    """verifiers' environment server and its client: the task goes there as data, turns come back as deltas, at full precision."""
+    async with gateway([say("Hello."), say("Bye.")]) as g:
+        program = 'a = ask("Hi"); open("answer", "w").write(a); ask("Hi", a, "More")'
+        config = configured(g, tmp_path, program)
+        [task] = vf.load_taskset(config.taskset)
+        server = EnvServer(config, "tcp://127.0.0.1:*")
+        serving = asyncio.create_task(server.run())
+        client = EnvClient(server.address)
+        try:
+            data = task.data.model_dump(mode="json")
+            done = await asyncio.wait_for(client.run(vf.EvalClientConfig(), "m", vf.Sampling(), data), 60)
+        finally:
+            await client.close()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        [trace] = done.traces
+        [row], [branch] = await g.samples(trace.info["turngate"]["session"]), trace.branches
+        assert done.ok and trace.rewards["grade"].score == 0.75
+        assert branch.token_ids == row["ids"] and branch.logprobs == [lp or 0.0 for lp in row["logprobs"]]
+        assert branch.sampled_mask == [bool(m) for m in row["mask"]]
 
 
 async def test_rows_reward_and_sampling_are_ours(tmp_path: Path) -> None:
