@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from turngate.engines.weights import Load
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.explain import explain
@@ -349,12 +350,26 @@ class Control:
     # ── fence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def fence(self) -> dict[str, Json]:
-        return {"version": self._fence.version, "paused": self._fence.paused, "in_flight": self._fence.in_flight}
+        state = {"version": self._fence.version, "paused": self._fence.paused, "in_flight": self._fence.in_flight}
+        return {**state, "model": self._fence.model} if self._fence.model else state
 
-    async def pause(self, mode: Pause) -> dict[str, Json]:
-        await self._fence.pause(mode)
-        self.paused(mode)
-        return self.fence()
+    @property
+    def version(self) -> int:
+        return self._fence.version
+
+    @property
+    def is_paused(self) -> bool:
+        return self._fence.paused
+
+    def check_version(self, version: int | None, model: str | None) -> None:
+        self._fence.check(version, model)
+
+    async def hold(self) -> None:
+        """New calls wait from now on."""
+        await self._fence.pause("hold")
+
+    async def drained(self) -> None:
+        await self._fence.drained()
 
     def paused(self, mode: Pause) -> None:
         """It stands, whether that can be written down or not."""
@@ -363,15 +378,34 @@ class Control:
         except StoreError as error:
             log.warning("a pause is not in the events: %s", error.message)
 
-    def resume(self, version: int | None) -> dict[str, Json]:
-        self._fence.check(version)
+    def resume(self, version: int | None, model: str | None = None, *, expired: bool = False) -> dict[str, Json]:
+        """`expired`: whoever had paused did not come back in time."""
+        self._fence.check(version, model)
         new = self._fence.version if version is None else version
-        event = happened("", "fence", {"paused": False, "version": new})
-        self._store.set_setting("policy_version", str(new), event)
-        self._fence.resume(version)
+        facts: dict[str, Json] = {"paused": False, "version": new}
+        facts |= {"model": model} if model else {}
+        facts |= {"expired": True} if expired else {}
+        self._store.set_setting("policy_version", str(new), happened("", "fence", facts))
+        self._fence.resume(version, model)
         self.events.wake("")
         self.version_rose()
         return self.fence()
+
+    def weights(self, version: int) -> Load | None:
+        """What the engines have at a version, where that is known."""
+        noted = self._store.setting(f"weights:{version}")
+        return msgspec.json.decode(noted, type=Load) if noted else None
+
+    def was_frozen(self) -> bool:
+        """Whether engines were paused, and nobody has woken them since."""
+        return self._store.setting("engines_frozen") == "1"
+
+    def note_frozen(self, frozen: bool) -> None:
+        self._store.set_setting("engines_frozen", "1" if frozen else "")
+
+    def note_weights(self, load: Load) -> None:
+        """Before the version is in force: a crash in between leaves nothing that is half."""
+        self._store.set_setting(f"weights:{load.version}", msgspec.json.encode(load).decode())
 
     def version_rose(self) -> None:
         """The policy is another one: sessions that no feed could use any more are cancelled, beside whatever else goes on."""

@@ -88,6 +88,7 @@ class Draft:
         self.ids: list[int] = []
         self.logprobs: list[float | None] | None = []
         self.started = time.time()
+        self.begun = version
         self.version_start = version
         self.version_end = version
         self.capture: Capture = "tokens"
@@ -334,6 +335,7 @@ class Turns:
             request_id=f"turngate-{os.urandom(16).hex()}",
             cache_salt=f"v{self._fence.version}",
             version=self._fence.version,
+            model=self._fence.model,
             echo_prompt=self._settings.echo_prompt,
         )
 
@@ -352,7 +354,8 @@ class Turns:
                 if reader.satisfied:
                     end = n + 1
                     break
-        versions = chunk.versions or (self._fence.version, self._fence.version)
+        now = self._fence.now(draft.begun)
+        versions = chunk.versions or (now, now)
         draft.take(ids[:end], None if logprobs is None else logprobs[:end], *versions)
         session.live_tokens += end
         return events if by_token else reader.feed(ids[:end])
@@ -437,7 +440,7 @@ class Turns:
         """Take what a chunk tells of tokens into the turn."""
         if chunk.ids:
             draft.capture = "tokens"
-            draft.take(chunk.ids, chunk.logprobs, self._fence.version)
+            draft.take(chunk.ids, chunk.logprobs, self._fence.now(draft.begun))
             session.live_tokens += len(chunk.ids)
         elif chunk.logprobs:
             draft.capture = "logprobs"

@@ -30,6 +30,7 @@ from turngate.engines.responses import ResponsesRelay
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
+from turngate.engines.weights import replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
@@ -44,6 +45,7 @@ from turngate.server.http import reply, route
 from turngate.server.openenv import OpenEnv
 from turngate.server.prime import Prime
 from turngate.server.tools import ToolsOfHost
+from turngate.server.weights import FenceRoutes, OneBar, Updates
 from turngate.slots import ALONE, Place
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
@@ -74,6 +76,7 @@ class Gateway:
         place: Place = ALONE,
     ) -> None:
         self.config = config
+        self._place = place
         data = Path(config.data)
         self.store = Store(data, config.durability, place)
         with _Undo(self.store.close) as undo:
@@ -108,6 +111,8 @@ class Gateway:
             place=place,
             ended=self._proof.ended if self._proof is not None else lambda session_id: None,
         )
+        self.expect()
+        self.updates = Updates(self.control, self.engine, OneBar(self.control, self.expect))
         self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
         self.journal = Journal(self.store)
         self.started = time.time()
@@ -119,6 +124,13 @@ class Gateway:
         self._expiry: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seen: tuple[float, list[Health]] = (float("-inf"), [])
+
+    def expect(self) -> None:
+        """The engines have to have what is in force, as the store has it; else they count as down."""
+        load = self.control.weights(self.fence.version)
+        self.fence.model = "" if load is None else load.name
+        for replica in replicas(self.engine):
+            replica.expect(load if load is not None and (load.path or load.lora_path) else None)
 
     def _modes(self) -> tuple[Mode, ...]:
         own: tuple[Mode, ...] = (self._mode,) if self.engine is not None else ()
@@ -164,6 +176,8 @@ class Gateway:
             if known:
                 self.turns = self._turns(min(known))
                 self._calls = self._model_calls()
+        if self._place.workers == 1:
+            await self.updates.start()
         self._expiry = asyncio.create_task(self.control.expire_idle())
         self._loop = asyncio.get_running_loop()
         if self._proof is not None:
@@ -188,6 +202,7 @@ class Gateway:
             self._expiry.cancel()
             with suppress(asyncio.CancelledError):
                 await self._expiry
+        await self.updates.close()
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.close()
@@ -233,6 +248,7 @@ class Gateway:
             ),
             *self._tools.routes(),
             *Admin(self.control, self.auth).routes(),
+            *FenceRoutes(self.updates, self.auth).routes(),
             *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
             *FeedRoutes(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),

@@ -39,7 +39,13 @@ _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 # That name a session in their body, or none.
 _BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
 _AREA = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
-FENCE = {("GET", "/admin/fence"), ("POST", "/admin/fence/pause"), ("POST", "/admin/fence/resume")}
+FENCE = {
+    ("GET", "/admin/fence"),
+    ("POST", "/admin/fence/pause"),
+    ("POST", "/admin/fence/resume"),
+    ("GET", "/admin/weights"),
+    ("POST", "/admin/weights"),
+}
 
 
 class Siblings:
