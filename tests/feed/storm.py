@@ -187,6 +187,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
         server = Server(folder, "process", workers)
         runner, trainer = (Program(what, server.url, folder) for what in ("runner", "trainer"))
         killed: Counter[str] = Counter()
+        order = draw.sample(["gateway", "trainer", "runner"] * 3, 9)
         async with GatewayClient(server.url, ADMIN) as client:
             server.start()
             try:
@@ -195,9 +196,9 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                 runner.start()
                 trainer.start()
                 await _some(folder / "trained", 1)
-                for _ in range(kills):
+                for n in range(kills):
                     await asyncio.sleep(draw.uniform(0.05, 0.6))
-                    what = draw.choice(("gateway", "trainer", "runner"))
+                    what = order[n % len(order)]
                     killed[what] += 1
                     if what != "gateway":
                         program = runner if what == "runner" else trainer
