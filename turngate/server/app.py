@@ -243,7 +243,15 @@ class Gateway:
             Route("/s/{id}", self._probe),
             *(
                 Route(base + path, self._models)
-                for base in ("/v1", "/s/{id}/v1", "/rollout/{id}/v1", "/v1/rollouts/{id}", "/v1beta", "/s/{id}/v1beta")
+                for base in (
+                    "/v1",
+                    "/s/{id}/v1",
+                    "/rollout/{id}/v1",
+                    "/v1/rollouts/{id}",
+                    "/v1/rollouts/{id}/v1",
+                    "/v1beta",
+                    "/s/{id}/v1beta",
+                )
                 for path in ("/models", "/models/{model:path}")
             ),
             *self._tools.routes(),

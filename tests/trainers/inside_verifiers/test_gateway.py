@@ -85,9 +85,30 @@ async def test_the_trace_is_what_the_gateway_recorded(asked: list[str]) -> None:
         assert branch.logprobs == [lp or 0.0 for lp in row["logprobs"]]
         assert [m.role for m in trace.messages] == ["user", "assistant", "user", "assistant"]
         assert trace.num_turns == 2 and trace.usage.completion_tokens == sum(row["mask"])
-        assert trace.info["url"] == f"{g.root}/v1/rollouts/{trace.id}"
+        assert trace.info["url"] == f"{g.root}/v1/rollouts/{trace.id}/v1"
         assert (await g.show(trace.id))["status"] == "sealed" and trace.info["after"] == [4]
         assert asked == ["register", "unregister", "trajectory"]
+
+
+async def test_harnesses_of_every_dialect_find_their_way() -> None:
+    """Those of Codex and Claude Code put other paths behind the same address, or behind what is left of it without /v1."""
+    program = """
+def post(url, body):
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["SECRET"]}
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
+        return json.loads(reply.read())
+url = os.environ["URL"]
+post(url + "/responses", {"model": "m", "input": "Hi"})
+post(url.removesuffix("/v1") + "/v1/messages", {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Ho"}]})
+print(post(url + "/models", None)["data"][0]["id"])
+"""
+    async with gateway([say("One."), say("Two.")]) as g:
+        trace = await rolled(g, program)
+        assert trace.ok and trace.info["printed"] == "m\n"
+        assert sorted(m.content for m in trace.assistant_messages) == ["One.", "Two."]
+        rows = sorted(row["ids"] for row in await g.samples(trace.id))
+        assert sorted(branch.token_ids for branch in trace.branches) == rows
 
 
 async def test_sampling_and_limits_of_the_run_are_the_gateways_to_keep() -> None:

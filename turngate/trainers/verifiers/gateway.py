@@ -230,14 +230,15 @@ class RolloutGatewayMixin(Generic[ConfigT]):
         async with Rollouts(gateway_url(self.config), _admin_key()) as rollouts:
             registered = await rollouts.register(trace.id, _registration(ctx, trace))
             way = self.config.public_url.rstrip("/") or runtime.host_url(rollouts.url)
-            base_url = f"{way}/v1/rollouts/{quote(trace.id)}"
+            # As verifiers' own server spells it: harnesses of other dialects take the last part off, or put theirs behind it.
+            base_url = f"{way}/v1/rollouts/{quote(trace.id)}/v1"
             running = launch(ctx, trace, runtime, base_url, registered.api_key, mcp_urls, data, **more)
             try:
                 result = await self._watched(running, way, rollouts, trace.id)
             except BaseException as error:
                 await to_the_end(self._over(rollouts, trace, runtime, error))
                 raise
-            await self._over(rollouts, trace, runtime, None)
+            await to_the_end(self._over(rollouts, trace, runtime, None))
             return result
 
     async def _watched(
