@@ -10,14 +10,17 @@ import msgspec
 import pytest
 
 from tests import kit
+from tests.batch.kit import AGENT
 from tests.batch.test_batch import Stage, staged
 from tests.batch.test_storm import every_session
 from turngate.errors import ConfigError
+from turngate.feed import FeedConfig
 from turngate.rollout.batch import run_batch
 from turngate.rollout.client import GatewayClient, Unreachable
 from turngate.rollout.gates import Bounds
 from turngate.rollout.ledger import NAME, read
 from turngate.rollout.pace import Ahead
+from turngate.trainers.feed import Feed
 
 
 class Told:
@@ -107,6 +110,50 @@ async def test_a_pace_that_fails_ends_the_batch_and_nothing_is_left() -> None:
 
         with pytest.raises(RuntimeError, match="the trainer is gone"):
             await run_batch(stage.plan("hang-0", "well-0", n=1), stage.client, stage.wayout, pace=broken)
+
+
+def batch_of(group: str) -> str:
+    return group.partition(".")[0]
+
+
+async def test_a_trainer_gets_every_group_once_and_none_before_it_asks_for_more() -> None:
+    """With a real feed. The groups of one task are lost to faults: no trainer hears of them, and the runner does not wait for that."""
+    async with staged() as stage:
+        wanted = stage.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
+        async with await Feed.open(stage.client, "train", FeedConfig(n=2)) as feed:
+            pace = Ahead(1, trained=feed.committed)
+            running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, pace=pace))
+            seen = []
+            async with asyncio.timeout(60):
+                async for delivery in feed:
+                    begun = {rollout.rpartition(".")[0] for rollout in read(stage.out).attempts}
+                    assert (f"{batch_of(delivery.group)}.well-0@1" in begun) == bool(seen), (
+                        "not before the first is trained"
+                    )
+                    seen.append(delivery.group)
+                    assert len(delivery.rollouts) == 2
+                    await feed.commit(delivery.number)
+                    pace.trained(delivery.number)
+                    if len(seen) == 2:
+                        break
+            result = await asyncio.wait_for(running, 60)
+        assert result.complete and seen == [f"{result.batch}.well-0", f"{result.batch}.well-0@1"]
+
+
+async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_run_again() -> None:
+    async with staged() as stage:
+        async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
+            wanted = stage.plan("hang-0", n=1, retries=0)
+            # With a tool: a lone question might be a title, which nobody trains.
+            offering = AGENT.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
+            (stage.root / "s" / "agent.py").write_text(offering)
+            batch = stage.batch(wanted)
+            running = asyncio.create_task(batch.run())
+            await kit.until(lambda: batch.tally.sampled_tokens > 0, 60)
+            await stage.gateway.resume(1)
+            [one] = (await asyncio.wait_for(running, 60)).finished
+        assert (one.kind, one.attempt) == ("agent failed", 2), "the second time it ran out of its own time"
+        assert read(stage.out).stale == {one.rollout: 1}
 
 
 async def stale_once_it_hangs(stage: Stage, times: int) -> None:
