@@ -143,6 +143,22 @@ async def test_an_evaluation_has_a_trace_and_nothing_to_train() -> None:
         assert g.engine.received[0].sampling.top_p == 0.9
 
 
+async def test_an_observed_endpoint_is_for_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway([say("Hello.")]) as endpoint:
+        inner = await endpoint.open()
+        monkeypatch.setenv("KEY_OF_THE_ENDPOINT", inner.key)
+        relayed = {"engine_url": [endpoint.base_url], "engine_key_env": "KEY_OF_THE_ENDPOINT", "capture": "text"}
+        async with gateway(observe="openai", **relayed) as g:
+            refused = await g.admin.post("/sessions", json={"purpose": "train"})
+            assert refused.status_code == 400 and "exact" in refused.text
+            session = await opened(g)
+            assert (session["capture_level"], session["rollout_type"]) == ("text", "eval")
+            await ask(g, session["session_id"], [user("Hi")])
+            document = await told(g, session["session_id"], include_messages=True)
+            assert document["turns"][0]["response_message"]["content"] == "Hello." and not document["trainable"]
+            assert (await g.admin.get(f"/sessions/{session['id']}/trace_entries")).status_code == 409
+
+
 # ── what is trained ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
