@@ -79,14 +79,25 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         """`version` of the policy, `paused`, `in_flight`."""
         return await self._ask("GET", "/admin/fence")
 
-    async def pause(self, mode: Pause = "hold") -> Json:
-        """New calls wait from now on. `drain` answers when those in flight have ended, however long that takes."""
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
-        return await self._ask("POST", "/admin/fence/pause", {"mode": mode}, within=limit)
+    async def pause(self, mode: Pause = "hold", limit_s: float | None = None) -> Json:
+        """New calls wait from now on. `drain` answers when those in flight have ended, however long that takes; `keep` freezes them.
 
-    async def resume(self, version: int | None = None) -> Json:
-        """Calls go on, at a policy version; None: the one that it was."""
-        return await self._ask("POST", "/admin/fence/resume", {"version": version})
+        `limit_s`: without a resume for so long calls go on at the old version.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        return await self._ask("POST", "/admin/fence/pause", {"mode": mode, "limit_s": limit_s}, within=limit)
+
+    async def resume(self, version: int | None = None, model: str | None = None) -> Json:
+        """Calls go on, at a policy version; None: the one that it was. `model`: the name under which the engine has it."""
+        return await self._ask("POST", "/admin/fence/resume", {"version": version, "model": model})
+
+    async def load_weights(
+        self, version: int, *, path: str = "", lora_path: str = "", name: str = "", mode: Pause | None = None
+    ) -> Json:
+        """Have every replica load a model or an adapter, and go on at that version. `Refused` (502): the old one stays in force."""
+        body = {"version": version, "path": path, "lora_path": lora_path, "mode": mode}
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        return await self._ask("POST", "/admin/weights", {**body, **({"name": name} if name else {})}, within=limit)
 
     async def models(self) -> list[str]:
         """The names of the models that it serves."""
