@@ -56,7 +56,7 @@ def serve(
     engine: Annotated[
         Optional[str],
         typer.Option(
-            help="vllm, sglang, local, scripted; to observe: openai, anthropic, gemini, responses. [scripted]"
+            help="vllm, sglang, local, gate (the trainer), scripted; to observe: openai, anthropic, gemini, responses. [scripted]"
         ),
     ] = None,
     engine_url: Annotated[
