@@ -49,9 +49,7 @@ from turngate.trainers.trl.trainer import CheckpointedTrainer  # noqa: E402
 from turngate.trainers.trl.weights import fenced  # noqa: E402
 from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig  # noqa: E402
 
-DRY_MODEL = Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate") / "models" / "tiny-qwen3"
 DRY: dict[str, Any] = {  # what a dry run has in place of what is not given
-    "model": str(DRY_MODEL),
     "served": "policy",
     "tasks": str(HERE.parent / "tasks" / "fix-add"),
     "sandbox": "local",
@@ -172,9 +170,9 @@ def flags() -> argparse.Namespace:
     for name, value in (DRY if given.dry_run else REAL).items():
         if not getattr(given, name):
             setattr(given, name, value)
-    missing = [name for name in ("model", "tasks") if not getattr(given, name)]
-    if missing or (not given.dry_run and given.output is None):
-        parser.error(f"give --{missing[0] if missing else 'output'}, or --dry-run")
+    missing = [name for name in ("model", "tasks", "output") if not getattr(given, name)]
+    if missing and not given.dry_run:
+        parser.error(f"give --{missing[0]}, or --dry-run")
     return given
 
 
@@ -186,6 +184,7 @@ def dry_run(given: argparse.Namespace) -> None:
     with ExitStack() as stack:
         if given.output is None:
             given.output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-trl-")))
+        given.model = given.model or str(cpu.make_model(given.output / "model"))
         chance = Function(name=f"{HERE / 'chance.py'}:grade")
         wanted = tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read(given.tasks))
         stage = stack.enter_context(cpu.stage(Path(given.model), given.served))

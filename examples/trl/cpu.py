@@ -1,7 +1,8 @@
 """What lets the examples run on a CPU, without vLLM and without flash attention: for trying things out, and for the tests.
 
-    patch_trl()                     TRL's trainer asks for a GPU in two places
-    with stage(model) as stage:     a gateway in this process, whose engine is a transformers model in this process
+    patch_trl()                         TRL's trainer asks for a GPU in two places
+    make_model(folder)                  a tiny Qwen3 with random weights: it has learned nothing, and samples quickly
+    with stage(model, name) as stage:   a gateway in this process, whose engine is a transformers model in this process
         stage.url, stage.key, stage.transfer
 
 Only the engine and the attention are stand-ins. Agent, sandbox, gateway, trace, feed, TRL's trainer and its optimizer are the real ones.
@@ -10,6 +11,8 @@ Only the engine and the attention are stand-ins. Agent, sandbox, gateway, trace,
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,11 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.errors import Gone
+from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.server.run import embedded
 from turngate.trainers.trl.thread import LoopThread
 
@@ -53,6 +57,39 @@ def varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_sca
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale)
         found[cu_q[n] : cu_q[n + 1]] = out.transpose(0, 1)
     return found
+
+
+# ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_model(folder: Path) -> Path:
+    """With Turngate's builtin tokenizer, whose vocabulary is small. What it samples would hardly ever tokenise the same again."""
+    torch.manual_seed(0)
+    tokenizer = json.loads((BUILTIN_TOKENIZER / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    end, pad = ids["<|im_end|>"], ids["<|endoftext|>"]
+    config = Qwen3Config(
+        vocab_size=1 + max([*tokenizer["model"]["vocab"].values(), *ids.values()]),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad)
+    model.save_pretrained(folder)
+    for file in BUILTIN_TOKENIZER.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    told = json.loads((BUILTIN_TOKENIZER / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
 
 
 # ── the engine ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,9 +67,10 @@ class FencedTransfer:
     def resume(self) -> None:
         assert self._version is not None, "TRL pauses before it resumes"
         next_version = self._version + 1
-        self._inner.resume()
+        # The gateway first: what calls in flight sample from here on is of the new version.
         self._thread.run(patiently(lambda: self._gateway.resume(next_version)))
         self._version = None
+        self._inner.resume()
 
     def destroy(self) -> None:
         try:

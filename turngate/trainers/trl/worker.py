@@ -33,7 +33,9 @@ from turngate.trainers.trl.thread import LoopThread, patiently
 
 STATE = "turngate.json"  # in a checkpoint of TRL's
 _BEAT_S = 1.0
-_WAIT_S = 10.0  # that one question for a delivery waits
+_WAIT_S = (
+    2.0  # that one question for a delivery waits: no longer than it may take to see that the plan is done, or to stop
+)
 _FEWEST_BARREN = 20  # rollouts in a row without a reward, before a plan is given up
 _METRICS = 4096  # that wait to be logged; more are dropped
 Metric = float | tuple[float, float]  # a tuple: a rate, as TRL has it
@@ -199,7 +201,7 @@ class TurngateWorker:
             while self.rollout_buffer.qsize() >= self.config.rows_ahead:
                 await self.row_taken()
             over = bool(self._ran_out)
-            delivery = await self._feed.next(_WAIT_S if not over else 1.0)
+            delivery = await self._feed.next(_WAIT_S)
             if delivery is not None:
                 self._add(delivery)
                 self._room.set()  # one without rows is taken at once
