@@ -34,5 +34,5 @@ def cut(row: Sample) -> Cut:
     )
 
 
-FILLED = "log-probabilities of tokens that nobody sampled: 0.0 there, as the format has it, and masked"
+FILLED = "log-probabilities of tokens that nobody sampled: the format asks for a number there, so they have 0.0, and are masked"
 UNEQUAL = "that a rollout with several rows weighs as one: its rows say their weight, and the trainer has to heed it"
