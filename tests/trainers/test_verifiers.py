@@ -44,7 +44,7 @@ def environment(**more: str) -> dict[str, str]:
 def test_its_own_classes_beside_ours(programs: Path) -> None:
     """Every test of `inside_verifiers/`, run there."""
     command = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/trainers/inside_verifiers"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) passed", done.stdout)
     assert found and int(found[1]) > 25 and "skipped" not in done.stdout
@@ -62,7 +62,7 @@ async def evaluated(programs: Path, g: Running, folder: Path, task: str, *more: 
     command += ["--env.agent.harness.agent", AGENT, "--env.agent.harness.out", str(folder / "left"), *more]
     env = environment(TURNGATE_GATEWAY=g.root, TURNGATE_ADMIN_KEY=g.app.admin_key)
     done = await asyncio.to_thread(
-        subprocess.run, command, cwd=folder, env=env, capture_output=True, text=True, timeout=150
+        subprocess.run, command, cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-5000:]
     [file] = (folder / "runs").rglob("traces.jsonl")

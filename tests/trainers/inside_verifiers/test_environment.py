@@ -144,7 +144,7 @@ async def test_limits_time_and_failure_in_verifiers_words(tmp_path: Path) -> Non
         limited = await episode(g, tmp_path, program, agent={"max_turns": 1})
         assert limited.ok and limited.is_truncated and limited.stop_condition == "max_turns" and limited.reward == 0.75
         # A task is what its row says, wherever it is read again: the program is its prompt.
-        late = await episode(g, tmp_path, 'open("answer", "w").write(ask("Hi")); time.sleep(60)', timeout_s=3.0)
+        late = await episode(g, tmp_path, 'open("answer", "w").write(ask("Hi")); time.sleep(60)', timeout_s=6.0)
         assert late.ok and late.is_timeout and late.num_turns == 1 and late.reward == 0.75
         failed = await episode(g, tmp_path, 'open("answer", "w").write(ask("Hi")); sys.exit(3)')
         assert failed.ok and failed.stop_condition == "agent_failed" and failed.reward == 0.75
@@ -161,7 +161,7 @@ async def test_a_task_without_a_grader_has_no_reward(tmp_path: Path) -> None:
 async def test_verifiers_own_deadline_keeps_what_was_recorded(tmp_path: Path) -> None:
     async with gateway([say("Hello."), Turn(hang=True)]) as g:
         program = 'a = ask("Hi"); ask("Hi", a, "More")'
-        trace = await episode(g, tmp_path, program, agent={"timeout": {"rollout": 4.0}})
+        trace = await episode(g, tmp_path, program, agent={"timeout": {"rollout": 8.0}})
         assert trace.is_timeout and trace.num_turns == 1 and trace.rewards == {"grade": None}
         assert (await g.show(trace.id))["status"] == "cancelled"
 

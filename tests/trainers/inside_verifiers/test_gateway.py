@@ -124,7 +124,7 @@ async def test_the_trajectory_is_asked_for_when_the_agent_is_stopped(asked: list
     async with gateway([say("Hello."), Turn(hang=True)]) as g:
         told = tmp_path / "pid"
         program = f'open({str(told)!r}, "w").write(str(os.getpid())); first = ask("Hi"); ask("Hi", first, "More")'
-        trace = await rolled(g, program, timeout=3.0)
+        trace = await rolled(g, program, timeout=6.0)
         assert trace.is_timeout and trace.stop_condition == "agent_timeout"
         assert asked == ["register", "cancel", "unregister", "trajectory"]
         with pytest.raises(ProcessLookupError):
