@@ -147,18 +147,27 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._wayout: WayOut | None = None
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
-        """`task`: a prompt of `prompts`, or the words of one. `seed`: TRL's number of the group."""
+        """`task`: a prompt of `prompts`, or the words of one. `seed`: TRL's number of the group.
+
+        A gateway that is not there is waited for: TRL would ask for the next session at once, and again.
+        """
         found = self._found(task)
+        group = f"{self.config.group}.{found.id}" + ("" if seed is None else f"@{seed}")
+        order = self._order(found, group, episode_id or "")
         with self._lock:
             if not self._open:
                 self._thread.run(self._connected())
             self._open += 1
-            assert self._gateway is not None
-            assert self._wayout is not None
-            group = f"{self.config.group}.{found.id}" + ("" if seed is None else f"@{seed}")
-            rollout = Rollout(self._order(found, group, episode_id or ""), self._gateway, self._wayout)
-            running = self._thread.run(_begun(rollout))
-        return TurngateSession(found, rollout, running, self)
+            gateway, wayout = self._gateway, self._wayout
+        assert gateway is not None
+        assert wayout is not None
+        try:
+            self._thread.run(patiently(gateway.check))
+        except TurngateError:
+            self._one_less()
+            raise
+        rollout = Rollout(order, gateway, wayout)
+        return TurngateSession(found, rollout, self._thread.run(_begun(rollout)), self)
 
     def trace(self, session: str) -> Json:
         gateway = self._gateway
@@ -175,6 +184,9 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
     def closed(self, running: asyncio.Task[Outcome]) -> None:
         """By a session, once."""
         self._thread.run(_ended(running))
+        self._one_less()
+
+    def _one_less(self) -> None:
         with self._lock:
             self._open -= 1
             if not self._open:

@@ -53,6 +53,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rows_ahead: Positive = 256  # rows that may wait for the trainer, before the next delivery is asked for
     longest_row: Positive | None = None  # tokens that the trainer has memory for; longer rows are left out, and counted
     weigh: Weigh = "tokens"  # what counts the same: each trained token, or each rollout of a group
+    adapter: str = ""  # where TRL publishes LoRA adapters (as "trl-policy-v7"), the name before the "-v"
     public_url: str = ""  # how remote sandboxes get to the gateway
     tunnel: str = ""
 
@@ -161,11 +162,12 @@ class TurngateWorker:
         """The gateway may have counted further than TRL, which begins anew each time that it is started."""
         gateway = await self._client()
         now = int((await patiently(gateway.fence))["version"])
-        if self._base is None:
-            self._base = max(0, now - model_version)
+        named = f"{self.config.adapter}-v{model_version}" if self.config.adapter else None
+        if self._base is None:  # whole weights are sent inside a fence, which has counted them; an adapter is news
+            self._base = max(0, now - model_version + (named is not None))
         target = self._base + model_version
         if now < target:
-            await patiently(lambda: gateway.resume(target))
+            await patiently(lambda: gateway.resume(target, named))
 
     async def _opened(self) -> None:
         gateway, config = await self._client(), self.config
