@@ -20,6 +20,7 @@ from turngate.engines.local.shape import Shape
 from turngate.types import Ids, type_of_ids
 
 Places = NDArray[np.int64]  # numbers of slots, or positions in them
+_WORTH = 16  # ids of a common beginning for which it is worth to wait until they are computed
 _HEAD = 64  # ids by which sequences are told apart before all of them are compared
 
 
@@ -146,7 +147,7 @@ class Slots:
         now, later = np.minimum(common, self.known), np.minimum(common, self.wanted)
         source = int(now.argmax())
         size = int(now[source])
-        if later.max() > size + _HEAD:
+        if later.max() > max(size, _WORTH):
             return None
         if not size:
             slot = source = self._stalest(free)

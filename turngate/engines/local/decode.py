@@ -92,7 +92,7 @@ class Decoder:
         index = torch.from_numpy(slots)
         tokens, positions, seeds, drawn = self.state[:, index]
         attend = self.cache.stepping(slots, positions.numpy())
-        scores = self.model.scores(self.model.run(tokens, positions, attend)).float()
+        scores = self._scored(self.model.run(tokens, positions, attend))
         for row in bent:
             bend(scores, row)
         warm = self.temperature[index]
@@ -101,6 +101,12 @@ class Decoder:
         self.state[1, index] = positions + 1
         self.state[3, index] = drawn + 1
         return Pending(slots, ids, logprobs)
+
+    def _scored(self, hidden: Tensor) -> Tensor:
+        """In float32. On a GPU they are never rounded to bfloat16, in which scores of 16 and more lie an eighth apart."""
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, self.model.head.t(), out_dtype=torch.float32)
+        return self.model.scores(hidden).float()
 
     def collect(self, pending: Pending) -> tuple[Ids, Logprobs]:
         return pending.ids.numpy().astype(type_of_ids), pending.logprobs.numpy()

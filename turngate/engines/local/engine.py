@@ -322,7 +322,7 @@ class Generation:
             await self._news
         if self._end is not None and not isinstance(self._end, str) and not self._ids:
             self._told = True
-            raise self._end
+            raise type(self._end)(self._end.message)  # one of its own for each call
         return self._chunk()
 
     def take(self, ids: list[int], logprobs: list[float]) -> None:

@@ -123,8 +123,7 @@ class GraphDecoder(Decoder):
     def _step(self, rows: int, draws: bool) -> None:
         tokens, positions = self.state[0, :rows], self.state[1, :rows]
         within = positions.clamp(max=self.model.shape.context - 1)  # slots that do not sample are beyond it
-        hidden = self.model.run(tokens, within, self._attend(rows, positions))
-        scores = self.model.scores(hidden).float()
+        scores = self._scored(self.model.run(tokens, within, self._attend(rows, positions)))
         if draws:
             self._draw(scores, rows)
         else:

@@ -8,7 +8,7 @@ plain version below does the same by reading the whole cache.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,24 +19,24 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     @triton.jit
-    def _attend_slot(
-        q: Any,
-        keys: Any,
-        values: Any,
-        positions: Any,
-        out: Any,
-        q_step: Any,
-        out_step: Any,
-        slot_step: Any,
-        head_step: Any,
-        spare: Any,
-        scale: Any,
+    def _attend_slot(  # type: ignore[no-untyped-def]  # whose annotations would be the kernel's
+        q,
+        keys,
+        values,
+        positions,
+        out,
+        q_step,
+        out_step,
+        slot_step,
+        head_step,
+        spare,
+        scale,
         GROUP: tl.constexpr,
         ROWS: tl.constexpr,
         HEAD: tl.constexpr,
         COLS: tl.constexpr,
         BLOCK: tl.constexpr,
-    ) -> None:
+    ):
         slot, head = tl.program_id(0), tl.program_id(1)
         end = tl.load(positions + slot) + 1
         end = tl.where(end > spare, 1, end)  # a slot that does not sample

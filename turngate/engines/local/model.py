@@ -68,7 +68,12 @@ class Model(nn.Module):
         return self.run(ids, positions, _causal((same & (place[:, :, None] >= place[:, None, :]))[:, None]))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embedding.weight if self.output is None else self.output.weight)
+        return F.linear(hidden, self.head)
+
+    @property
+    def head(self) -> Tensor:
+        """The output layer's weights."""
+        return self.embedding.weight if self.output is None else self.output.weight
 
     def run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All layers over tokens in any arrangement; who sees whom is `attend`'s business."""
