@@ -68,6 +68,9 @@ class Fence:
             return
         if version < self.version:
             raise Conflict(f"version: {version} is older than the present {self.version}", param="version")
+        if version == self.version and model is not None and model != self.model:
+            present = self.model or "the engine's own model"
+            raise Conflict(f"version: {version} is in force as {present}; give {model!r} another one", param="version")
         if version > self.version and model is None and self.model:
             raise Conflict(
                 f"model: the engine is asked for {self.model!r} at version {self.version}; say which it is at {version} "

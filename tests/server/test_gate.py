@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -376,12 +377,15 @@ async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path) -> None:
             )
             asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))
             [old] = await far.take()
+            waiting = asyncio.create_task(far.take())
+            await asyncio.sleep(0.05)
+            stopping = time.monotonic()
+        assert time.monotonic() - stopping < 3, "a trainer that waits for a call is not waited for"
         with pytest.raises(openai.InternalServerError, match="being stopped"):
             await asking
-        taking = asyncio.create_task(far.take())  # while nobody is there
         async with embedded(config):
             asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))
-            [call] = await taking
+            [call] = await waiting  # since before the gateway stopped
             with pytest.raises(NotFound, match="started again"):
                 await answer(old)
             await answer(call)

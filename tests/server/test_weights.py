@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from aiohttp import web
 
@@ -37,6 +38,9 @@ class FakeVLLM:
         self.asked: list[str] = []
         self.refuses: set[str] = set()
         self.unserved: set[str] = set()
+        self.aborted = False
+        self.loads = asyncio.Event()  # opened: a model is loaded at once
+        self.loads.set()
         self.half = 0  # answers of which the first half is on its way
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -73,11 +77,15 @@ class FakeVLLM:
             case "/collective_rpc":
                 assert sent["method"] == "reload_weights"
                 path = sent["kwargs"].get("weights_path", "base")
+                await self.loads.wait()
                 if "missing" in path:
                     return web.json_response({"error": {"message": f"no weights in {path}"}}, status=500)
                 self.weights = path
             case "/reset_prefix_cache":
                 pass
+            case "/abort_requests":
+                self.aborted = True
+                self.pace.set()
             case "/v1/completions":
                 return await self._sampled(request, sent)
             case _:
@@ -96,6 +104,9 @@ class FakeVLLM:
             await response.write(_event(first, None))
         self.half += 1
         await self.pace.wait()
+        if self.aborted:
+            await response.write(_event([], "abort") + b"data: [DONE]\n\n")
+            return response
         await self.awake.wait()
         last = [*self._says(sent["model"]), renderer().stop_ids[0]]
         if not sent["stream"]:
@@ -210,6 +221,8 @@ async def test_an_adapter_that_somebody_else_has_loaded_is_named_at_resume(tmp_p
                     assert told == {"version": 7, "paused": False, "in_flight": 0, "model": "trl-policy-v7"}
                     plain = await g.admin.post("/admin/fence/resume", json={"version": 8})
                     assert plain.status_code == 409 and "say which it is at 8" in plain.text
+                    other = await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "x"})
+                    assert other.status_code == 409 and "is in force as trl-policy-v7" in other.text
                     alone = await g.admin.post("/admin/fence/resume", json={"model": "x"})
                     assert alone.status_code == 409
                 session = await g.open()
@@ -321,7 +334,7 @@ async def test_a_model_that_a_replica_refuses_is_put_back_on_the_others() -> Non
         assert f"{fakes[1].url}: put back, has version 1" in message
         assert f"{fakes[2].url}: vllm: no /collective_rpc today, has nothing that can be used" in message
         assert [fake.weights for fake in fakes] == ["/m/1", "/m/1", "/m/1"]
-        await until(lambda: not g.app.engine._replicas[2].up)  # type: ignore[union-attr]
+        assert not g.app.engine._replicas[2].up  # type: ignore[union-attr]  # before any call went there
         for _ in range(6):
             assert (await g.ask((await g.open()).key, "Hi")).content == "[/m/1][/m/1]"
         fakes[2].refuses.clear()
@@ -335,9 +348,23 @@ async def test_weights_that_are_wrong_cost_one_replica_only() -> None:
         assert status == 502 and "version 0 stays in force" in message and "no weights in /missing" in message
         assert "not tried, has version 0" in message
         assert "/collective_rpc" not in fakes[1].asked
-        await until(lambda: not g.app.engine._replicas[0].up)  # type: ignore[union-attr]
+        assert not g.app.engine._replicas[0].up  # type: ignore[union-attr]
         assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"
         assert len(fakes[0].salts) == 0
+
+
+async def test_what_was_kept_in_a_replica_that_failed_half_way_does_not_go_on() -> None:
+    async with served() as (g, [fake]):
+        session = await g.open()
+        fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: fake.half == 1)
+        assert (await refused(g, version=1, path="/missing", mode="keep"))[0] == 502
+        with pytest.raises(openai.APIError):
+            await asking
+        assert "/abort_requests" in fake.asked and fake.awake.is_set()
+        [turn] = await g.turns(session.id)
+        assert turn["role"] == "aborted" and (turn["version_start"], turn["version_end"]) == (0, 0)
 
 
 async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents() -> None:
@@ -489,3 +516,23 @@ async def test_the_limit_of_a_pause_holds_for_all_workers_and_over_the_end_of_wo
         assert all(worker.app.fence.paused for worker in c.workers)
         await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
         assert (await events(c[0], "fence"))[-1]["expired"] is True
+
+
+async def test_a_worker_0_that_dies_while_weights_are_loaded_leaves_nobody_waiting(tmp_path: Path) -> None:
+    async with engines(2) as fakes:
+        fakes[0].loads.clear()
+        pools: Any = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
+        async with crew(pools, data=tmp_path) as c:
+            loading = asyncio.create_task(c[0].admin.post("/admin/weights", json={"version": 1, "path": "/m/1"}))
+            await until(lambda: "/collective_rpc" in fakes[0].asked)
+            assert all(worker.app.fence.paused for worker in c.workers)
+        await asyncio.gather(loading, return_exceptions=True)
+        pools = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
+        async with crew(pools, data=tmp_path) as c:  # the same run
+            await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
+            for _ in range(3):  # and the replica that was in the middle of it gets no call
+                assert (await c[0].ask((await c[0].open()).key, "Hi")).content == "[base][base]"
+            assert (
+                fakes[0].salts == []
+                and "an update of its weights to 1 was not completed" in (await c[0].admin.get("/admin/weights")).text
+            )

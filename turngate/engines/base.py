@@ -63,6 +63,7 @@ class Health(msgspec.Struct, frozen=True):
     model: str = ""
     max_context: int | None = None
     in_flight: int = 0
+    wrong: bool = False  # it answers, and must not be used all the same
 
 
 class Engine(Protocol):

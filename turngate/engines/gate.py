@@ -268,6 +268,10 @@ class Gate:
                 self._end(ticket, "the gateway was stopped")
             self._wake()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     async def health(self) -> list[Health]:
         seen = self.waiting()
         detail = f"{seen.waiting} calls wait, {seen.taken} are taken" if seen.waiting or seen.taken else ""

@@ -185,7 +185,7 @@ class _Replica:
             self.found()
             return
         self._misses += 1
-        if self._misses >= self._allowed or not self._known:
+        if self._misses >= self._allowed or not self._known or missing.wrong:
             self._down(missing.detail)
 
     def _down(self, reason: str) -> None:

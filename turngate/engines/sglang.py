@@ -200,6 +200,9 @@ class SGLang:
         sent = {"model_path": self._started_with, "flush_cache": not frozen}
         await self._command("/update_weights_from_disk", sent, LOAD_S)
 
+    async def abort_all(self) -> None:
+        await self._command("/abort_request", {"abort_all": True})
+
     async def unload(self, name: str) -> None:
         await self._command("/unload_lora_adapter", {"lora_name": name})
 

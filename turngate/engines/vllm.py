@@ -151,7 +151,7 @@ class VLLM:
             served = ", ".join(card.id for card in models.data)
             return [msgspec.structs.replace(seen, ok=False, detail=f"serves {served}, not {self.model}")]
         if wrong := await self._wrong_weights(models):
-            return [msgspec.structs.replace(seen, ok=False, detail=wrong)]
+            return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
 
     # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,6 +182,9 @@ class VLLM:
 
     async def original(self, *, frozen: bool) -> None:
         await self._reload({}, "default", frozen)
+
+    async def abort_all(self) -> None:
+        await self._command("/abort_requests")
 
     async def unload(self, name: str) -> None:
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})

@@ -57,6 +57,9 @@ class Updatable(Protocol):
     async def original(self, *, frozen: bool) -> None:
         """Have the weights again that it was started with."""
 
+    async def abort_all(self) -> None:
+        """Give up every call in flight."""
+
     async def unload(self, name: str) -> None:
         """An adapter is not needed any more. Calls in flight may still use it."""
 

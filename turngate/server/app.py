@@ -30,7 +30,7 @@ from turngate.engines.responses import ResponsesRelay
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
-from turngate.engines.weights import replicas
+from turngate.engines.weights import Load, replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
@@ -91,7 +91,7 @@ class Gateway:
             tokenizer = self.renderer.tokenizer
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
             self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
-        self.fence = Fence(int(self.store.setting("policy_version") or 0))
+        self.fence = Fence(*_policy(self.store))
         if isinstance(self.engine, Gate) and self.renderer is not None:
             vocabulary = self.renderer.tokenizer.vocab_size
             self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
@@ -111,8 +111,8 @@ class Gateway:
             place=place,
             ended=self._proof.ended if self._proof is not None else lambda session_id: None,
         )
-        self.expect()
-        self.updates = Updates(self.control, self.engine, OneBar(self.control, self.expect))
+        self._expect(self.fence.version)
+        self.updates = Updates(self.control, self.engine, OneBar(self.control, self.ready))
         self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
         self.journal = Journal(self.store)
         self.started = time.time()
@@ -125,10 +125,14 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seen: tuple[float, list[Health]] = (float("-inf"), [])
 
-    def expect(self) -> None:
-        """The engines have to have what is in force, as the store has it; else they count as down."""
-        load = self.control.weights(self.fence.version)
-        self.fence.model = "" if load is None else load.name
+    async def ready(self, version: int, look: bool) -> None:
+        """Before a version is in force: engines that do not have it, as the store says that they should, count as down."""
+        self._expect(version)
+        if look and isinstance(self.engine, Pool):
+            await self.engine.check()
+
+    def _expect(self, version: int) -> None:
+        load = self.control.weights(version)
         for replica in replicas(self.engine):
             replica.expect(load if load is not None and (load.path or load.lora_path) else None)
 
@@ -194,6 +198,11 @@ class Gateway:
                 self.events.add(verdict.session, "verified", summed_up(verdict))
         except StoreError as error:
             log.warning("the verdict on session %s is not in the events: %s", verdict.session, error.message)
+
+    async def end_polls(self) -> None:
+        """Trainers that wait for a call are not waited for."""
+        if isinstance(self.engine, Gate):
+            await self.engine.close()
 
     async def stop(self) -> None:
         if self._proof is not None:
@@ -349,6 +358,13 @@ class _Undo:
     def __exit__(self, *_: object) -> None:
         if self._undo is not None:
             self._undo()
+
+
+def _policy(store: Store) -> tuple[int, str]:
+    """The version in force, and the name under which the engine has it."""
+    version = int(store.setting("policy_version") or 0)
+    noted = store.setting(f"weights:{version}")
+    return version, msgspec.json.decode(noted, type=Load).name if noted else ""
 
 
 def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:

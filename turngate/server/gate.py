@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.engines.gate import End, Fault, Gate, GateCall
-from turngate.errors import BadRequest, Conflict, Gone, NotFound, TooLarge
+from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge
 from turngate.server.asgi import Watch
 from turngate.server.auth import Auth
 from turngate.server.http import reply, route
@@ -105,6 +105,8 @@ class GateRoutes:
     async def take(self, request: Request) -> Response:
         wanted = await packed(request, Take)
         calls: list[GateCall] = []
+        if self._gate.closed:
+            raise Stopping("the gateway is being stopped; come back in a moment")
         with Watch(request.receive) as watch:
             try:
                 calls = await self._gate.take(wanted.limit, wait_s=wanted.wait_s, lease_s=wanted.lease_s)

@@ -21,7 +21,7 @@ from turngate.errors import Stopping
 from turngate.server.app import Gateway
 from turngate.server.http import body, reply, route
 from turngate.server.siblings import RETURN_S, Siblings
-from turngate.server.weights import FenceRoutes, ResumeBody, Updates
+from turngate.server.weights import FenceRoutes, Updates
 from turngate.types import Json
 
 _PAUSED = "paused"  # the setting: by which run of the gateway
@@ -34,6 +34,14 @@ class State(msgspec.Struct, frozen=True):
     version: int
     paused: bool
     in_flight: int
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """What the others are told. `look`: at the replicas first."""
+
+    version: int
+    model: str | None
+    look: bool
 
 
 class Together:
@@ -60,7 +68,7 @@ class Together:
         version = int(store.setting("policy_version") or 0)
         load = self._gateway.control.weights(version)
         fence.resume(version, "" if load is None else load.name)
-        self._gateway.expect()
+        await self._gateway.ready(version, False)
         paused = store.setting(_PAUSED) == self._run
         if paused:
             await fence.pause("hold")
@@ -90,16 +98,16 @@ class Together:
     async def drained(self) -> None:
         await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
 
-    async def open(self, version: int | None, model: str | None, expired: bool) -> None:
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, look: bool = False) -> None:
         fence, control, store = self._gateway.fence, self._gateway.control, self._gateway.store
         fence.check(version, model)
         new = fence.version if version is None else version
+        await self._gateway.ready(new, look)
         store.set_setting("policy_version", str(new))
         store.set_setting(_PAUSED, "")
         fence.set(version, model)  # if somebody cannot be told, there is no way back behind it
-        await self._each("POST", "/worker/fence/resume", ResumeBody(new, model))
+        await self._each("POST", "/worker/fence/resume", Resumed(new, model, look))
         control.resume(new, model, expired=expired)
-        self._gateway.expect()
 
     async def _each(self, method: str, target: str, sent: object = None) -> list[State]:
         """What every other worker answers; all of them, or it fails."""
@@ -150,9 +158,10 @@ class Together:
         return self._state()
 
     async def worker_resume(self, request: Request) -> Response:
-        wanted = await body(request, ResumeBody)
-        self._gateway.fence.resume(wanted.version, wanted.model)
-        self._gateway.expect()
+        told = await body(request, Resumed)
+        self._gateway.fence.check(told.version, told.model)
+        await self._gateway.ready(told.version, told.look)
+        self._gateway.fence.resume(told.version, told.model)
         self._gateway.control.version_rose()
         return self._state()
 

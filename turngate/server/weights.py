@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 from turngate.control import Control
 from turngate.engines.base import Engine
-from turngate.engines.pool import Pool
 from turngate.engines.weights import Load, Updatable, replicas
 from turngate.errors import BadRequest, Conflict, EngineError, EngineTimeout, StoreError, TurngateError
 from turngate.fence import Pause
@@ -94,18 +93,18 @@ class Bar(Protocol):
 
     async def drained(self) -> None: ...
 
-    async def open(self, version: int | None, model: str | None, expired: bool) -> None:
-        """Calls go on, at a version."""
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, look: bool = False) -> None:
+        """Calls go on, at a version. `look`: at every replica first, which may not be what it was."""
 
     async def stands(self) -> dict[str, Json]: ...
 
 
 class OneBar:
-    """The fence of a gateway that is one process."""
+    """The fence of a gateway that is one process. `ready`: what a version needs before it is in force."""
 
-    def __init__(self, control: Control, expect: Callable[[], None]) -> None:
+    def __init__(self, control: Control, ready: Callable[[int, bool], Awaitable[None]]) -> None:
         self._control = control
-        self._expect = expect
+        self._ready = ready
 
     async def hold(self, until: float | None) -> None:
         await self._control.hold()
@@ -113,9 +112,10 @@ class OneBar:
     async def drained(self) -> None:
         await self._control.drained()
 
-    async def open(self, version: int | None, model: str | None, expired: bool) -> None:
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, look: bool = False) -> None:
+        self._control.check_version(version, model)
+        await self._ready(self._control.version if version is None else version, look)
         self._control.resume(version, model, expired=expired)
-        self._expect()
 
     async def stands(self) -> dict[str, Json]:
         return self._control.fence()
@@ -155,8 +155,8 @@ class Updates:
         async with self._changing:
             self._control.check_version(version, model)
             self._disarm()
-            if version is not None and model is not None:
-                self._control.note_weights(Load(version=version, name=model))
+            if version is not None and version > self._control.version:
+                self._control.note_weights(Load(version=version, name=model or ""))
             await self._open(version, model)
         return await self._bar.stands()
 
@@ -181,7 +181,7 @@ class Updates:
     async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
         """As it was before something failed."""
         if not was_paused:
-            await self._open(None, None)
+            await self._open(None, None, look=True)
         elif self.frozen and not was_frozen:
             await self._thaw()
 
@@ -196,9 +196,9 @@ class Updates:
                 raise error
         await asyncio.sleep(_SETTLE_S)
 
-    async def _open(self, version: int | None, model: str | None, *, expired: bool = False) -> None:
+    async def _open(self, version: int | None, model: str | None, *, look: bool = False) -> None:
         """First the version, then the engines: whatever they sample from then on is of that version."""
-        await self._bar.open(version, model, expired)
+        await self._bar.open(version, model, look=look)
         if self.frozen:
             await self._thaw()
 
@@ -250,7 +250,7 @@ class Updates:
         while True:
             try:
                 async with self._changing:
-                    await self._bar.open(None, None, True)
+                    await self._bar.open(None, None, expired=True, look=True)
                 break
             except TurngateError as error:
                 log.warning("calls are still held: %s", error.message)
@@ -273,13 +273,11 @@ class Updates:
             if not all(replica.ok for replica in found):
                 found = await self._put_back(each, found, load, before)
                 await self._restore(*present)
-                await self._look()
                 self._tell({"version": load.version, "failed": True, "replicas": found})
                 raise _refusal(load, before.version, found)
             self._disarm()
             self._control.note_weights(load)
-            await self._open(load.version, load.name if load.is_adapter or before.name else None)
-            await self._look()
+            await self._open(load.version, load.name if load.is_adapter or before.name else None, look=True)
             await self._clear_out(each, (before.name if before.lora_path else "", load.name))
             seconds = round(time.monotonic() - began, 3)
             self._tell({"version": load.version, "mode": mode, "seconds": seconds, "replicas": found})
@@ -317,7 +315,8 @@ class Updates:
 
     async def _stop(self, mode: Pause, limit_s: float, present: tuple[bool, bool]) -> None:
         try:
-            await self._bar.hold(None)
+            if not present[0]:
+                await self._bar.hold(time.time())  # whoever is started again in the middle of it lets calls go on
             if mode == "keep":
                 await self._freeze()
             elif mode == "drain":
@@ -372,8 +371,10 @@ class Updates:
                 after.append(msgspec.structs.replace(replica, has=before.version))
             elif replica.ok:
                 after.append(await self._attempt(one, before, back))
-            else:
-                after.append(replica)  # half a model: it is marked, and gets no calls
+            else:  # half a model: it is marked, gets no calls, and what it had frozen must not go on with that
+                with contextlib.suppress(TurngateError):
+                    await one.abort_all()
+                after.append(replica)
         return after
 
     async def _clear_out(self, each: list[Updatable], names: tuple[str, ...]) -> None:
@@ -384,10 +385,6 @@ class Updates:
             for one in each:
                 with contextlib.suppress(TurngateError):  # it was started again, and has it not
                     await one.unload(old)
-
-    async def _look(self) -> None:
-        if isinstance(self._engine, Pool):
-            await self._engine.check()
 
     def _tell(self, facts: dict[str, Json]) -> None:
         try:
