@@ -28,9 +28,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8700  # port to listen on; 0 takes a free one
     data: str = "turngate-data"  # the folder that holds everything recorded
-    engine: EngineKind = (
-        "scripted"  # who generates; gate: the trainer; openai (chat), anthropic, gemini and responses are only observed
-    )
+    engine: EngineKind = "scripted"  # gate: the trainer; openai (chat), anthropic, gemini, responses are only observed
     engine_url: list[str] = []  # where the engine listens; several are replicas
     engine_api: Literal["completions", "generate"] = "completions"  # the endpoint of vLLM that takes the ids
     engine_key_env: str = ""  # name of the environment variable that holds the engine's API key

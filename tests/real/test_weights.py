@@ -116,12 +116,12 @@ def _greedy(model: Model, name: str, gateway: Gateway, tokens: int) -> list[int]
 def test_a_call_in_flight_is_kept_over_a_pause_and_over_new_weights(
     model: Model, gateway: Gateway, tmp_path: Path
 ) -> None:
-    before, _ = said(gateway, model, 40)
-    session, client = gateway.open(sampling={"min_tokens": 40})
+    before, _ = said(gateway, model, 28)
+    session, client = gateway.open(sampling={"min_tokens": 28})
     heard: list[float] = []
 
     def listen() -> None:
-        asked: Any = {"model": model.name, "messages": QUESTION, "max_tokens": 40, "temperature": 0, "stream": True}
+        asked: Any = {"model": model.name, "messages": QUESTION, "max_tokens": 28, "temperature": 0, "stream": True}
         for _ in client.chat.completions.create(**asked):
             heard.append(time.monotonic())
 
@@ -138,15 +138,15 @@ def test_a_call_in_flight_is_kept_over_a_pause_and_over_new_weights(
     assert not listening.is_alive()
     [turn] = [node for node in gateway.trace(session) if node["kind"] == "sampled"]
     assert (turn["version_start"], turn["version_end"]) == (0, 1)
-    assert len(turn["ids"]) == 40 and turn["finish"] == "length"
-    same = next((n for n in range(40) if turn["ids"][n] != before[n]), 40)
-    assert 5 <= same < 40, "it began with the old weights, and went on with the new ones"
-    after, versions = said(gateway, model, 40)
+    assert len(turn["ids"]) == 28 and turn["finish"] == "length"
+    same = next((n for n in range(28) if turn["ids"][n] != before[n]), 28)
+    assert 5 <= same < 28, "it began with the old weights, and went on with the new ones"
+    after, versions = said(gateway, model, 28)
     assert versions == (1, 1) and after[:5] != before[:5]
     assert httpx.get(f"{model.url}/weight_info").json() == {"weight_version": "1"}
     back = loaded(gateway, version=2, path=str(model.folder))
     assert back["replicas"][0]["has"] == 2
-    assert said(gateway, model, 40) == (before, (2, 2))
+    assert said(gateway, model, 28) == (before, (2, 2))
 
 
 def _until(condition: Any, seconds: float = 30) -> None:

@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.engines.gate import End, Fault, Gate, GateCall
+from turngate.engines.gate import Gate
+from turngate.engines.gatecall import End, Fault, GateCall
 from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge
 from turngate.server.asgi import Watch
 from turngate.server.auth import Auth

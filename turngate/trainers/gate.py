@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from turngate.engines.gate import Asked, End, Fault, GateCall
+from turngate.engines.gatecall import Asked, End, Fault, GateCall
 from turngate.errors import BadRequest, Conflict, Gone, NotFound, TurngateError
 from turngate.rollout.client import GatewayClient, Refused, Unreachable
 from turngate.server.gate import Answer, Failed, Handed, Leased, Renew, Renewed, Take, Taken
