@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import threading
 import time
@@ -73,7 +74,7 @@ class _Ticket:
         self.version = 0  # when it was taken
         self.sent = 0
         self.stopped = False  # its last token was a stop token
-        self.last: _Piece | None = None
+        self.last = b""  # by which its last piece is known again
 
     def tell(self, news: Chunk | TurngateError) -> None:
         self.news.append(news)
@@ -82,20 +83,10 @@ class _Ticket:
             self.loop.call_soon_threadsafe(self.arrived.set)
 
 
-class _Piece(msgspec.Struct, frozen=True):
-    """A piece of an answer, to know it again when it is sent twice because its receipt was lost."""
-
-    lease: str
-    at: int
-    ids: bytes
-    logprobs: bytes | None
-    finish: End | None
-
-
 class _Ended(msgspec.Struct, frozen=True):
     reason: str
     answered: bool
-    last: _Piece | None
+    last: bytes
 
 
 class Gate:
@@ -253,12 +244,10 @@ class Gate:
     ) -> None:
         """Take a piece of an answer, past the first `at` tokens; with `finish` it is the last. The same piece again is fine."""
         check(ids, logprobs)
-        piece = _Piece(lease, at, ids.tobytes(), None if logprobs is None else logprobs.tobytes(), finish)
+        piece = _mark(lease, at, ids, logprobs, finish)
         with self._lock:
-            ended = self._ended.get(call_id)
-            if piece == (
-                ended.last if ended is not None else self._live[call_id].last if call_id in self._live else None
-            ):
+            known = self._ended.get(call_id) or self._live.get(call_id)
+            if known is not None and known.last == piece:
                 return
             ticket = self._held(call_id, lease)
             if at != ticket.sent:
@@ -448,3 +437,11 @@ def _why(kind: type[BaseException] | None) -> str:
     if issubclass(kind, asyncio.CancelledError):
         return "the agent hung up, or its session was ended"
     return "the turn failed"
+
+
+def _mark(lease: str, at: int, ids: Ids, logprobs: Logprobs | None, finish: End | None) -> bytes:
+    """Of one piece of an answer, by which it is known again when it is sent twice because its receipt was lost."""
+    mark = hashlib.blake2b(f"{lease} {at} {finish} {logprobs is None}".encode(), digest_size=16)
+    mark.update(ids.tobytes())
+    mark.update(b"" if logprobs is None else logprobs.tobytes())
+    return mark.digest()
