@@ -2,8 +2,8 @@
 
     engine = LocalEngine("path/to/model")
     await engine.start()
-    async with engine.updating():      # nothing is sampled in here; calls under way wait, and go on with the new weights
-        optimizer.step()               # over engine.model.parameters()
+    async with engine.updating(version=1):   # nothing is sampled in here; calls under way wait, and go on with the new weights
+        optimizer.step()                     # over engine.model.parameters()
 
 The event loop never computes: `worker.py` has a thread of its own, and this file turns its batches into streams.
 """
@@ -91,7 +91,7 @@ class LocalEngine:
         self._state: Literal["new", "started", "closed"] = "new"
         self._folder = None if isinstance(model, Model) else model
         self._paused = False
-        self._version: int | None = None  # of weights that were loaded since
+        self._version: int | None = None  # of the weights, where it is known
         self._expected: int | None = None
 
     def __repr__(self) -> str:
@@ -114,7 +114,8 @@ class LocalEngine:
 
     async def health(self) -> list[Health]:
         detail = self._worker.broken or ("" if self._state == "started" else f"the local engine is {self._state}")
-        if self._expected is not None and self._expected != self._version:
+        wrong = self._expected is not None and self._expected != self._version
+        if wrong:
             detail = detail or f"has not the weights of version {self._expected}; repeat POST /admin/weights"
         return [
             Health(
@@ -124,6 +125,7 @@ class LocalEngine:
                 model=self.served,
                 max_context=self.max_context,
                 in_flight=len(self._open),
+                wrong=wrong,
             )
         ]
 
@@ -134,29 +136,39 @@ class LocalEngine:
         return Generation(self, request)
 
     @asynccontextmanager
-    async def updating(self, *, drain: bool = False) -> AsyncIterator[Model]:
+    async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
         """Sampling stands still inside. Calls under way go on afterwards, with the new weights; `drain`: they end first, and new ones
         wait. What was computed with the old weights is computed again, so every log-probability is that of one set of weights over the
         whole context.
+
+        `version`: the policy's from then on. Chunks then say which version sampled them; else that is for the gateway's fence to say.
         """
         reached = self._worker.hold(drain)
+        ends: int | None = self._version
         try:
             await asyncio.wrap_future(reached)
             yield self.model
             await asyncio.to_thread(self._renew)
+            ends = version
         finally:
-            self._worker.resume()
+            self._resume(ends)
 
     @contextmanager
-    def updating_here(self, *, drain: bool = False) -> Iterator[Model]:
+    def updating_here(self, version: int | None = None, *, drain: bool = False) -> Iterator[Model]:
         """The same, for a thread without an event loop."""
         reached = self._worker.hold(drain)
+        ends: int | None = self._version
         try:
             reached.result()
             yield self.model
             self._renew()
+            ends = version
         finally:
-            self._worker.resume()
+            self._resume(ends)
+
+    def _resume(self, version: int | None) -> None:
+        self._version = version
+        self._worker.resume(version)
 
     def _renew(self) -> None:
         if self.model.device.type == "cuda":
@@ -182,20 +194,21 @@ class LocalEngine:
     async def resume(self) -> None:
         if self._paused:
             self._paused = False
-            self._worker.resume()
+            self._worker.resume(self._version)
 
     async def load(self, load: Load, *, frozen: bool) -> None:
         """Calls in flight go on with the new weights over their whole context, frozen or not."""
         if load.is_adapter:
             raise EngineRejected(f"{self.name} loads whole models; merge the adapter {load.name!r} into one first")
-        await self._load(load.path)
-        self._version = load.version
+        await self._load(load.path, load.version)
 
     async def original(self, *, frozen: bool) -> None:
         if self._folder is None:
             raise EngineRejected(f"{self.name} samples from a model that its trainer changes; load weights there")
-        await self._load(self._folder)
-        self._version = None
+        await self._load(self._folder, None)
+
+    async def abort_all(self) -> None:
+        self._worker.give_up()
 
     async def unload(self, name: str) -> None:
         """There are no adapters here."""
@@ -203,8 +216,8 @@ class LocalEngine:
     def expect(self, load: Load | None) -> None:
         self._expected = None if load is None else load.version
 
-    async def _load(self, folder: str | Path) -> None:
-        async with self.updating():
+    async def _load(self, folder: str | Path, version: int | None) -> None:
+        async with self.updating(version):
             try:
                 await asyncio.to_thread(load_into, self.model, folder)
             except ConfigError as error:
@@ -279,7 +292,7 @@ class LocalEngine:
         ):
             found = self._open.get(int(serials[0])) if serials.size else None
             if found is not None and found.loop is loop:
-                found.take(ids.tolist(), logprobs.tolist())
+                found.take(ids.tolist(), logprobs.tolist(), batch.version)
         for serial, end in batch.ends.items():
             found = self._open.get(serial)
             if found is not None and found.loop is loop:
@@ -295,6 +308,7 @@ class Generation:
         self._serial = 0
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._versions: tuple[int | None, int | None] = (None, None)
         self._end: End | None = None
         self._told = False  # the last chunk was given
         self._news: asyncio.Future[None] | None = None
@@ -325,7 +339,10 @@ class Generation:
             raise type(self._end)(self._end.message)  # one of its own for each call
         return self._chunk()
 
-    def take(self, ids: list[int], logprobs: list[float]) -> None:
+    def take(self, ids: list[int], logprobs: list[float], version: int | None) -> None:
+        if not self._ids:
+            self._versions = (version, version)
+        self._versions = (self._versions[0], version)
         self._ids += ids
         self._logprobs += logprobs
         if self._request.stream:
@@ -346,7 +363,12 @@ class Generation:
         self._told = finish is not None
         prompt = self._request.prompt.tolist() if self._echo else None
         self._echo = False
-        return Chunk(ids, logprobs, finish, prompt)
+        return Chunk(ids, logprobs, finish, prompt, self._span())
+
+    def _span(self) -> tuple[int, int] | None:
+        """The versions at the first and last of these tokens. What was sampled before any is known is of the version asked for."""
+        first, last = self._versions
+        return None if last is None else (self._request.version if first is None else first, last)
 
 
 def _device(wanted: str) -> str:

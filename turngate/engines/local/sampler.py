@@ -39,7 +39,9 @@ def draw(
     """
     greedy = temperature == 0
     likely = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
-    ids = _reach(likely, uniform(seed, drawn))
+    ids = _reach(likely, uniform(seed, drawn)).clamp_(
+        max=scores.shape[-1] - 1
+    )  # beyond it only where scores are no numbers
     if some_greedy:
         ids = torch.where(greedy, likely.argmax(dim=-1), ids)
     found = likely.gather(-1, ids[:, None])[:, 0].log()

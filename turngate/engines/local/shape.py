@@ -111,10 +111,16 @@ def _rope(path: Path, config: _Config) -> Rope:
         raise _refused(path, f"rope type {kind!r}; it knows {', '.join(_ROPES)}")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise _refused(path, "partial_rotary_factor")
+    theta = float(given.get("rope_theta") or config.rope_theta or 10_000.0)
+    if kind == "default":
+        return Rope(theta)
+    factor = float(given.get("factor", 1.0))
+    if kind == "linear":
+        return Rope(theta, kind, factor)
     return Rope(
-        theta=float(given.get("rope_theta") or config.rope_theta or 10_000.0),
-        kind=kind,
-        factor=float(given.get("factor", 1.0)),
+        theta,
+        kind,
+        factor,
         low=float(given.get("low_freq_factor", 1.0)),
         high=float(given.get("high_freq_factor", 4.0)),
         original=int(given.get("original_max_position_embeddings", config.max_position_embeddings)),

@@ -46,12 +46,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What was sampled since the last batch, sorted by call, and which calls have ended."""
+    """What was sampled since the last batch, sorted by call, and which calls have ended. `version`: of the weights, where it is known."""
 
     serials: Places
     ids: Ids
     logprobs: Logprobs
     ends: dict[int, End]
+    version: int | None
 
 
 Deliver = Callable[[Batch], None]
@@ -65,14 +66,15 @@ class _Hold(msgspec.Struct):
 
 
 class _Running:
-    """A call in the thread's hands. `ids` is its prompt, and what it sampled before it was put back among those that wait."""
+    """A call in the thread's hands. `ids` is its prompt, and what it sampled before it was put back among those that wait (`begun`)."""
 
-    __slots__ = ("bent", "drawn", "ids", "order", "seed")
+    __slots__ = ("begun", "bent", "drawn", "ids", "order", "seed")
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self.ids = order.prompt
         self.drawn = 0
+        self.begun = False
         given = order.sampling.seed
         self.seed = int.from_bytes(os.urandom(8), "little", signed=True) if given is None else given
         bias = [name for name in order.sampling.biases() if name != "greedy"]
@@ -113,6 +115,7 @@ class Worker:
         self._out: list[tuple[Places, Ids, Logprobs]] = []
         self._ends: dict[int, End] = {}
         self._flushed = 0.0
+        self._version: int | None = None
 
     # ── for other threads ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -127,6 +130,10 @@ class Worker:
     def abort(self, serial: int) -> None:
         self._commands.put(lambda: self._abort(serial))
 
+    def give_up(self) -> None:
+        """Every call, also those that wait."""
+        self._commands.put(self._give_up)
+
     def hold(self, drain: bool) -> Future[None]:
         """Done when nothing is sampled any more; `resume` must follow."""
         hold = _Hold(Future(), drain)
@@ -135,9 +142,9 @@ class Worker:
             hold.reached.set_result(None)
         return hold.reached
 
-    def resume(self) -> None:
-        """The weights may have changed: whatever was computed with the old ones is computed again."""
-        self._commands.put(self._resume)
+    def resume(self, version: int | None = None) -> None:
+        """The weights may have changed, and are of this version: whatever was computed with the old ones is computed again."""
+        self._commands.put(lambda: self._resume(version))
 
     def end(self) -> None:
         """Every call is failed, and the thread ends. Returns when it has."""
@@ -154,14 +161,22 @@ class Worker:
             self._free(slot)
             self._decoder.park([slot])
 
-    def _resume(self) -> None:
+    def _give_up(self) -> None:
+        slots = list(self._running)
+        self._fail_all(EngineUnavailable("the local engine was told to give up its calls"), waiting=True)
+        if slots:
+            self._decoder.park(slots)
+
+    def _resume(self, version: int | None) -> None:
         self._holds.pop(0)
+        self._version = version  # all that was sampled before was handed over when the hold was reached
         if self._holds:
             return
         self._slots.forget()
         interrupted = []
         for slot in sorted(self._running, key=lambda slot: self._running[slot].order.serial):
             call = self._running[slot]
+            call.begun = True
             call.ids, call.drawn = self._slots.ids[slot, : self._length[slot]].copy(), int(self._drawn[slot])
             self._free(slot)
             interrupted.append(call)
@@ -197,7 +212,7 @@ class Worker:
 
     def _turn(self) -> None:
         self._obey()
-        if self._holds and not (self._holds[0].drain and self._running):
+        if self._holds and not self._draining():
             self._collect(leave=0)
             self._flush(now=True)
             self._decoder.settle()
@@ -205,10 +220,14 @@ class Worker:
                 if not hold.reached.done():
                     hold.reached.set_result(None)
             return
-        if not self._holds:
-            self._place()
+        self._place()
         self._fill()
         self._step()
+
+    def _draining(self) -> bool:
+        """Calls that were begun are to end first. Some may have been interrupted by an update just before."""
+        begun = bool(self._running) or any(call.begun for call in self._waiting.values())
+        return self._holds[0].drain and begun
 
     def _obey(self) -> None:
         """Do as told. With nothing to do, or held, wait until told something."""
@@ -225,8 +244,10 @@ class Worker:
     def _place(self) -> None:
         """Waiting calls into free slots, in the order in which they came."""
         for serial, call in list(self._waiting.items()):
-            if not (~self._slots.taken).any():
+            if self._slots.taken.all():
                 return
+            if self._holds and not call.begun:
+                continue
             taken = self._slots.take(call.ids, call.order.salt)
             if taken is None:
                 continue  # its beginning is just being computed
@@ -355,7 +376,7 @@ class Worker:
         out.append((np.empty(0, np.int64), np.empty(0, type_of_ids), np.empty(0, type_of_logprobs)))  # for ends alone
         serials, ids, logprobs = (np.concatenate([part[n] for part in out]) for n in range(3))
         order = np.argsort(serials, kind="stable")
-        self._deliver(Batch(serials[order], ids[order], logprobs[order], ends))
+        self._deliver(Batch(serials[order], ids[order], logprobs[order], ends, self._version))
 
     def _failed(self, error: Exception) -> None:
         """A step failed: the calls in it are lost, those that wait are not, unless it fails again and again."""
