@@ -117,7 +117,7 @@ def settings(given: argparse.Namespace) -> AsyncGRPOConfig:
         learning_rate=given.learning_rate,
         num_generations=given.n,
         max_staleness=given.staleness,
-        temperature=1.0,  # what Turngate's sessions sample with
+        temperature=1.0,  # as the worker's, which pins it in every session
         save_steps=given.save_steps,
         report_to=[],
         vllm_server_base_url=given.vllm,

@@ -32,7 +32,9 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace
     """What the example is started with."""
     monkeypatch.setattr(sys, "argv", ["async_grpo.py", "--dry-run", "--output", str(tmp_path)])
     given = async_grpo.flags()
-    given.staleness = 20  # a resumed trainer's weights are of a new version, and what was sampled before is that much older
+    given.staleness = (
+        20  # a resumed trainer's weights are of a new version, and what was sampled before is that much older
+    )
     given.model = str(cpu.make_model(tmp_path / "model"))
     return given
 

@@ -206,6 +206,8 @@ async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are
             await until(lambda: worker.rollout_buffer.qsize() == 2, 30)
             await asyncio.sleep(1.0)
             assert len(await stage.client.sessions()) == 2  # the next group waits for the trainer
+            [session, _] = await stage.client.sessions()
+            assert (await stage.client.show(session))["config"]["sampling"] == {"temperature": 1.0}
             samples = await taken(worker, 6)
             assert sorted({sample.group_id for sample in samples}) == [1, 2, 3]
             await until(lambda: worker._dry, 30)
@@ -237,7 +239,7 @@ async def test_a_plan_that_nothing_comes_of_is_given_up(tmp_path: Path) -> None:
                 worker.check_health(5.0)
 
 
-def test_group_sizes_have_to_agree(tmp_path: Path) -> None:
+def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> None:
     task = Task(id="t", instruction="x")
     plan = BatchPlan(
         tasks=(task,),
@@ -250,6 +252,9 @@ def test_group_sizes_have_to_agree(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="runs 4 rollouts of each task, but a group of the feed has 8"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=8), plan=plan)
+    warm = msgspec.structs.replace(plan, session={"sampling": {"temperature": 0.7}})
+    with pytest.raises(ConfigError, match=r"the plan's sessions have 0\.7, the trainer 1"):
+        WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4), plan=warm)
 
 
 def test_an_empty_queue_says_so() -> None:

@@ -126,7 +126,7 @@ class Buffer(queue.Queue[Item]):
         for item in rows:
             self.put_nowait(item)
 
-    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:  # type: ignore[override]
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())

@@ -16,6 +16,7 @@ import msgspec
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
+from turngate.errors import ConfigError
 from turngate.trainers.trl.worker import STATE, TurngateWorker
 
 
@@ -36,6 +37,11 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         if isinstance(
             worker, TurngateWorker
         ):  # the same bounds for both: TRL must not drop a row that we count as given
+            if self.args.temperature != worker.config.temperature:
+                raise ConfigError(
+                    f"temperature: the trainer has {self.args.temperature:g}, its worker {worker.config.temperature:g}; make them equal",
+                    param="temperature",
+                )
             own, buffer = worker.config.choices.max_staleness, worker.rollout_buffer
             buffer.bound = self.args.max_staleness if own is None else min(own, self.args.max_staleness)
             buffer.longest = self.args.token_budget if self.args.token_budget > 0 else None

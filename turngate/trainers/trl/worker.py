@@ -52,6 +52,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ahead: Positive = 2  # groups that may have begun and of which the trainer has not taken every row
     rows_ahead: Positive = 256  # rows that may wait for the trainer, before the next delivery is asked for
     longest_row: Positive | None = None  # tokens that the trainer has memory for; longer rows are left out, and counted
+    temperature: float = (
+        1.0  # the trainer's, pinned in every session of the plan: its log-probabilities are compared with theirs
+    )
     weigh: Weigh = "tokens"  # what counts the same: each trained token, or each rollout of a group
     adapter: str = ""  # where TRL publishes LoRA adapters (as "trl-policy-v7"), the name before the "-v"
     public_url: str = ""  # how remote sandboxes get to the gateway
@@ -62,6 +65,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"plan: it runs {self.plan.n} rollouts of each task, but a group of the feed has {self.choices.n}; make them equal",
                 param="plan",
+            )
+        pinned = None if self.plan is None else self.plan.session.get("sampling", {}).get("temperature")
+        if pinned is not None and pinned != self.temperature:
+            raise ConfigError(
+                f"temperature: the plan's sessions have {pinned:g}, the trainer {self.temperature:g}; make them equal",
+                param="temperature",
             )
         for name in ("ahead", "rows_ahead", "longest_row"):  # structs that Python code makes are not checked by msgspec
             value = getattr(self, name)
@@ -224,7 +233,9 @@ class TurngateWorker:
         gateway, config = await self._client(), self.config
         async with WayOut(gateway.url, config.public_url, config.tunnel) as wayout:
             pace = _Pace(self, (await gateway.show_feed(config.feed)).newest)
-            result = await Batch(plan, gateway, wayout, pace=pace, tell=_Fruits(plan)).run()
+            sampling = {"temperature": config.temperature, **plan.session.get("sampling", {})}
+            pinned = msgspec.structs.replace(plan, session={**plan.session, "sampling": sampling})
+            result = await Batch(pinned, gateway, wayout, pace=pace, tell=_Fruits(plan)).run()
         told = f"{len(result.finished)} of {plan.total} rollouts are finished"
         self._ran_out = result.stopped or f"{told}, which are all rounds of the plan; raise `rounds`"
 
