@@ -13,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from turngate.engines.local import Model, save
+from turngate.engines.local import Model, named, save
 from turngate.errors import ConfigError
 from turngate.types import Json
 
@@ -35,13 +37,17 @@ class Checkpoint(msgspec.Struct, frozen=True):
     folder: Path
     state: State
 
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's memory. The weights are loaded as from any model folder."""
-        file = self.folder / _OPTIMIZER
+    def restore(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        """Weights and the optimizer's memory, into those that are there."""
         try:
-            optimizer.load_state_dict(torch.load(file, weights_only=True))
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"checkpoint: {file} cannot be read ({error})", param="out") from None
+            weights = load_file(self.folder / "model.safetensors")
+            memory = torch.load(self.folder / _OPTIMIZER, weights_only=True)
+            with torch.no_grad():
+                for name, own in named(model):
+                    own.copy_(weights[name])
+            optimizer.load_state_dict(memory)
+        except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+            raise ConfigError(f"checkpoint: {self.folder} cannot be gone on from ({error})", param="out") from None
 
 
 def newest(folder: Path) -> Checkpoint | None:

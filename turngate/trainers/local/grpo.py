@@ -22,9 +22,10 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from turngate.engines.local import LocalEngine, Model
-from turngate.engines.local.weights import load_into
+from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.client import GatewayClient
 from turngate.trainers.feed import Delivery, Feed, Row
@@ -47,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     largest_gradient: float = 1.0  # norm of all gradients; more is scaled down to it
     normalise: Normalise = "token"
     temperature: float = 1.0  # with which the sessions sample: log-probabilities are those of what was really drawn
-    batch_tokens: int = 2048  # computed at once, padding included
+    batch_tokens: int = 2048  # computed at once; what rows begin with alike counts once
     tolerance: float = (
         0.05  # of a token's log-probability, recomputed beside recorded; a row with a token beyond it is refused
     )
@@ -140,17 +141,12 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Of the trained tokens of all rows, one after the other: log-probabilities under the present weights, and entropies."""
-        device = self.model.device
-        length = max(row.ids.size for row in rows)
-        ids = np.zeros((len(rows), length), np.int64)
-        mask = np.zeros((len(rows), length), np.bool_)
-        for n, row in enumerate(rows):
-            ids[n, : row.ids.size], mask[n, : row.ids.size] = row.ids, row.mask
-        # A token is drawn from the scores at the place before it.
-        at = torch.from_numpy(np.roll(mask, -1, axis=1)).to(device)
-        scores = self.model(torch.from_numpy(ids).to(device), at=at).float() / self.settings.temperature
+        device, pack = self.model.device, packed(rows)
+        ids, positions, at = (torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.at))
+        hidden = self.model.run(ids[None], positions, _seeing(torch.from_numpy(pack.sees).to(device)))
+        scores = self.model.scores(hidden[0, at]).float() / self.settings.temperature
         likely = torch.log_softmax(scores, dim=-1)
-        drawn = torch.from_numpy(ids[mask]).to(device)
+        drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
         with torch.no_grad():
             entropy = -(likely.exp() * likely).sum(dim=-1)
         return likely.gather(-1, drawn[:, None])[:, 0], entropy
@@ -239,16 +235,61 @@ def of_version(row: Row, version: int) -> bool:
     return all(span.version_start == span.version_end == version for span in row.spans if span.trained)
 
 
+class Packed(msgspec.Struct, frozen=True):
+    """Rows in one line of tokens: what all of them begin with, once, then what is left of each. Rollouts of one task begin alike."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    sees: np.ndarray  # (token, token), bool: who sees whom
+    at: np.ndarray  # where the scores of the trained tokens are: at the place before each
+
+
+def packed(rows: Sequence[Row]) -> Packed:
+    shared = beginning(rows)
+    rests = [row.ids.size - shared for row in rows]
+    owner = np.repeat(np.arange(len(rows) + 1), [shared, *rests])  # 0: what is shared
+    starts = shared + np.cumsum([0, *rests[:-1]])
+    place = np.arange(owner.size)
+    same = (owner[:, None] == owner[None, :]) | (owner == 0)[None, :]
+    return Packed(
+        ids=np.concatenate([rows[0].ids[:shared], *(row.ids[shared:] for row in rows)]).astype(np.int64),
+        positions=np.concatenate([place[:shared], *(np.arange(shared, row.ids.size) for row in rows)]),
+        sees=same & (place[:, None] >= place[None, :]),
+        at=np.concatenate(
+            [np.flatnonzero(row.mask) - shared + start - 1 for row, start in zip(rows, starts, strict=True)]
+        ),
+    )
+
+
+def beginning(rows: Sequence[Row]) -> int:
+    """How many tokens all of these rows begin with. The place before a row's first trained token is always its own."""
+    most = min(int(row.mask.argmax()) for row in rows) - 1
+    apart = np.zeros(max(0, most), np.bool_)
+    for row in rows[1:]:
+        apart |= row.ids[: apart.size] != rows[0].ids[: apart.size]
+    return int(apart.argmax()) if apart.any() else apart.size
+
+
 def batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
-    """Rows of like length together, each batch with at most so many tokens, padding included; a longer row is alone."""
+    """Rows that follow each other, each batch with at most so many tokens once packed; a longer row is alone."""
     batch: list[Row] = []
-    for row in sorted(rows, key=lambda row: row.ids.size):
-        if batch and (len(batch) + 1) * row.ids.size > tokens:
+    for row in rows:
+        more = [*batch, row]
+        shared = beginning(more)
+        if batch and shared + sum(one.ids.size - shared for one in more) > tokens:
             yield batch
-            batch = []
-        batch.append(row)
+            more = [row]
+        batch = more
     if batch:
         yield batch
+
+
+def _seeing(sees: Tensor) -> Attend:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(1, 2)
+
+    return attend
 
 
 def _spread(values: list[float], place: np.ndarray, device: torch.device) -> Tensor:
@@ -299,8 +340,7 @@ class Trainer:
         found = None if self._folder is None else await asyncio.to_thread(checkpoint.newest, self._folder)
         if found is not None:
             async with self.engine.updating():
-                await asyncio.to_thread(load_into, self.engine.model, found.folder)
-            await asyncio.to_thread(found.restore, self.learner.optimizer)
+                await asyncio.to_thread(found.restore, self.engine.model, self.learner.optimizer)
             self.state = found.state
             self.steps = [msgspec.convert(one, Step, strict=False) for one in found.state.history]
             self._saved = found.state.step
