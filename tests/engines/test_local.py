@@ -68,7 +68,9 @@ async def test_pieces_of_a_stream_are_the_whole_reply() -> None:
         request = asked(prompts(1)[0], 60, seed=3)
         streamed = await said(engine, request)
         whole = await said(engine, msgspec.structs.replace(request, stream=False))
+        sought = await said(engine, msgspec.structs.replace(request, stream=False, stop=("END",)))
     assert (whole.ids, whole.finish, whole.chunks) == (streamed.ids, streamed.finish, 1)
+    assert sought.ids == whole.ids and sought.chunks > 5  # whoever looks for stop strings can leave early
     assert streamed.chunks > 5
     assert whole.logprobs == pytest.approx(streamed.logprobs, abs=1e-5)
 

@@ -11,6 +11,7 @@ The event loop never computes: `worker.py` has a thread of its own, and this fil
 from __future__ import annotations
 
 import asyncio
+import atexit
 import copy
 import itertools
 import os
@@ -106,11 +107,15 @@ class LocalEngine:
         if self._state == "new":
             self._state = "started"
             self._worker.start()
+            atexit.register(
+                self._worker.end
+            )  # a thread that computes while the interpreter is taken down would crash it
 
     async def close(self) -> None:
         started, self._state = self._state == "started", "closed"
         if started:
             await asyncio.to_thread(self._worker.end)
+            atexit.unregister(self._worker.end)
 
     async def health(self) -> list[Health]:
         detail = self._worker.broken or ("" if self._state == "started" else f"the local engine is {self._state}")
@@ -313,6 +318,7 @@ class Generation:
         self._told = False  # the last chunk was given
         self._news: asyncio.Future[None] | None = None
         self._echo = request.echo_prompt
+        self._in_pieces = request.stream or bool(request.stop)  # whoever looks for stop strings may leave early
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         return self
@@ -331,7 +337,7 @@ class Generation:
             order = self._engine.order(self._request)
             self._serial = order.serial
             self._engine.submit(order, self)
-        while self._end is None and not (self._ids and self._request.stream):
+        while self._end is None and not (self._ids and self._in_pieces):
             self._news = self.loop.create_future()
             await self._news
         if self._end is not None and not isinstance(self._end, str) and not self._ids:
@@ -345,7 +351,7 @@ class Generation:
         self._versions = (self._versions[0], version)
         self._ids += ids
         self._logprobs += logprobs
-        if self._request.stream:
+        if self._in_pieces:
             self._wake()
 
     def finish(self, end: End) -> None:
