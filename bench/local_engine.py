@@ -100,13 +100,11 @@ async def served(model: Model, asked: argparse.Namespace) -> None:
     await engine.start()
     draw = np.random.default_rng(0)
     vocabulary = model.shape.vocabulary
-    shared = [draw.integers(0, vocabulary, asked.prompt) for _ in range(-(-asked.calls // GROUP))]
     took: list[float] = []
 
-    async def conversation(number: int, turns: int) -> tuple[np.ndarray, list[float], int]:
-        ids = shared[number // GROUP]
+    async def conversation(ids: np.ndarray) -> tuple[np.ndarray, list[float], int]:
         sampled = 0
-        for turn in range(turns):
+        for turn in range(asked.turns):
             if turn:
                 ids = np.concatenate([ids, draw.integers(0, vocabulary, asked.prompt)])
             got, logprobs = [], []
@@ -121,15 +119,19 @@ async def served(model: Model, asked: argparse.Namespace) -> None:
             ids = np.concatenate([ids, got])
         return ids, logprobs, sampled
 
-    await asyncio.gather(*(conversation(n, asked.turns) for n in range(asked.calls)))  # graphs are recorded in it
+    async def all_at_once() -> list[tuple[np.ndarray, list[float], int]]:
+        shared = [draw.integers(0, vocabulary, asked.prompt) for _ in range(-(-asked.calls // GROUP))]
+        return await asyncio.gather(*(conversation(shared[number // GROUP]) for number in range(asked.calls)))
+
+    await all_at_once()  # graphs are recorded in it
+    took.clear()
     before, begun = engine.reused_tokens, time.perf_counter()
-    async with asyncio.timeout(600):
-        ended = await asyncio.gather(*(conversation(n, asked.turns) for n in range(asked.calls)))
+    ended = await all_at_once()
     seconds = time.perf_counter() - begun
     sampled = sum(count for _, _, count in ended)
     print(
         f"through generate: {sampled / seconds:,.0f} tokens/s; {asked.calls * asked.turns} calls in {seconds:.1f} s, "
-        f"{engine.reused_tokens - before:,} ids of prompts were not computed again"
+        f"{np.median(took):.2f} s each, {engine.reused_tokens - before:,} ids of prompts were not computed again"
     )
     differences = []
     for ids, logprobs, _ in ended[:: max(1, asked.calls // 8)]:
