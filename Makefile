@@ -13,6 +13,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The extra `swe`, without what only its own harness needs (half a gigabyte).
 PARSERS := swebench==5.0.2 unidiff==1.0.1
 
+# The extra `local`: torch's build for CPUs, from where pip looks anyway or from torch's own index. "+cpu" cannot be the gigabytes for CUDA;
+# a torch that is there already, with CUDA or without, is left alone.
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
 .PHONY: setup demo test check format fast bench soak gauntlet parts clean
 
 setup: $(READY)
@@ -23,6 +28,10 @@ $(READY): pyproject.toml
 	@echo "Installing turngate and its development tools into .venv …"
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]' 2>&1 | grep -v -e '^WARNING: Location' -e '^$$' || true
 	@$(BIN)/python -c 'import turngate, openai, anthropic, google.genai, e2b, renderers, pytest'
+	@$(BIN)/python -c 'import torch, safetensors' 2> /dev/null \
+		|| $(BIN)/python -m pip install --quiet '$(TORCH)' safetensors > .venv/torch.log 2>&1 \
+		|| $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_INDEX) '$(TORCH)' safetensors >> .venv/torch.log 2>&1 \
+		|| { echo "torch could not be installed: no local engine (.venv/torch.log says why)"; test "$$CI" != true; }
 	@touch $@
 
 demo: $(READY)
@@ -30,7 +39,7 @@ demo: $(READY)
 
 # The heavy parts live in $$TURNGATE_CACHE and are made once. Where one cannot be made, CI fails; elsewhere its tests are skipped.
 parts: $(READY)
-	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 || test "$$CI" != true
+	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 trl verifiers || test "$$CI" != true
 	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
 	@$(BIN)/python tools/base_image.py docker bubblewrap || test "$$CI" != true
 	@$(BIN)/python -m pip install --quiet --no-deps $(PARSERS) || test "$$CI" != true

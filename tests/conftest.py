@@ -17,11 +17,17 @@ _BESIDE = (
     "tests/batch",
     "tests/cli/test_run",
     "tests/swe/test_swe",
+    "tests/engines/test_local",
+    "tests/trainers/test_openenv_real",
+    "tests/trainers/test_export_real",
+    "tests/trainers/test_trl",
+    "tests/trainers/test_verifiers",
 )
 # These count what is on the machine, kill servers, or need all of it.
 _ALONE = (
     "tests/batch/test_storm",
     "tests/crash",
+    "tests/feed/test_crash",
     "tests/redteam",  # fork bombs
     "tests/workers",
     "tests/sandboxes",

@@ -32,7 +32,7 @@ import uvicorn
 import turngate.server.app
 from tools import parts
 from turngate.config import ServeConfig
-from turngate.engines.base import Chunk, Generate
+from turngate.engines.base import Chunk, Engine, Generate
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.render import Renderer, Tokenizer, load
 from turngate.server.app import BUILTIN_TOKENIZER, Gateway
@@ -331,7 +331,7 @@ class Running:
 async def gateway(
     script: Script | Sequence[Turn] = (),
     *,
-    engine: Scripted | None = None,
+    engine: Engine | None = None,
     observe: str = "",
     data: Path | None = None,
     **config: Any,

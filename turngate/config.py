@@ -12,7 +12,7 @@ import msgspec
 from turngate.errors import ConfigError
 from turngate.explain import explain
 
-EngineKind = Literal["vllm", "sglang", "scripted", "openai", "anthropic", "gemini", "responses"]
+EngineKind = Literal["vllm", "sglang", "scripted", "local", "gate", "openai", "anthropic", "gemini", "responses"]
 # Engines that are only observed, and how much they can be asked to tell of their tokens.
 OBSERVED: dict[str, tuple[str, ...]] = {
     "openai": ("auto", "tokens", "logprobs", "text"),
@@ -28,12 +28,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"  # address to listen on
     port: int = 8700  # port to listen on; 0 takes a free one
     data: str = "turngate-data"  # the folder that holds everything recorded
-    engine: EngineKind = "scripted"  # who generates; openai (chat), anthropic, gemini and responses are only observed
+    engine: EngineKind = "scripted"  # gate: the trainer; openai (chat), anthropic, gemini, responses are only observed
     engine_url: list[str] = []  # where the engine listens; several are replicas
     engine_api: Literal["completions", "generate"] = "completions"  # the endpoint of vLLM that takes the ids
     engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
     engine_ranks: int = 1  # data-parallel ranks behind each engine URL
     engine_silence_s: float = 600.0  # no byte from the engine for this long is an error
+    model_folder: str = ""  # local engine: folder with config.json and model.safetensors; left out, the tokenizer's
+    engine_device: Literal["auto", "cpu", "cuda"] = "auto"  # local engine: where it computes
+    engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # local engine; auto: bfloat16 on a GPU only
+    engine_slots: int | None = None  # local engine: calls sampled at once; left out, 16 on a CPU, 256 on a GPU
     script: str = ""  # scripted engine: path of a JSON file with a list of replies
     capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe mode: what to ask the endpoint for
     model: str = ""  # the name agents use, and that the engine knows
@@ -71,7 +75,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.max_context is not None and self.max_context < 1:
             raise ConfigError(f"max_context: {self.max_context} must be at least 1", param="max_context")
-        if self.engine != "scripted" and not self.engine_url:
+        if self.engine not in ("scripted", "gate", "local") and not self.engine_url:
             raise ConfigError(
                 f"engine_url: the engine {self.engine!r} needs at least one --engine-url", param="engine_url"
             )
@@ -90,13 +94,42 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "engine_url: observe mode relays to one endpoint; give one --engine-url", param="engine_url"
             )
-        if self.engine in ("vllm", "sglang") and not self.tokenizer:
+        if self.engine == "gate" and self.engine_url:
+            raise ConfigError(
+                "engine_url: the engine 'gate' is the trainer, which comes by itself (docs/gate.md); leave --engine-url out",
+                param="engine_url",
+            )
+        if self.engine == "gate" and self.workers > 1:
+            raise ConfigError(
+                "workers: the engine 'gate' has one queue of calls, in one process; leave --workers out",
+                param="workers",
+            )
+        if self.engine == "local":
+            self._check_local()
+        if self.engine in ("vllm", "sglang", "gate") and not self.tokenizer:
             raise ConfigError(
                 "tokenizer: exact sessions need the model's tokenizer folder; give --tokenizer PATH", param="tokenizer"
             )
         if self.engine == "vllm" and not self.model:
             raise ConfigError("model: give --model NAME, the name under which vLLM serves the model", param="model")
         return self
+
+    def _check_local(self) -> None:
+        if not (self.model_folder or self.tokenizer):
+            raise ConfigError(
+                "model_folder: the engine 'local' needs a Hugging Face folder with model and tokenizer; give --model-folder PATH",
+                param="model_folder",
+            )
+        if self.engine_url:
+            raise ConfigError(
+                "engine_url: the engine 'local' is in this process; leave --engine-url out", param="engine_url"
+            )
+        if self.workers > 1:
+            raise ConfigError(
+                "workers: the engine 'local' has one model, in one process; leave --workers out", param="workers"
+            )
+        if self.engine_slots is not None and self.engine_slots < 1:
+            raise ConfigError(f"engine_slots: {self.engine_slots} must be at least 1", param="engine_slots")
 
 
 def _is_url(text: str) -> bool:

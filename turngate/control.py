@@ -1,5 +1,5 @@
 """Every verb on sessions: open, find, list, show, trace, samples, seal, cancel, delete, record, announce; and the fence. The admin
-API, the compatibility APIs and the command line call only this. Host tools are in `hosttools.py`."""
+API, the compatibility APIs and the command line call only this. Host tools are in `hosttools.py`, feeds in `feed.py`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import msgspec
 import numpy as np
 import orjson
 
+from turngate.engines.weights import Load
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.explain import explain
+from turngate.feed import Feeds, group_of, is_stale, oldest_allowed
 from turngate.fence import Fence, Pause
 from turngate.hosttools import HostTools
 from turngate.slots import ALONE, Place, new_secret
@@ -65,6 +67,8 @@ class Control:
         self._fence = fence
         self.events = events
         self.tools = HostTools(store, events)
+        self.feeds = Feeds(store, events, fence)
+        self._cancelling: set[asyncio.Task[None]] = set()  # of sessions that are stale
         self._idle_s = idle_s
         self._event_s = event_days * 86400
         self._log_turns = log_turns
@@ -239,6 +243,7 @@ class Control:
         if before is not None and before != written and not replace:
             raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")
         self.events.wake(session_id)
+        self.feeds.wake()
 
     def announce(self, session_id: str, kind: str, data: dict[str, Json]) -> int:
         """Something that whoever runs a rollout has to tell, perhaps before its session is opened. Its place in the stream."""
@@ -307,6 +312,13 @@ class Control:
         """The gateway goes down: calls in flight record what they have, and their agents are told to come back."""
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.in_flight or s.asking))
 
+    async def close(self) -> None:
+        """Nothing goes on by itself any more; the store may be closed."""
+        for task in list(self._cancelling):
+            task.cancel()
+        await asyncio.gather(*self._cancelling, return_exceptions=True)
+        await asyncio.to_thread(self.feeds.close)
+
     async def expire_idle(self) -> None:
         """Runs for as long as the gateway: seals sessions that nobody used for a while, and removes what is too old to keep."""
         pruned = 0.0
@@ -338,12 +350,26 @@ class Control:
     # ── fence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def fence(self) -> dict[str, Json]:
-        return {"version": self._fence.version, "paused": self._fence.paused, "in_flight": self._fence.in_flight}
+        state = {"version": self._fence.version, "paused": self._fence.paused, "in_flight": self._fence.in_flight}
+        return {**state, "model": self._fence.model} if self._fence.model else state
 
-    async def pause(self, mode: Pause) -> dict[str, Json]:
-        await self._fence.pause(mode)
-        self.paused(mode)
-        return self.fence()
+    @property
+    def version(self) -> int:
+        return self._fence.version
+
+    @property
+    def is_paused(self) -> bool:
+        return self._fence.paused
+
+    def check_version(self, version: int | None, model: str | None) -> None:
+        self._fence.check(version, model)
+
+    async def hold(self) -> None:
+        """New calls wait from now on."""
+        await self._fence.pause("hold")
+
+    async def drained(self) -> None:
+        await self._fence.drained()
 
     def paused(self, mode: Pause) -> None:
         """It stands, whether that can be written down or not."""
@@ -352,14 +378,62 @@ class Control:
         except StoreError as error:
             log.warning("a pause is not in the events: %s", error.message)
 
-    def resume(self, version: int | None) -> dict[str, Json]:
-        self._fence.check(version)
+    def resume(self, version: int | None, model: str | None = None, *, expired: bool = False) -> dict[str, Json]:
+        """`expired`: whoever had paused did not come back in time."""
+        self._fence.check(version, model)
         new = self._fence.version if version is None else version
-        event = happened("", "fence", {"paused": False, "version": new})
-        self._store.set_setting("policy_version", str(new), event)
-        self._fence.resume(version)
+        facts: dict[str, Json] = {"paused": False, "version": new}
+        facts |= {"model": model} if model else {}
+        facts |= {"expired": True} if expired else {}
+        self._store.set_setting("policy_version", str(new), happened("", "fence", facts))
+        self._fence.resume(version, model)
         self.events.wake("")
+        self.version_rose()
         return self.fence()
+
+    def weights(self, version: int) -> Load | None:
+        """What the engines have at a version, where that is known."""
+        noted = self._store.setting(f"weights:{version}")
+        return msgspec.json.decode(noted, type=Load) if noted else None
+
+    def was_frozen(self) -> bool:
+        """Whether engines were paused, and nobody has woken them since."""
+        return self._store.setting("engines_frozen") == "1"
+
+    def note_frozen(self, frozen: bool) -> None:
+        self._store.set_setting("engines_frozen", "1" if frozen else "")
+
+    def note_weights(self, load: Load) -> None:
+        """Before the version is in force: a crash in between leaves nothing that is half."""
+        self._store.set_setting(f"weights:{load.version}", msgspec.json.encode(load).decode())
+
+    def version_rose(self) -> None:
+        """The policy is another one: sessions that no feed could use any more are cancelled, beside whatever else goes on."""
+        try:
+            bounds = self.feeds.bounds()
+        except StoreError as error:
+            log.warning("stale sessions cannot be looked for: %s", error.message)
+            return
+        if not any(bound is not None for _, bound in bounds):
+            return
+        task = asyncio.create_task(self._cancel_stale(bounds, self._fence.version))
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+
+    async def _cancel_stale(self, bounds: list[tuple[str, int | None]], version: int) -> None:
+        """Whoever runs such a rollout learns of it from the stream of events, and can begin another one at once."""
+        for session_id in list(self._secret_of):
+            await asyncio.sleep(0)  # there may be thousands, and turns go on meanwhile
+            try:
+                live = self._live.get(session_id)
+                row = None if live is not None else self._store.find(session_id)
+                config = live.config if live is not None else row.config if row is not None else None
+                group = None if config is None else group_of(config)
+                oldest = None if group is None else oldest_allowed(group, bounds, version)
+                if oldest is not None and is_stale(self.find(session_id), oldest):
+                    await self._end(session_id, "cancelled", "stale")
+            except TurngateError as error:
+                log.warning("session %s could not be looked at for its age: %s", session_id, error.message)
 
     def _row(self, session_id: str) -> SessionRow:
         row = self._store.find(session_id)

@@ -74,6 +74,14 @@ class Conflict(TurngateError):
     kind = "conflict"
 
 
+class Gone(TurngateError):
+    """It was there, and nobody waits for this any more."""
+
+    boundary = "client"
+    status = 410
+    kind = "gone"
+
+
 class TooLarge(TurngateError):
     boundary = "client"
     status = 413

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from turngate.store.beside import Event, happened
 from turngate.store.sqlite import Store
 from turngate.types import Json
 
+T = TypeVar("T")
 PAGE = 256  # events that a follower holds at once
 ALIVE_S = 15.0
 LOOK_S = 0.05  # how often a follower of all looks whether another worker has written something
@@ -84,7 +86,7 @@ class Events:
                     continue
                 if not wait:
                     return
-                if not await self._woken(more, session, state):
+                if not await self._woken(more, state, looks=self._shared and not session):
                     yield None
 
     @contextmanager
@@ -99,14 +101,29 @@ class Events:
             if not rest:
                 del self._followers[session]
 
-    async def _woken(self, more: asyncio.Event, session: str, state: int) -> bool:
+    async def until(self, found: Callable[[], T | None], seconds: float, *, of: str) -> T | None:
+        """What `found` finds, looked for whenever `of` is woken or another worker has written.
+
+        None: nothing within that time, or the gateway stops."""
+        end = time.monotonic() + seconds
+        with self._following(of) as more:
+            while True:
+                more.clear()
+                state = self._log.state() if self._shared else 0
+                if (value := found()) is not None:
+                    return value
+                left = end - time.monotonic()
+                if left <= 0 or self._over:
+                    return None
+                await self._woken(more, state, left, looks=self._shared)
+
+    async def _woken(self, more: asyncio.Event, state: int, seconds: float = ALIVE_S, *, looks: bool) -> bool:
         """Whether there may be something new; False after a while without.
 
         One session's events are all written by the worker that has it. Those of all are looked for, since nobody wakes other
         processes; asking the file whether it has changed costs microseconds.
         """
-        looks = self._shared and not session
-        end = time.monotonic() + ALIVE_S
+        end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(min(left, LOOK_S) if looks else left):

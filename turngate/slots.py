@@ -14,12 +14,16 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 # A path that names a session, and a secret that carries its session's slot.
-NAMED = re.compile(rb"/(?:s|rollout|v1/rollouts|admin/sessions)/([^/?#\s]+)")
+NAMED = re.compile(rb"/(?:s|rollout|v1/rollouts|admin/sessions|sessions)/([^/?#\s]+)")
 _SECRET = re.compile(rb"(?<![\w-])tg-([0-9a-f]{4})[\w-]{43}(?![\w-])", re.ASCII)
 
 
-def slot(session_id: str) -> int:
-    return zlib.crc32(session_id.encode("utf-8", "surrogatepass")) & 0xFFFF
+def slot(name: str) -> int:
+    """Of a session, by its id, or by its secret where a path has that (OpenEnv's sessions)."""
+    spelled = name.encode("utf-8", "surrogatepass")
+    if name.startswith("tg-") and (carried := _SECRET.fullmatch(spelled)):
+        return int(carried[1], 16)
+    return zlib.crc32(spelled) & 0xFFFF
 
 
 def new_secret(session_id: str) -> str:

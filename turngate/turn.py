@@ -58,6 +58,7 @@ from turngate.types import (
     Ids,
     Logprobs,
     Message,
+    Mode,
     ReplyEvent,
     Sampling,
     Usage,
@@ -80,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True):
     max_context: int | None = None  # the model's; None: the engine judges
     echo_prompt: bool = False  # have the engine repeat the prompt it saw and compare
     vocabulary: str = ""  # digest of the tokenizer; a session goes on only with the one it began with
+    mode: Mode = "exact"  # of the sessions that the engine serves; "gate" where the engine is the trainer
 
 
 class Draft:
@@ -89,6 +91,7 @@ class Draft:
         self.ids: list[int] = []
         self.logprobs: list[float | None] | None = []
         self.started = time.time()
+        self.begun = version
         self.version_start = version
         self.version_end = version
         self.capture: Capture = "tokens"
@@ -98,10 +101,13 @@ class Draft:
         self.verbatim = b""
         self.counted = False  # its tokens are in the session's count, no longer in its live ones
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[float | None] | None, version: int) -> None:
+    def take(
+        self, ids: Sequence[int], logprobs: Sequence[float | None] | None, first: int, last: int | None = None
+    ) -> None:
+        """Sampled at these versions of the policy."""
         if not self.ids:
-            self.version_start = version
-        self.version_end = version
+            self.version_start = first
+        self.version_end = first if last is None else last
         self.ids.extend(ids)
         if logprobs is None or self.logprobs is None:
             self.logprobs = None  # one chunk without them: the turn has none, rather than some that look whole
@@ -229,6 +235,10 @@ class Turns:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
+        if session.config.mode != self._settings.mode:
+            raise Conflict(
+                f"this session has mode {session.config.mode!r}, and this gateway's engine serves {self._settings.mode!r}"
+            )
         prompt = await self._prompts.render(session, call, renderer)
         room = self._room(session, call, len(prompt.ids))
         sampling = resolve_sampling(session, call)
@@ -332,6 +342,8 @@ class Turns:
             session=session.id,
             request_id=f"turngate-{os.urandom(16).hex()}",
             cache_salt=f"v{self._fence.version}",
+            version=self._fence.version,
+            model=self._fence.model,
             echo_prompt=self._settings.echo_prompt,
         )
 
@@ -350,7 +362,9 @@ class Turns:
                 if reader.satisfied:
                     end = n + 1
                     break
-        draft.take(ids[:end], None if logprobs is None else logprobs[:end], self._fence.version)
+        now = self._fence.now(draft.begun)
+        versions = chunk.versions or (now, now)
+        draft.take(ids[:end], None if logprobs is None else logprobs[:end], *versions)
         session.live_tokens += end
         return events if by_token else reader.feed(ids[:end])
 
@@ -434,7 +448,7 @@ class Turns:
         """Take what a chunk tells of tokens into the turn."""
         if chunk.ids:
             draft.capture = "tokens"
-            draft.take(chunk.ids, chunk.logprobs, self._fence.version)
+            draft.take(chunk.ids, chunk.logprobs, self._fence.now(draft.begun))
             session.live_tokens += len(chunk.ids)
         elif chunk.logprobs:
             draft.capture = "logprobs"

@@ -21,7 +21,7 @@ Logprobs = NDArray[np.float32]
 Json = Any  # a JSON value that is passed through as data
 
 Role = Literal["system", "user", "assistant", "tool"]
-Mode = Literal["exact", "observe"]
+Mode = Literal["exact", "gate", "observe"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Capture = Literal["tokens", "logprobs", "text"]
 

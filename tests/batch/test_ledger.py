@@ -45,6 +45,13 @@ async def test_what_was_added_is_known_again(tmp_path: Path) -> None:
     assert (known.attempts, known.faults) == ({"b.t.0": 1, "b.t.1": 2}, {"b.t.1": 1})
 
 
+async def test_what_was_stale_uses_up_no_retries(tmp_path: Path) -> None:
+    stale = Ended(rollout="b.t.1", attempt=1, session="s1-1", why="stale", at=2.5)
+    await wrote(tmp_path, HEAD, begun(1), stale, finished(0, round=2))
+    known = read(tmp_path)
+    assert (known.faults, known.stale, known.open, known.finished["b.t.0"].round) == ({}, {"b.t.1": 1}, {}, 2)
+
+
 async def test_a_reward_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
     await wrote(tmp_path, HEAD, finished(0), finished(1, reward=0.0))
     found = read(tmp_path).finished

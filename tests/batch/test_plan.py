@@ -60,6 +60,17 @@ def test_with_a_seed_each_rollout_samples_by_one_of_its_own_that_stays(tmp_path:
     assert "sampling" not in plan(tmp_path).order(given.tasks[0], 0, "b", 1).session
 
 
+def test_each_round_has_an_order_names_and_seeds_of_its_own(tmp_path: Path) -> None:
+    given = plan(tmp_path, seed=1, rounds=3)
+    assert given.total == 240 and plan(tmp_path, rounds=3).in_order(2) == given.tasks
+    orders = [given.in_order(number) for number in range(3)]
+    assert orders[0] == plan(tmp_path, seed=1).in_order() and len({tuple(t.id for t in one) for one in orders}) == 3
+    first, later = (given.order(given.tasks[0], 3, "b", 1, number) for number in (0, 2))
+    assert (first.group, later.group, later.rollout) == ("b.t0", "b.t0@2", "b.t0@2.3")
+    assert first.session["sampling"]["seed"] != later.session["sampling"]["seed"]
+    assert told(plan(tmp_path, rounds=1), plan(tmp_path, rounds=5)) == [], "more may be asked for later"
+
+
 def test_names_are_made_of_batch_task_and_index(tmp_path: Path) -> None:
     given = plan(tmp_path, timeout_s=None, tasks=(Task(id="t", instruction="x", timeout_s=7.0),))
     order = given.order(given.tasks[0], 3, "b", 2)
@@ -109,7 +120,9 @@ def test_a_task_is_what_lies_in_its_folders_wherever_those_are(tmp_path: Path) -
     ("fields", "line"),
     [
         ({"n": 0}, "n: 0 must be at least 1"),
+        ({"rounds": 0}, "rounds: 0 must be at least 1"),
         ({"retries": -1}, "retries: -1 must be at least 0"),
+        ({"stale_retries": -1}, "stale_retries: -1 must be at least 0"),
         ({"tasks": ()}, "tasks: there are none to run"),
         ({"tasks": (Task(id="t", instruction="x"),) * 2}, "tasks: 't' is there more than once"),
     ],

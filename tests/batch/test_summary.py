@@ -76,9 +76,25 @@ def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
     assert (later.finished, later.wanted, later.mean_reward, later.pass_at) == (0, 2, None, ())
 
 
+def test_a_group_is_of_one_round() -> None:
+    """The same task, better in the second round: neither group has a signal, though their rewards differ."""
+    found = [done("a", i, float(r), round=r) for r in range(2) for i in range(2)] + [done("b", 0, 1.0), done("b", 1)]
+    summary = summed_up("b", ["a", "b"], 2, found, rounds=3)
+    assert [(g.task, g.round, g.reward) for g in summary.no_signal] == [("a", 0, 0.0), ("a", 1, 1.0), ("b", 0, 1.0)]
+    assert [(g.task, g.round, g.graded, g.wanted) for g in summary.shrunken] == [("b", 0, 1, 2)]
+    assert [(r.round, r.wanted, r.finished, r.mean_reward) for r in summary.rounds] == [
+        (0, 4, 4, pytest.approx(1 / 3)),
+        (1, 4, 2, 1.0),
+        (2, 4, 0, None),
+    ]
+    assert summary.rounds[1].pass_at[1].estimate == 1.0 and summary.rounds[1].pass_at[1].tasks == 1
+    assert summary.tasks[0].rewards == (0.0, 0.0, 1.0, 1.0, None, None) and summary.overall.wanted == 12
+    assert [p.k for p in summary.tasks[0].pass_at] == [1, 2], "never of more than a group has"
+
+
 def test_every_finished_rollout_is_in_one_class() -> None:
-    kinds = ["graded", "agent failed", "invalid task", "infrastructure fault", "not graded", "cancelled"]
-    summary = summed_up("b", ["a"], 6, [done("a", n, kind=kind) for n, kind in enumerate(kinds)])
+    kinds = ["graded", "agent failed", "invalid task", "infrastructure fault", "not graded", "cancelled", "stale"]
+    summary = summed_up("b", ["a"], 7, [done("a", n, kind=kind) for n, kind in enumerate(kinds)])
     assert dict(summary.overall.kinds) == dict.fromkeys(kinds, 1)
     assert summary.overall.mean_reward is None and summary.overall.pass_at == ()
 

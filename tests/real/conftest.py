@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +41,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @contextmanager
-def serving(name: str, max_context: int, log: Path) -> Iterator[Model]:
-    """A vLLM server. Skips the test where a part of it was not made; in CI it is made then."""
+def serving(
+    name: str, max_context: int, log: Path, options: Sequence[str] = (), extra: Mapping[str, str] | None = None
+) -> Iterator[Model]:
+    """A vLLM server, with further options and environment. Skips the test where a part of it was not made; in CI it is made then."""
     for part in ("vllm", name):
         if os.environ.get("CI") != "true" and (reason := parts.missing(part)):
             pytest.skip(f"{reason}; make it with: python tools/parts.py {part}")
@@ -50,7 +52,9 @@ def serving(name: str, max_context: int, log: Path) -> Iterator[Model]:
     folder, port = parts.ensure(name), free_port()
     argv, env = parts.vllm_command(folder, port, served_name=name, max_model_len=max_context)
     with log.open("wb") as output:
-        process = subprocess.Popen(argv, env=env, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            [*argv, *options], env={**env, **(extra or {})}, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)

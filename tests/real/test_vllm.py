@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,19 @@ class Gateway:
 
 @pytest.fixture(params=["completions", "generate"])
 def gateway(request: pytest.FixtureRequest, model: Model, tmp_path: Path) -> Iterator[Gateway]:
+    with started(model, request.param, tmp_path) as gateway:
+        yield gateway
+
+
+@contextmanager
+def started(model: Model, api: str, data: Path) -> Iterator[Gateway]:
     port = free_port()
-    argv = [sys.executable, "-m", "turngate", "serve", "--port", str(port), "--data", str(tmp_path), "--engine", "vllm"]
+    argv = [sys.executable, "-m", "turngate", "serve", "--port", str(port), "--data", str(data), "--engine", "vllm"]
     argv += [
         "--engine-url",
         model.url,
         "--engine-api",
-        request.param,
+        api,
         "--model",
         model.name,
         "--tokenizer",

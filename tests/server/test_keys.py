@@ -33,6 +33,8 @@ ADMIN = [
     ("GET", "/admin/fence"),
     ("POST", "/admin/fence/pause"),
     ("POST", "/admin/fence/resume"),
+    ("GET", "/admin/weights"),
+    ("POST", "/admin/weights"),
     ("POST", "/v1/rollouts/{id}/register"),
     ("GET", "/v1/rollouts/{id}/trajectory"),
     ("POST", "/v1/rollouts/{id}/cancel"),

@@ -1,6 +1,7 @@
-"""A data folder of the version before events were stored is taken over as it is, and goes on.
+"""A data folder of the version before events were stored, or before there were feeds, is taken over as it is, and goes on.
 
-`samples/schema-2.db` was written by that version: a session that is open after one turn, and one that has ended after two.
+`samples/schema-2.db` was written before events were stored: a session that is open after one turn, and one that has ended after two.
+`samples/schema-3.db` was written before there were feeds: two that have ended and have an outcome, and one that is open after one turn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 from tests.kit import gateway, say, user
 from turngate.cli.show import of_folder
 from turngate.control import Control
+from turngate.errors import NotFound
 from turngate.events import Events
 from turngate.fence import Fence
 from turngate.store.sqlite import SCHEMA_VERSION, Store
@@ -23,11 +25,18 @@ from turngate.verify import Folder, Means, Renderers, verify
 
 SAMPLE = Path(__file__).parent / "samples" / "schema-2.db"
 KEY = "tg-2119ifRYfGGw25JbkjWSkJziSmVMrVwubEuNkGzAOWjyuRw"  # of its open session, and of nothing else
+OPEN_3 = "tg-2119rUxyvOqFGKB85YapUIkjhBIfXt287xWbX_Dj5ejFOEc"  # likewise, of the other sample
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     shutil.copy(SAMPLE, tmp_path / "turngate.db")
+    return tmp_path
+
+
+@pytest.fixture
+def before_feeds(tmp_path: Path) -> Path:
+    shutil.copy(SAMPLE.with_name("schema-3.db"), tmp_path / "turngate.db")
     return tmp_path
 
 
@@ -48,7 +57,7 @@ async def test_sessions_go_on_and_everything_is_as_it_was(data: Path) -> None:
     assert schema(data) == 2 and len(before["nodes"]) == 6
     async with gateway([say("Third.")], data=data) as g:
         assert everything(data) == before
-        assert schema(data) == SCHEMA_VERSION == 3
+        assert schema(data) == SCHEMA_VERSION == 4
         assert (await g.show("ended"))["turns"] == 2 and (await g.show("ended"))["outcome"] is None
         said = await g.ask(KEY, [user("Hi"), {"role": "assistant", "content": "Hello."}, user("Go on")])
         assert said.content == "Third."
@@ -100,3 +109,31 @@ def test_a_new_folder_counts_from_one(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert [Events(store).add("", "note", {}) for _ in range(2)] == [1, 2]
     store.close()
+
+
+async def test_what_was_recorded_before_there_were_feeds(before_feeds: Path) -> None:
+    before = everything(before_feeds)
+    assert schema(before_feeds) == 3 and len(before["sessions"]) == 3
+    async with gateway([say("Second.")], data=before_feeds) as g:
+        assert schema(before_feeds) == SCHEMA_VERSION and everything(before_feeds) == before
+        assert (await g.show("ended-1"))["outcome"]["reward"] == 1.0
+        said = await g.ask(OPEN_3, [user("Hi"), {"role": "assistant", "content": "Hello."}, user("Go on")])
+        assert said.content == "Second."
+        opened = await g.admin.put("/admin/feeds/f", json={"n": 2, "from_start": True})
+        assert opened.json()["newest"] == 1  # its two outcomes are a group
+    async with gateway(data=before_feeds) as g:
+        assert (await g.admin.get("/admin/feeds/f")).json()["newest"] == 1
+
+
+def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds: Path) -> None:
+    content = (before_feeds / "turngate.db").read_bytes()
+    store = Store.reading(before_feeds)
+    control = Control(store, Fence(0), Events(store))
+    assert control.feeds.listing() == [] and control.listing()[0]["id"] == "still-open"
+    assert control.show("ended-1")["outcome"] is not None
+    with pytest.raises(NotFound):
+        control.feeds.show("f")
+    store.close()
+    with Folder(before_feeds) as folder:
+        assert folder.sessions() == ["still-open", "ended-1", "ended-0"]
+    assert (before_feeds / "turngate.db").read_bytes() == content and schema(before_feeds) == 3

@@ -47,10 +47,15 @@ from turngate.rollout.tally import Tally
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend, Resources
+from turngate.sandboxes.posix import to_the_end
 from turngate.tasks.task import Task
 
 STOPPED = 3
-STOPPING = "Stopping: agents are ended and their sandboxes removed; the same command goes on with what is left …"
+STOPPING = (
+    "Stopping: agents are ended and their sandboxes removed, what others have left is still graded (Ctrl-C again: it is not); "
+    "the same command goes on with what is left …"
+)
+AT_ONCE = "Stopping without grading what is left; the same command goes on with it …"
 _OFTEN = 10.0  # seconds between plain lines
 _WIDE = 110  # columns, with which there is room for the phases
 _MOST_TASKS = 40  # in the table
@@ -89,7 +94,7 @@ def ordered(given: Mapping[str, Any]) -> int:
     reach = Reach(given["public_url"], given["tunnel"])
     work = _run(planned, config, given["gateway"], reach, console)
     with stdout_kept(given["as_json"]):
-        result, interrupted = asyncio.run(stoppable(work, console, STOPPING))
+        result, interrupted = asyncio.run(stoppable(work, console, STOPPING, AT_ONCE))
     if result is None:
         say(console, "cancelled before the batch began", "yellow")
         return INTERRUPTED
@@ -115,10 +120,12 @@ def _plan(
         model=model,
         folder=folder,
         n=given["n"],
+        rounds=given["rounds"],
         bounds=Bounds(
             running=given["concurrency"], starting=given["starting"], grading=given["grading"], warm=given["warm"]
         ),
         retries=given["retries"],
+        stale_retries=given["stale_retries"],
         seed=given["seed"],
         timeout_s=positive(given, "timeout"),
         image=given["image"],
@@ -145,15 +152,40 @@ async def _run(
         ):
             model = config.model or next(iter(await client.models()), "turngate")
             plan = await asyncio.to_thread(planned, model)
-            say(console, f"{plan.total} rollouts ({len(plan.tasks)} tasks × {plan.n}) in {plan.folder}", "dim")
+            times = f" × {plan.rounds} rounds" if plan.rounds > 1 else ""
+            say(console, f"{plan.total} rollouts ({len(plan.tasks)} tasks × {plan.n}{times}) in {plan.folder}", "dim")
             if own and config.engine == "scripted":
                 say(console, f"note: {SCRIPTED}", "dim")
             with Watching(console, plan.total) as watching:
                 batch = Batch(plan, client, wayout, watching.see)
-                return await batch.run(), False
+                return await _to_its_end(batch)
     except asyncio.CancelledError:
         heeded()
     return (None if batch is None else batch.result), True
+
+
+async def _to_its_end(batch: Batch) -> tuple[BatchResult, bool]:
+    """And whether somebody stopped it. Being cancelled once ends the agents, twice everything."""
+    running = asyncio.create_task(batch.run())
+    try:
+        try:
+            return await asyncio.shield(running), False
+        except asyncio.CancelledError:
+            if running.done():
+                raise
+            heeded()
+            await batch.wind_up()
+            return await asyncio.shield(running), True
+    except asyncio.CancelledError:
+        running.cancel()
+        await to_the_end(_ended(running))
+        raise
+
+
+async def _ended(running: asyncio.Task[BatchResult]) -> None:
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()  # what stopped it is told already
 
 
 def _left(result: BatchResult) -> str:
@@ -245,6 +277,8 @@ def tell(result: BatchResult, console: Console) -> None:
     summary = result.summary
     console.print(_table(summary, wide=console.width >= _WIDE))
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.overall.phases.items())
+    if summary.rounds:
+        console.print(_rounds(summary))
     say(
         console, f"  mean seconds: {phases or 'none'}; {summary.overall.attempts} attempts in {_clock(summary.seconds)}"
     )
@@ -280,6 +314,18 @@ def _table(summary: Summary, *, wide: bool) -> Table:
     return table
 
 
+def _rounds(summary: Summary) -> Table:
+    """How it went on from round to round."""
+    ks = sorted({1, summary.n})
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for heading in ("round", "graded", "reward", *(f"pass@{k}" for k in ks), "turns", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("without a reward", overflow="fold")
+    for numbers in summary.rounds:
+        table.add_row(str(numbers.round), *_cells(numbers, ks, wide=False))
+    return table
+
+
 def _cells(numbers: Numbers, ks: Sequence[int], *, wide: bool) -> list[str | Text]:
     estimates = {p.k: p.estimate for p in numbers.pass_at}
     phases = (numbers.phases.get("start"), numbers.phases.get("run"), numbers.phases.get("grade"))
@@ -307,6 +353,9 @@ def _number(value: float | None, form: str) -> str:
 def _odd(console: Console, what: str, groups: Sequence[Odd], shown: Callable[[Odd], str]) -> None:
     if not groups:
         return
-    named: Iterable[str] = (f"{one_line(group.task)} ({shown(group)})" for group in groups[:_MOST_ODD])
+    named: Iterable[str] = (
+        f"{one_line(group.task)}{f'@{group.round}' if group.round else ''} ({shown(group)})"
+        for group in groups[:_MOST_ODD]
+    )
     more = f" and {len(groups) - _MOST_ODD} more" if len(groups) > _MOST_ODD else ""
     say(console, f"  groups {what}: {', '.join(named)}{more}", "yellow")

@@ -55,7 +55,9 @@ def serve(
     data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
     engine: Annotated[
         Optional[str],
-        typer.Option(help="vllm, sglang, scripted; to observe: openai, anthropic, gemini, responses. [scripted]"),
+        typer.Option(
+            help="vllm, sglang, local, gate (the trainer), scripted; to observe: openai, anthropic, gemini, responses. [scripted]"
+        ),
     ] = None,
     engine_url: Annotated[
         Optional[list[str]], typer.Option(help="Where the engine listens; repeat for more replicas.")
@@ -68,6 +70,12 @@ def serve(
     engine_silence_s: Annotated[
         Optional[float], typer.Option(help="Seconds without a byte from the engine that are an error. [600]")
     ] = None,
+    model_folder: Annotated[
+        Optional[str], typer.Option(help="Local engine: folder with config.json and model.safetensors. [--tokenizer]")
+    ] = None,
+    engine_device: Annotated[Optional[str], typer.Option(help="Local engine: auto, cpu or cuda. [auto]")] = None,
+    engine_dtype: Annotated[Optional[str], typer.Option(help="Local engine: float32 or bfloat16. [auto]")] = None,
+    engine_slots: Annotated[Optional[int], typer.Option(help="Local engine: calls sampled at once. [auto]")] = None,
     script: Annotated[Optional[str], typer.Option(help="Scripted engine: a JSON list of replies.")] = None,
     capture: Annotated[Optional[str], typer.Option(help="Observe mode: auto, tokens, logprobs or text. [auto]")] = None,
     model: Annotated[Optional[str], typer.Option(help="The model's name, for agents and engine.")] = None,
@@ -207,6 +215,7 @@ def batch(
         ),
     ],
     n: Annotated[int, typer.Option("--n", help="Rollouts of each task.")] = 1,
+    rounds: Annotated[int, typer.Option(help="How often the tasks come round; more may be asked for later.")] = 1,
     concurrency: Annotated[int, typer.Option(help="Agents that run at once.")] = 8,
     starting: Annotated[
         Optional[int], typer.Option(help="Sandboxes that are started at once. [twice the cores]")
@@ -216,6 +225,9 @@ def batch(
         Optional[int], typer.Option(help="Sandboxes that are prepared ahead of a free place. [the cores]")
     ] = None,
     retries: Annotated[int, typer.Option(help="Further attempts after faults that are not the agent's.")] = 2,
+    stale_retries: Annotated[
+        int, typer.Option(help="Further attempts after the policy moved on too far; 0 leaves such rollouts out.")
+    ] = 2,
     only: Annotated[
         Optional[list[str]], typer.Option(help="Ids of tasks, with * for anything; repeat for more.")
     ] = None,
@@ -294,6 +306,47 @@ def verify(
     given["version"] = given.pop("policy_version")
     if not _or_exit(lambda: report(Asked(**given))):
         raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    format: Annotated[str, typer.Argument(help="rows, sft, rejection, dpo, verl, slime or atif.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .jsonl or .parquet; for atif also a folder.")],
+    data: Annotated[str, typer.Option(help="The data folder that was recorded in.")] = "turngate-data",
+    group: Annotated[Optional[list[str]], typer.Option(help="Groups, with * for anything; repeat for more.")] = None,
+    task: Annotated[Optional[list[str]], typer.Option(help="Tasks, likewise.")] = None,
+    session: Annotated[Optional[list[str]], typer.Option(help="Sessions, likewise.")] = None,
+    min_reward: Annotated[
+        Optional[float], typer.Option(help="Only rollouts with at least this reward. [rejection: 1]")
+    ] = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Only rollouts that their grader calls resolved.")
+    ] = False,
+    unscored: Annotated[str, typer.Option(help="Rollouts whose reward is not known: keep (as null) or drop.")] = "keep",
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Also sessions that are open, or were cancelled.")
+    ] = False,
+    form: Annotated[
+        str, typer.Option("--as", help="sft, rejection: messages, completions, tokens. dpo: messages, tokens.")
+    ] = "",
+    advantage: Annotated[str, typer.Option(help="rows: normalised, leave_one_out or none.")] = "normalised",
+    imitate: Annotated[
+        bool,
+        typer.Option("--imitate", help="sft, rejection: also turns without log-probabilities or with biased sampling."),
+    ] = False,
+    keep: Annotated[str, typer.Option(help="rejection: all of a group, or the best.")] = "all",
+    margin: Annotated[float, typer.Option(help="dpo: by how much the rewards of a pair differ at least.")] = 0.0,
+    pairs: Annotated[int, typer.Option(help="dpo: pairs of a group at most, the widest first.")] = 4,
+    prompt_ids: Annotated[
+        bool, typer.Option("--prompt-ids", help="atif: the ids of every step's whole prompt.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="What was written, as JSON.")] = False,
+) -> None:
+    """Write recorded rollouts as files that trainers read, also while a gateway serves the folder."""
+    given = dict(locals())
+    from turngate.cli.export import ordered
+
+    _or_exit(lambda: ordered(given))
 
 
 @agents_app.callback(invoke_without_command=True)

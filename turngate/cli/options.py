@@ -15,7 +15,7 @@ Config = Annotated[Optional[Path], typer.Option(help="A TOML file with settings 
 Gateway = Annotated[str, typer.Option(help="Use a running gateway; its key comes from TURNGATE_ADMIN_KEY.")]
 Data = Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")]
 Engine = Annotated[
-    Optional[str], typer.Option(help="vllm, sglang, scripted, or one to observe: openai, anthropic, gemini, responses.")
+    Optional[str], typer.Option(help="vllm, sglang, local, scripted; to observe: openai, anthropic, gemini, responses.")
 ]
 EngineUrl = Annotated[Optional[list[str]], typer.Option(help="Where the engine listens.")]
 EngineKeyEnv = Annotated[Optional[str], typer.Option(help="Name of the environment variable with the engine's key.")]

@@ -181,8 +181,10 @@ async def _own(config: ServeConfig) -> AsyncIterator[Address]:
         yield address
 
 
-async def stoppable(work: Coroutine[Any, Any, T], console: Console, told: str = STOPPING) -> T:
-    """Ctrl-C, or being told to end, cancels the work, which cleans up; a second time says so; a third gives up."""
+async def stoppable(work: Coroutine[Any, Any, T], console: Console, *told: str) -> T:
+    """Ctrl-C, or being told to end, cancels the work, which cleans up; a second time says so; a third gives up. Work that can be ended
+    in more than one way is cancelled as often as there is something to tell."""
+    steps = told or (STOPPING,)
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     count = 0
@@ -190,10 +192,10 @@ async def stoppable(work: Coroutine[Any, Any, T], console: Console, told: str = 
     def interrupted() -> None:
         nonlocal count
         count += 1
-        if count == 1:
-            say(console, told, "yellow")
+        if count <= len(steps):
+            say(console, steps[count - 1], "yellow")
             task.cancel()
-        elif count == 2:
+        elif count == len(steps) + 1:
             say(console, "Still cleaning up; once more gives up, and leaves what is left to the next run.", "yellow")
         else:
             console.show_cursor()

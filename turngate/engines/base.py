@@ -1,6 +1,6 @@
 """The engine seam: token ids in, token ids with log-probabilities out, streamed.
 
-Implementations: `vllm`, `sglang`, `scripted`; `pool` spreads sessions over several of them. Called by `turn.py` only.
+Implementations: `vllm`, `sglang`, `scripted`, `gate`; `pool` spreads sessions over several of them. Called by `turn.py` only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # for affinity; never a secret
     request_id: str = ""
     cache_salt: str = ""
+    version: int = 0  # of the policy, when it was asked
+    model: str = ""  # under which the engine knows that version; empty: the engine's own
     echo_prompt: bool = False  # ask the engine which prompt ids it saw, as a check
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
@@ -40,13 +42,15 @@ class Chunk(msgspec.Struct, frozen=True):
     """What the engine sampled since the last chunk.
 
     `ids` include a sampled stop token. `logprobs` has one entry per id; None where the engine gave none. `prompt` is the prompt
-    that the engine says it saw, when it was asked to echo it.
+    that the engine says it saw, when it was asked to echo it. `versions`: the policy's at the first and last of these tokens, where the
+    engine knows better than the fence.
     """
 
     ids: Sequence[int]
     logprobs: Sequence[float | None] | None
     finish: Literal["stop", "length", "abort"] | None = None
     prompt: Sequence[int] | None = None
+    versions: tuple[int, int] | None = None
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -58,6 +62,7 @@ class Health(msgspec.Struct, frozen=True):
     model: str = ""
     max_context: int | None = None
     in_flight: int = 0
+    wrong: bool = False  # it answers, and must not be used all the same
 
 
 class Engine(Protocol):

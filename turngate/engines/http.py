@@ -450,6 +450,10 @@ class Client:
         """A short message whose answer does not matter, such as an abort."""
         await self._probe("POST", path, body)
 
+    async def command(self, path: str, sent: Json, within_s: float) -> bytes:
+        """Something to be done, which may take its time; the answer, of whatever shape."""
+        return await self._probe("POST", path, msgspec.json.encode(sent), within_s)
+
     def decode(self, decoder: Callable[[bytes], T], data: bytes) -> T:
         with boundary(self.engine):
             return decoder(data)
@@ -475,23 +479,23 @@ class Client:
             text = text.replace(self._key, "[key]")
         return text if len(text) <= MESSAGE_CHARS else text[: MESSAGE_CHARS - 1] + "…"
 
-    async def _probe(self, method: str, path: str, body: bytes) -> bytes:
+    async def _probe(self, method: str, path: str, body: bytes, within_s: float = PROBE_S) -> bytes:
         if self.direct is not None:
-            return await self._probe_directly(self.direct, method, path, body)
+            return await self._probe_directly(self.direct, method, path, body, within_s)
         with boundary(self.engine):
             async with self.session.request(
                 method,
                 self.url + path,
                 data=body or None,
-                timeout=aiohttp.ClientTimeout(total=PROBE_S),
+                timeout=aiohttp.ClientTimeout(total=within_s),
                 allow_redirects=False,
             ) as response:
                 answer = await response.read()
         return self._fine(response.status, answer)
 
-    async def _probe_directly(self, direct: Connections, method: str, path: str, body: bytes) -> bytes:
+    async def _probe_directly(self, direct: Connections, method: str, path: str, body: bytes, within_s: float) -> bytes:
         with boundary(self.engine):
-            async with asyncio.timeout(PROBE_S):
+            async with asyncio.timeout(within_s):
                 response = await direct.ask(method, path, body, {})
                 try:
                     answer = await response.read()

@@ -79,6 +79,13 @@ class Pool:
         for replica in self._replicas:
             await replica.engine.close()
 
+    def engines(self) -> list[Engine]:
+        return [replica.engine for replica in self._replicas]
+
+    async def check(self) -> None:
+        """Look at every replica now: something is known to have changed."""
+        await asyncio.gather(*(replica.check() for replica in self._replicas))
+
     async def health(self) -> list[Health]:
         """As last seen, which is at most `check_s` ago."""
         return [health for replica in self._replicas for health in replica.seen()]
@@ -178,7 +185,7 @@ class _Replica:
             self.found()
             return
         self._misses += 1
-        if self._misses >= self._allowed or not self._known:
+        if self._misses >= self._allowed or not self._known or missing.wrong:
             self._down(missing.detail)
 
     def _down(self, reason: str) -> None:

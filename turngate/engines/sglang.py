@@ -8,6 +8,7 @@ What its wire does that others do not:
 - A stream repeats everything sampled so far in every event, unless the server runs with incremental streaming. Versions
   differ in whether that is true of the ids, the log-probabilities, or both. `completion_tokens` counts what was sampled
   so far, and so tells for each list which of the two it is.
+- An adapter is asked for as `lora_path`, by the name it was loaded under.
 - `/abort_request` takes a request id and stops every request whose id *starts* with it. Ours end in random digits of a
   fixed length, so that they only ever match themselves.
 """
@@ -26,6 +27,7 @@ import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import Client, Reply, happened, paired, unbegun
+from turngate.engines.weights import COMMAND_S, LOAD_S, Load
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
 
@@ -73,6 +75,14 @@ class _ServerInfo(msgspec.Struct):
     context_length: int | None = None  # null unless the server was started with one
 
 
+class _Done(msgspec.Struct):
+    """The answer to a change of weights. A refusal may come with a 200."""
+
+    success: bool = True
+    message: str | None = None
+    error_message: str | None = None
+
+
 class _Card(msgspec.Struct):
     max_model_len: int | None = None
 
@@ -108,6 +118,7 @@ class SGLang:
         self.model = model
         self._rank = rank
         self._ranks = ranks
+        self._started_with = ""  # the model's folder, once another one is loaded
         self._client = Client(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._about: tuple[str, int | None] | None = None
@@ -158,6 +169,53 @@ class SGLang:
         lane._ranks = 1
         return lane
 
+    # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def address(self) -> str:
+        return self._client.url
+
+    def expect(self, load: Load | None) -> None:
+        """Not looked at: SGLang versions differ in how, and whether, they tell which weights they have."""
+
+    async def pause(self) -> None:
+        await self._command("/pause_generation", {"mode": "in_place"})
+
+    async def resume(self) -> None:
+        await self._command("/continue_generation", {})
+
+    async def load(self, load: Load, *, frozen: bool) -> None:
+        if load.is_adapter:
+            sent: dict[str, Any] = {"lora_name": load.name, "lora_path": load.lora_path}
+            await self._command("/load_lora_adapter", sent, LOAD_S)
+            return
+        if not self._started_with:
+            self._started_with = (await self._client.get("/get_model_info", _ModelInfo)).model_path
+        sent = {"model_path": load.path, "weight_version": str(load.version), "flush_cache": not frozen}
+        await self._command("/update_weights_from_disk", sent, LOAD_S)
+
+    async def original(self, *, frozen: bool) -> None:
+        if not self._started_with:
+            raise EngineRejected(f"{self.name}: it is not known which weights it was started with")
+        sent = {"model_path": self._started_with, "flush_cache": not frozen}
+        await self._command("/update_weights_from_disk", sent, LOAD_S)
+
+    async def abort_all(self) -> None:
+        await self._command("/abort_request", {"abort_all": True})
+
+    async def unload(self, name: str) -> None:
+        await self._command("/unload_lora_adapter", {"lora_name": name})
+
+    async def _command(self, path: str, sent: dict[str, Any], within_s: float = COMMAND_S) -> None:
+        answer = await self._client.command(path, sent, within_s)
+        try:
+            done = msgspec.json.decode(answer or b"{}", type=_Done)
+        except msgspec.DecodeError:
+            return  # some of them answer with a line of text
+        if not done.success:
+            why = self._client.shown(done.message or done.error_message or "no reason given")
+            raise EngineRejected(f"{self.name}: {path} failed: {why}")
+
     async def _describe(self) -> tuple[str, int | None]:
         model = await self._client.get("/get_model_info", _ModelInfo)
         server = await self._client.get("/get_server_info", _ServerInfo)
@@ -197,6 +255,8 @@ class SGLang:
             body["data_parallel_rank"] = self._rank  # its name until the middle of the 0.5 versions
         if request.echo_prompt:
             body["return_prompt_token_ids"] = True
+        if request.model:
+            body["lora_path"] = request.model
         return request.body("input_ids", body)
 
     async def _chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:

@@ -4,7 +4,9 @@ Written against the request and response models of vLLM 0.32. What the server ne
 
 - `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the distribution that was really sampled;
 - for `api="generate"`, `--enable-scale-out` on versions that hide the endpoint behind it;
-- for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`.
+- for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`;
+- for weights that are loaded while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment; for adapters
+  `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
 Every sampling field is sent, neutral ones too: vLLM fills what is missing from the model's `generation_config.json`.
 """
@@ -19,13 +21,15 @@ import msgspec
 
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import Client, Reply, happened, known, unbegun
+from turngate.engines.weights import COMMAND_S, LOAD_S, Load
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
-from turngate.types import Constraint, Sampling
+from turngate.types import Constraint, Json, Sampling
 
 Api = Literal["completions", "generate"]
 
 _PATHS: dict[Api, str] = {"completions": "/v1/completions", "generate": "/inference/v1/generate"}
 _NAMED = "token_id:"
+_LOADING = "turngate: loading "  # the mark of weights that are not whole
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -76,6 +80,10 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
 _ids = msgspec.json.Decoder(list[int])
 _decode = msgspec.json.Decoder(_Event).decode
 _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
@@ -107,6 +115,8 @@ class VLLM:
         self._api = api
         self._rank = rank
         self._ranks = ranks
+        self._expected: Load | None = None
+        self._tells_weights = True  # it has a mark for them; all that is asked where it has not, is once
         root = url.rstrip("/").removesuffix("/v1")
         self._client = Client(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
 
@@ -139,7 +149,83 @@ class VLLM:
         if card is None:
             served = ", ".join(card.id for card in models.data)
             return [msgspec.structs.replace(seen, ok=False, detail=f"serves {served}, not {self.model}")]
+        if wrong := await self._wrong_weights(models):
+            return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]
+
+    # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def address(self) -> str:
+        return self._client.url
+
+    def expect(self, load: Load | None) -> None:
+        self._expected = load
+
+    async def pause(self) -> None:
+        await self._command("/pause?mode=keep")
+
+    async def resume(self) -> None:
+        await self._command("/resume")
+
+    async def load(self, load: Load, *, frozen: bool) -> None:
+        if not load.is_adapter:
+            await self._reload({"weights_path": load.path}, str(load.version), frozen)
+            return
+        served = await self._client.get("/v1/models", _Models)
+        if any(card.id == load.name for card in served.data):
+            await self.unload(
+                load.name
+            )  # another try, perhaps with other weights: as a new one nothing cached is taken for its own
+        await self._command("/v1/load_lora_adapter", {"lora_name": load.name, "lora_path": load.lora_path}, LOAD_S)
+
+    async def original(self, *, frozen: bool) -> None:
+        await self._reload({}, "default", frozen)
+
+    async def abort_all(self) -> None:
+        await self._command("/abort_requests")
+
+    async def unload(self, name: str) -> None:
+        await self._command("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def _reload(self, what: dict[str, str], mark: str, frozen: bool) -> None:
+        """Marked while it is under way: one that fails half-way kills the engine at its next call, and must get none."""
+        await self._command("/update_weight_version", {"new_version": _LOADING + mark})
+        await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": what}, LOAD_S)
+        if not frozen:  # else calls hold on to it; versions do not share what is cached in any case
+            await self._command("/reset_prefix_cache")
+        await self._command("/update_weight_version", {"new_version": mark})
+
+    async def _wrong_weights(self, served: _Models) -> str:
+        """Why it must not be used, if its weights are not those that are in force."""
+        expected = self._expected
+        if expected is not None and expected.is_adapter:
+            if any(card.id == expected.name for card in served.data):
+                return ""
+            return f"has no {expected.name}: it was started again; repeat POST /admin/weights"
+        if not self._tells_weights:
+            return ""
+        try:
+            mark = (await self._client.get("/weight_info", _WeightInfo)).weight_version
+        except EngineRejected:
+            self._tells_weights = False  # so nothing was loaded into it from here either
+            return ""
+        except TurngateError as error:
+            return error.message
+        if mark.startswith(_LOADING):
+            return f"an update of its weights to {mark.removeprefix(_LOADING)} was not completed; start it again"
+        if expected is not None and mark != str(expected.version):
+            return f"has weights {mark!r}, not version {expected.version}; repeat POST /admin/weights"
+        return ""
+
+    async def _command(self, path: str, sent: Json = None, within_s: float = COMMAND_S) -> None:
+        try:
+            await self._client.command(path, {} if sent is None else sent, within_s)
+        except EngineRejected as error:
+            if not error.message.endswith(": Not Found"):
+                raise
+            need = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if "lora" in path else "VLLM_SERVER_DEV_MODE=1"
+            raise EngineRejected(f"{self.name} does not serve {path.partition('?')[0]}: start it with {need}") from None
 
     def generate(self, request: Generate) -> Generation:
         return Generation(self, request)
@@ -159,8 +245,8 @@ class VLLM:
     def _body(self, request: Generate) -> bytes:
         prompt, body = _completions(request) if self._api == "completions" else _generate(request)
         body["stream"] = request.stream
-        if self.model:
-            body["model"] = self.model
+        if model := request.model or self.model:
+            body["model"] = model
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
         return request.body(prompt, body)

@@ -5,10 +5,11 @@
     async with aclosing(rollouts(plan, gateway, wayout)) as finished:
         async for one in finished: …
 
-A few workers pull from one list, group by group, so that memory does not grow with the batch. `plan.py` is what is wanted, `gates.py`
-bounds each phase, `ledger.py` keeps what is done. An attempt that failed by no fault of the agent's is followed by another one,
-later, with a session and a sandbox of its own. Where nothing can go on (no sandbox can be made, the gateway is gone, the disk is
-full) the batch stops and says why; the same plan on the same folder goes on with what is left. Called by `turngate batch`.
+A few workers pull from one list, group by group, so that memory does not grow with the batch; a trainer's `pace` says when the next group
+may begin. `plan.py` is what is wanted, `gates.py` bounds each phase, `ledger.py` keeps what is done, `closing.py` tells the gateway which
+groups are complete. An attempt that failed by no fault of the agent's is followed by another one, later, with a session and a sandbox of
+its own. Where nothing can go on (no sandbox can be made, the gateway is gone, the disk is full) the batch stops and says why; the same
+plan on the same folder goes on with what is left. Called by `turngate batch`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ import random
 import shutil
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
 from turngate.rollout.client import GatewayClient, Refused, Unreachable
-from turngate.rollout.gates import Gates
-from turngate.rollout.ledger import Begun, Ended, Finished, Head, Ledger, LedgerError, now
+from turngate.rollout.closing import Closing
+from turngate.rollout.gates import Gates, Ticket
+from turngate.rollout.ledger import Begun, Ended, Finished, Head, Kind, Ledger, LedgerError, now
 from turngate.rollout.one import Rollout
-from turngate.rollout.outcome import Fault, Outcome, Progress
-from turngate.rollout.plan import BatchPlan, differences
+from turngate.rollout.outcome import STALE, Fault, Outcome, Progress
+from turngate.rollout.pace import Pace, at_once
+from turngate.rollout.plan import BatchPlan, differences, group_name
 from turngate.rollout.summary import Summary, summed_up
 from turngate.rollout.tally import Tally, Watch
 from turngate.rollout.wayout import WayOut
@@ -49,6 +52,7 @@ _LONGEST_S = 60.0  # between two attempts
 _BACK_S = 15.0  # for a gateway that does not answer, before it is taken for gone
 _TOLD = 2000  # characters of a message
 _PROBE_S = 5.0  # for which an answer to "is it still there" holds
+_TOLD_S = 5.0  # for the gateway to hear of the groups that are complete, where the batch could not go on
 _FEWEST_IN_A_ROW = 20  # attempts that all failed by no fault of an agent's, before the batch is stopped
 
 
@@ -57,7 +61,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     batch: str
     folder: Path
-    finished: tuple[Finished, ...]  # by task and index
+    finished: tuple[Finished, ...]  # by round, task and index
     summary: Summary
     stopped: str = ""  # why it ended early; the same plan goes on
 
@@ -71,22 +75,33 @@ class _Todo(msgspec.Struct, frozen=True):
 
     id: str
     task: Task
+    round: int
     index: int
 
 
 async def run_batch(
-    plan: BatchPlan, gateway: GatewayClient, wayout: WayOut, watch: Watch = lambda tally: None
+    plan: BatchPlan,
+    gateway: GatewayClient,
+    wayout: WayOut,
+    watch: Watch = lambda tally: None,
+    *,
+    pace: Pace = at_once,
 ) -> BatchResult:
     """To the end, or to where it has to stop. Being cancelled ends what runs, cleanly; the same plan goes on with the rest."""
-    return await Batch(plan, gateway, wayout, watch).run()
+    return await Batch(plan, gateway, wayout, watch, pace=pace).run()
 
 
 async def rollouts(
-    plan: BatchPlan, gateway: GatewayClient, wayout: WayOut, watch: Watch = lambda tally: None
+    plan: BatchPlan,
+    gateway: GatewayClient,
+    wayout: WayOut,
+    watch: Watch = lambda tally: None,
+    *,
+    pace: Pace = at_once,
 ) -> AsyncIterator[Finished]:
     """The rollouts as they are finished, those of an earlier run first. Closing the iterator stops the batch."""
     queue: asyncio.Queue[Finished | None] = asyncio.Queue()
-    batch = Batch(plan, gateway, wayout, watch, tell=queue.put_nowait)
+    batch = Batch(plan, gateway, wayout, watch, pace=pace, tell=queue.put_nowait)
     running = asyncio.create_task(batch.run())
     running.add_done_callback(lambda _: queue.put_nowait(None))
     try:
@@ -116,17 +131,23 @@ class Batch:
         wayout: WayOut,
         watch: Watch = lambda tally: None,
         *,
+        pace: Pace = at_once,
         tell: Callable[[Finished], None] = lambda finished: None,
     ) -> None:
         self._plan = plan
         self._gateway = gateway
         self._wayout = wayout
         self._watch = watch
+        self._pace = pace
         self._tell = tell
+        self._closing = Closing(gateway, plan.n)
         self._ledger: Ledger | None = None
         self._gates = Gates(plan.bounds)
         self.tally = Tally(total=plan.total, places=self._gates.places)
-        self._fresh: Iterator[_Todo] = iter(())
+        self._fresh: deque[_Todo] = deque()  # of the group that has begun, those that nobody has taken yet
+        self._all_given = False  # no group is left to begin
+        self._tickets: dict[asyncio.Task[object], Ticket | None] = {}  # of the workers that are at something
+        self._winding_up = False
         self._again: list[tuple[float, int, _Todo]] = []  # by when the next attempt is due
         self._numbers = itertools.count()
         self._under_way = 0
@@ -144,23 +165,38 @@ class Batch:
 
     async def run(self) -> BatchResult:
         ledger = self._ledger = await asyncio.to_thread(Ledger.opened, self._plan.folder)
+        closing = asyncio.create_task(self._closing.run())
         try:
             await self._agreed(ledger)
             await self._plan.backend.check()
             await self._plan.backend.sweep()
             await self._taken_up(ledger)
             await self._worked()
+            if not await self._closing.told(_TOLD_S if self._stopped else _BACK_S):
+                self._stop(
+                    "the gateway could not be told which groups are complete; taking the batch up again tells it"
+                )
         except LedgerError as error:
             self._stop(error.message)
         finally:
+            closing.cancel()
+            await to_the_end(_gone(closing))
             await to_the_end(ledger.close())
         return self.result
+
+    async def wind_up(self) -> None:
+        """Begin nothing more and end the agents that run, but grade what they have left already. `run` then returns what there is."""
+        self._winding_up = True
+        for worker, ticket in self._tickets.items():
+            if ticket is None or not ticket.agent_is_done:
+                worker.cancel()
+        await self._change()
 
     @property
     def result(self) -> BatchResult:
         plan, order = self._plan, {task.id: n for n, task in enumerate(self._plan.tasks)}
         known = {} if self._ledger is None else self._ledger.known.finished
-        finished = tuple(sorted(known.values(), key=lambda one: (order[one.task], one.index)))
+        finished = tuple(sorted(known.values(), key=lambda one: (one.round, order[one.task], one.index)))
         head = None if self._ledger is None else self._ledger.known.head
         return BatchResult(
             batch=self._batch,
@@ -171,6 +207,7 @@ class Batch:
                 tuple(order),
                 plan.n,
                 finished,
+                rounds=plan.rounds,
                 seconds=max((one.at for one in finished), default=0.0) - head.made if head and finished else 0.0,
                 stopped=self._stopped,
             ),
@@ -190,6 +227,12 @@ class Batch:
                 f"out: {ledger.folder} holds another batch ({'; '.join(told)}); choose another --out folder, or run it as it was",
                 param="out",
             )
+        begun = 1 + max((one.round for one in ledger.known.finished.values()), default=0)
+        if begun > self._plan.rounds:
+            raise ConfigError(
+                f"rounds: {self._plan.rounds} is less than the {begun} that {ledger.folder} holds already",
+                param="rounds",
+            )
         self._batch = head.batch
 
     async def _taken_up(self, ledger: Ledger) -> None:
@@ -203,12 +246,6 @@ class Batch:
         self.tally.before = self.tally.done
         if self.tally.before:
             self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
-        self._fresh = (
-            todo
-            for task in self._plan.in_order()
-            for index in range(self._plan.n)
-            if (todo := _Todo(f"{self._batch}.{task.id}.{index}", task, index)).id not in known.finished
-        )
         self.tally.started = time.monotonic()
         self._watch(self.tally)
 
@@ -244,42 +281,91 @@ class Batch:
         count = min(self._plan.bounds.rollouts, self._plan.total - self.tally.before)
         workers = [asyncio.create_task(self._work()) for _ in range(count)]
         stopping = asyncio.create_task(self._stopping.wait())
+        supplying = asyncio.create_task(self._supply())
         try:
-            running = set(workers)
+            running, others = {*workers}, {stopping, supplying}
             while running and not stopping.done():
-                done, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                running -= done
+                done, _ = await asyncio.wait(running | others, return_when=asyncio.FIRST_COMPLETED)
+                running, others = running - done, others - done
                 for one in done - {stopping}:
-                    one.result()
+                    if not one.cancelled():  # as `wind_up` does
+                        one.result()
         finally:
-            for task in (stopping, *workers):
+            for task in (stopping, supplying, *workers):
                 task.cancel()
-            await to_the_end(_gone(stopping, *workers))
+            await to_the_end(_gone(stopping, supplying, *workers))
+
+    async def _supply(self) -> None:
+        """What is to be done, a group at a time: the next one when the last of the one before is taken, and its time has come."""
+        finished = self._books.known.finished
+        for ordinal, group in enumerate(self._groups()):
+            left = [todo for todo in group if todo.id not in finished]
+            if not left:
+                continue
+            self.tally.held = True
+            await self._paced(ordinal)
+            self.tally.held, self.tally.round = False, left[0].round
+            async with self._changed:
+                self._fresh.extend(left)
+                self._changed.notify_all()
+                await self._changed.wait_for(lambda: not self._fresh)
+        self._all_given = True
+        await self._change()
+
+    async def _paced(self, ordinal: int) -> None:
+        """Returns when a group may begin. One before it that nobody will hear of makes room for it."""
+        closing = self._closing
+        while True:
+            closing.another_barren.clear()
+            asked = asyncio.ensure_future(self._pace(ordinal - closing.barren))
+            fewer = asyncio.create_task(closing.another_barren.wait())
+            try:
+                await asyncio.wait({asked, fewer}, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done():
+                    return asked.result()
+            finally:
+                asked.cancel()
+                fewer.cancel()
+                await to_the_end(_gone(asked, fewer))
+
+    def _groups(self) -> Iterator[list[_Todo]]:
+        """In the order in which they come, over all rounds."""
+        for number in range(self._plan.rounds):
+            for task in self._plan.in_order(number):
+                group = group_name(self._batch, task.id, number)
+                yield [_Todo(f"{group}.{index}", task, number, index) for index in range(self._plan.n)]
 
     # ── one worker ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _work(self) -> None:
         while (todo := await self._next()) is not None:
+            me = asyncio.current_task()
+            assert me is not None
+            self._tickets[me] = None
             try:
                 await self._attempted(todo)
             except LedgerError as error:
                 self._stop(error.message)
             finally:
+                del self._tickets[me]
                 self._under_way -= 1
                 await self._change()
 
     async def _next(self) -> _Todo | None:
         """A retry that is due, or the next of the list. While others are under way one of them may come back."""
         async with self._changed:
-            while not self._stopped:
+            while not (self._stopped or self._winding_up):
                 due = self._again[0][0] - time.monotonic() if self._again else None
                 if due is not None and due <= 0:
                     self._under_way += 1
                     return heapq.heappop(self._again)[2]
-                if (todo := next(self._fresh, None)) is not None:
+                if self._fresh:
                     self._under_way += 1
+                    todo = self._fresh.popleft()
+                    if not self._fresh:
+                        self._changed.notify_all()
                     return todo
-                if due is None and not self._under_way:
+                if self._all_given and due is None and not self._under_way:
                     return None
                 with suppress(TimeoutError):
                     async with asyncio.timeout(due):
@@ -302,7 +388,7 @@ class Batch:
             self._stop(full)
             return
         attempt = ledger.known.attempts.get(todo.id, 0) + 1
-        begun = Begun(rollout=todo.id, attempt=attempt, session=uuid.uuid4().hex, at=now())
+        begun = Begun(rollout=todo.id, round=todo.round, attempt=attempt, session=uuid.uuid4().hex, at=now())
         try:
             await ledger.add(begun)
             if full := self._disk_is_full():
@@ -320,8 +406,11 @@ class Batch:
             self._stop(self._disk_is_full())
 
     async def _run(self, todo: _Todo, begun: Begun) -> Outcome:
-        order = self._plan.order(todo.task, todo.index, self._batch, begun.attempt)
+        order = self._plan.order(todo.task, todo.index, self._batch, begun.attempt, todo.round)
         ticket = self._gates.ticket()
+        me = asyncio.current_task()
+        assert me is not None
+        self._tickets[me] = ticket
         seen = 0
 
         def watched(progress: Progress) -> None:
@@ -346,6 +435,10 @@ class Batch:
     async def _settled(self, todo: _Todo, begun: Begun, outcome: Outcome) -> None:
         """Finished, or to be tried again."""
         await asyncio.to_thread(_kept, self._plan.folder / "rollouts" / begun.session, outcome)
+        if outcome.stop == STALE and self._books.known.stale.get(todo.id, 0) < self._plan.stale_retries:
+            await self._books.add(_ended(begun, "stale"))
+            self._later(todo, 0.0)
+            return
         if outcome.kind != "infrastructure fault":
             self._in_a_row = 0
             await self._finish(_finished(todo, begun, outcome))
@@ -357,10 +450,12 @@ class Batch:
             self._stop(why)
         elif (faults := self._books.known.faults.get(todo.id, 0)) < self._plan.retries:
             await self._books.add(_ended(begun, "fault", message))
-            wait = min(_LONGEST_S, self._plan.back_off_s * 2**faults) * random.uniform(0.5, 1.5)
-            heapq.heappush(self._again, (time.monotonic() + wait, next(self._numbers), todo))
+            self._later(todo, min(_LONGEST_S, self._plan.back_off_s * 2**faults) * random.uniform(0.5, 1.5))
         else:
             await self._finish(_finished(todo, begun, outcome))
+
+    def _later(self, todo: _Todo, wait_s: float) -> None:
+        heapq.heappush(self._again, (time.monotonic() + wait_s, next(self._numbers), todo))
 
     async def _finish(self, finished: Finished) -> None:
         await self._books.add(finished)
@@ -374,6 +469,7 @@ class Batch:
             self._invalid[finished.task] += 1
         elif finished.kind == "graded":
             self._valid.add(finished.task)
+        self._closing.finished(finished)
         self._tell(finished)
 
     def _is_invalid(self, task: Task) -> bool:
@@ -448,8 +544,9 @@ def _finished(todo: _Todo, begun: Begun, outcome: Outcome) -> Finished:
     return Finished(
         rollout=todo.id,
         task=todo.task.id,
+        round=todo.round,
         index=todo.index,
-        kind=outcome.kind or ("cancelled" if outcome.status == "cancelled" else "not graded"),
+        kind=_kind(outcome),
         reward=outcome.reward,
         resolved=None if outcome.grade is None else outcome.grade.resolved,
         attempt=begun.attempt,
@@ -466,11 +563,20 @@ def _finished(todo: _Todo, begun: Begun, outcome: Outcome) -> Finished:
     )
 
 
+def _kind(outcome: Outcome) -> Kind:
+    if outcome.kind is not None:
+        return outcome.kind
+    if outcome.status != "cancelled":
+        return "not graded"
+    return "stale" if outcome.stop == STALE else "cancelled"
+
+
 def _adopted(begun: Begun, recorded: Recorded, shown: Json) -> Finished:
     """From what the gateway keeps. How long it took is not known."""
     return Finished(
         rollout=begun.rollout,
         task=recorded.task,
+        round=begun.round,
         index=int(begun.rollout.rpartition(".")[2]),
         kind=recorded.kind,
         reward=recorded.reward,
@@ -488,6 +594,7 @@ def _skipped(todo: _Todo, times: int) -> Finished:
     return Finished(
         rollout=todo.id,
         task=todo.task.id,
+        round=todo.round,
         index=todo.index,
         kind="invalid task",
         message=f"not tried: {times} rollouts of the task found it invalid",
@@ -495,7 +602,7 @@ def _skipped(todo: _Todo, times: int) -> Finished:
     )
 
 
-def _ended(begun: Begun, why: Literal["fault", "cancelled", "lost"], message: str = "") -> Ended:
+def _ended(begun: Begun, why: Literal["fault", "cancelled", "lost", "stale"], message: str = "") -> Ended:
     return Ended(
         rollout=begun.rollout,
         attempt=begun.attempt,
@@ -515,7 +622,7 @@ def _kept(folder: Path, outcome: Outcome) -> None:
         outcome.notes = (*outcome.notes, f"{folder / 'outcome.json'} could not be written: {error.strerror}")
 
 
-async def _gone(*tasks: asyncio.Task[object]) -> None:
+async def _gone(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():

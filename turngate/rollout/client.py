@@ -8,18 +8,23 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
 
 from turngate.errors import ConfigError, TurngateError, Unauthorized
+from turngate.feed import FeedConfig, FeedView, Page
+from turngate.fence import Pause
 from turngate.server.auth import ADMIN_KEY
 from turngate.store.outcome import Recorded
 from turngate.types import Json
 
+T = TypeVar("T")
 _PAGE = 100  # tool calls that are asked for at once
+_LIMIT = aiohttp.ClientTimeout(total=60)
+_BUILDING_S = 120  # for which a gateway may be silent while it makes the rows of a large group
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -38,8 +43,8 @@ class Unreachable(TurngateError):
 class Refused(TurngateError):
     """The gateway said no."""
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(f"gateway: {message}")
+    def __init__(self, message: str, status: int, param: str | None = None) -> None:
+        super().__init__(f"gateway: {message}", param=param)
         self.answered = status
 
 
@@ -52,9 +57,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GatewayClient:
-        self._http = aiohttp.ClientSession(
-            headers={"authorization": f"Bearer {self._key}"}, timeout=aiohttp.ClientTimeout(total=60)
-        )
+        self._http = aiohttp.ClientSession(headers={"authorization": f"Bearer {self._key}"}, timeout=_LIMIT)
         return self
 
     async def __aexit__(
@@ -71,6 +74,30 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     async def check(self) -> None:
         """That it is there, and takes our key."""
         await self._ask("GET", "/admin/fence")
+
+    async def fence(self) -> Json:
+        """`version` of the policy, `paused`, `in_flight`."""
+        return await self._ask("GET", "/admin/fence")
+
+    async def pause(self, mode: Pause = "hold", limit_s: float | None = None) -> Json:
+        """New calls wait from now on. `drain` answers when those in flight have ended, however long that takes; `keep` freezes them.
+
+        `limit_s`: without a resume for so long calls go on at the old version.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        return await self._ask("POST", "/admin/fence/pause", {"mode": mode, "limit_s": limit_s}, within=limit)
+
+    async def resume(self, version: int | None = None, model: str | None = None) -> Json:
+        """Calls go on, at a policy version; None: the one that it was. `model`: the name under which the engine has it."""
+        return await self._ask("POST", "/admin/fence/resume", {"version": version, "model": model})
+
+    async def load_weights(
+        self, version: int, *, path: str = "", lora_path: str = "", name: str = "", mode: Pause | None = None
+    ) -> Json:
+        """Have every replica load a model or an adapter, and go on at that version. `Refused` (502): the old one stays in force."""
+        body = {"version": version, "path": path, "lora_path": lora_path, "mode": mode}
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        return await self._ask("POST", "/admin/weights", {**body, **({"name": name} if name else {})}, within=limit)
 
     async def models(self) -> list[str]:
         """The names of the models that it serves."""
@@ -110,6 +137,44 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         recorded.check()
         suffix = "?replace=1" if replace else ""
         await self._ask("PUT", f"/admin/sessions/{quote(session)}/outcome{suffix}", msgspec.to_builtins(recorded))
+
+    async def close_group(self, group: str) -> None:
+        """No further rollout of it will come. Once or more often, and whether anybody waits for it or not."""
+        await self._ask("POST", f"/admin/groups/{quote(group, safe='')}/close")
+
+    # ── feeds; `trainers/feed.py` is the easy way to read one ────────────────────────────────────────────────────
+
+    async def feeds(self) -> list[FeedView]:
+        return msgspec.convert((await self._ask("GET", "/admin/feeds"))["feeds"], list[FeedView])
+
+    async def show_feed(self, name: str) -> FeedView:
+        """With the groups that are not complete."""
+        return msgspec.convert(await self._ask("GET", _feed(name)), FeedView)
+
+    async def open_feed(self, name: str, config: FeedConfig) -> FeedView:
+        """The feed of that name, made if there is none. `Refused` (409) where it is there with other choices."""
+        return msgspec.convert(await self._ask("PUT", _feed(name), msgspec.to_builtins(config)), FeedView)
+
+    async def delete_feed(self, name: str) -> None:
+        await self._ask("DELETE", _feed(name))
+
+    async def read_feed(self, name: str) -> str:
+        """Become its reader: the token that pages and commits want. Who was so before is refused from now on."""
+        return str((await self._ask("POST", f"{_feed(name)}/reader"))["reader"])
+
+    async def feed_page(
+        self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1
+    ) -> Page:
+        """Deliveries past a number (None: the committed one), in order; waits up to so many seconds for the first."""
+        asked = f"{_feed(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
+        past = "" if after is None else f"&after={after}"
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILDING_S)
+        return await self._ask("GET", asked + past, kind=Page, within=limits)  # type: ignore[no-any-return]
+
+    async def commit_feed(self, name: str, reader: str, number: int) -> int:
+        """All up to a number is trained, and in a checkpoint. What is committed now, which may be more."""
+        told = await self._ask("POST", f"{_feed(name)}/commit", {"reader": reader, "number": number})
+        return int(told["committed"])
 
     async def tool_calls(self, session: str) -> list[Json]:
         """Every call of a host tool, oldest first: `call`, `tool`, `arguments`, `time`, `reply`, `answered`, `waiting` …"""
@@ -156,28 +221,55 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
                 pass
             await asyncio.sleep(0.5)
 
-    async def _ask(self, method: str, path: str, body: Json = None) -> Any:
+    async def packed(self, path: str, sent: object, kind: type[T], within_s: float = 60) -> T:
+        """POST msgpack, and get msgpack: what the gate speaks (`trainers/gate.py`)."""
+        limit = aiohttp.ClientTimeout(total=within_s)
+        body = msgspec.msgpack.encode(sent)
+        return await self._ask("POST", path, body, kind=kind, within=limit)  # type: ignore[no-any-return]
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Json = None,
+        *,
+        kind: type[Any] | None = None,
+        within: aiohttp.ClientTimeout = _LIMIT,
+    ) -> Any:
+        """`kind`: what the answer is, where it is msgpack; all others are JSON, errors always."""
         assert self._http is not None, "use it as a context manager"
         try:
             # A gateway redirects nobody, and its key is not for others.
-            async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
+            async with self._http.request(
+                method, self.url + path, **_sent(body), allow_redirects=False, timeout=within
+            ) as response:
                 raw = await response.read()
                 answered = "x-turngate" in response.headers
         except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
             why = str(error) or type(error).__name__
             raise Unreachable(f"gateway: {self.url} cannot be reached ({why})", param="gateway") from None
         try:
-            value = msgspec.json.decode(raw)
+            packed = kind is not None and response.status < 300 and answered
+            value = msgspec.msgpack.decode(raw, type=kind) if packed else msgspec.json.decode(raw)
         except msgspec.DecodeError:
             value = None
         if response.status < 300 and answered and value is not None:
             return value
         if not answered:
             raise ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
-        message = value["error"]["message"] if isinstance(value, dict) and "error" in value else f"{response.status}"
+        told = value["error"] if isinstance(value, dict) and "error" in value else {"message": f"{response.status}"}
+        message = told["message"]
         if response.status == 401:
             raise Unauthorized(f"gateway: {message} (the key comes from {ADMIN_KEY})", param=ADMIN_KEY)
-        raise Refused(message, response.status)
+        raise Refused(message, response.status, told.get("param"))
+
+
+def _sent(body: Json) -> dict[str, Any]:
+    return {"data": body} if isinstance(body, bytes) else {"json": body}
+
+
+def _feed(name: str) -> str:
+    return f"/admin/feeds/{quote(name, safe='')}"
 
 
 def admin_key_given() -> str:

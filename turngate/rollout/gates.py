@@ -106,6 +106,11 @@ class Ticket:
             finally:
                 self._move("ready" if phase == "start" else "done")
 
+    @property
+    def agent_is_done(self) -> bool:
+        """What it left is graded, or about to be."""
+        return self._at in ("done", "grade")
+
     def leave(self) -> None:
         self._give_sandbox_back()
         self._move(None)

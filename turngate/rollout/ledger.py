@@ -2,7 +2,8 @@
 
     {"type":"batch", …}      what the batch is; the first line
     {"type":"begun", …}      an attempt, with its session's id: written before that session is opened
-    {"type":"ended", …}      an attempt that decided nothing: something else than the agent failed, it was cancelled, or its runner died
+    {"type":"ended", …}      an attempt that decided nothing: something else than the agent failed, it was cancelled, its runner died,
+                             or the policy had moved on
     {"type":"finished", …}   a rollout, for good
 
 Lines are only ever added, each with the disk's own word that it is there. JSON lines, not a database: it is read once at the start, a
@@ -33,8 +34,9 @@ RESERVE = "ledger.reserve"
 _RESERVED = 1_000_000  # bytes: room for the last lines of some thousand rollouts
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-# `not graded`: the task has no grader; `cancelled`: somebody ended its session at the gateway.
-Kind = Class | Literal["not graded", "cancelled"]
+# `not graded`: the task has no grader; `cancelled`: somebody ended its session at the gateway; `stale`: the gateway itself did, because
+# the policy had moved on too far for it to be trained.
+Kind = Class | Literal["not graded", "cancelled", "stale"]
 KINDS: tuple[Kind, ...] = (
     "graded",
     "agent failed",
@@ -42,6 +44,7 @@ KINDS: tuple[Kind, ...] = (
     "infrastructure fault",
     "not graded",
     "cancelled",
+    "stale",
 )
 
 
@@ -54,8 +57,9 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     made: float
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omit_defaults=True):
     rollout: str
+    round: int = 0
     attempt: int
     session: str
     at: float
@@ -67,7 +71,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_default
     rollout: str
     attempt: int
     session: str
-    why: Literal["fault", "cancelled", "lost"]  # only faults use up retries
+    why: Literal["fault", "cancelled", "lost", "stale"]  # only faults use up retries
     message: str = ""
     at: float
 
@@ -77,6 +81,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
 
     rollout: str
     task: str
+    round: int = 0
     index: int  # in its group
     kind: Kind
     reward: float | None = None  # None: not known, which is not 0
@@ -119,6 +124,7 @@ class Known(msgspec.Struct):
     open: dict[str, Begun] = {}  # attempts that have begun, and of whose end nothing is written
     attempts: dict[str, int] = {}  # the last one's number
     faults: dict[str, int] = {}  # attempts that failed by no fault of the agent's
+    stale: dict[str, int] = {}  # attempts that the gateway cancelled because the policy moved on
 
     def take(self, entry: Entry) -> None:
         match entry:
@@ -131,6 +137,8 @@ class Known(msgspec.Struct):
                 self.open.pop(entry.rollout, None)
                 if entry.why == "fault":
                     self.faults[entry.rollout] = self.faults.get(entry.rollout, 0) + 1
+                elif entry.why == "stale":
+                    self.stale[entry.rollout] = self.stale.get(entry.rollout, 0) + 1
             case Finished():
                 self.open.pop(entry.rollout, None)
                 self.finished[entry.rollout] = entry

@@ -52,7 +52,7 @@ from turngate.rollout.announce import Announcer
 from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
 from turngate.rollout.collect import collect, spelled
 from turngate.rollout.judge import graded, lost, recorded, without_grading
-from turngate.rollout.outcome import Fault, Gates, Order, Outcome, Progress, Stage, Watch
+from turngate.rollout.outcome import STALE, Fault, Gates, Order, Outcome, Progress, Stage, Watch
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.sandboxes.posix import to_the_end
@@ -364,11 +364,8 @@ class Rollout:
             "agent": order.agent.name,
             "agent_version": order.agent.install.version,
             "sandbox": order.backend.name,
-            **(
-                {"rollout": order.rollout, "group": self.outcome.group, "attempt": order.attempt}
-                if order.rollout
-                else {}
-            ),
+            "group": self.outcome.group,
+            **({"rollout": order.rollout, "attempt": order.attempt} if order.rollout else {}),
         }
         given = dict(order.session)
         return {
@@ -473,7 +470,8 @@ class Rollout:
                 self.outcome.stop = data["limit"]
                 self._over.set()
             elif kind in ("sealed", "cancelled", "deleted") and not self._ending:
-                self.outcome.stop = f"the session was {kind} at the gateway"
+                stale = data.get("stop") == STALE
+                self.outcome.stop = STALE if stale else f"the session was {kind} at the gateway"
                 self._over.set()
 
     async def _end_session(self) -> None:
@@ -491,6 +489,8 @@ class Rollout:
                     raise
                 await asyncio.sleep(0.5)
         self._ended = True
+        if shown["stop"] == STALE:  # however its agent took that
+            self.outcome.status, self.outcome.stop = "cancelled", STALE
         if self.outcome.status not in ("finished", "failed", "timed out"):
             return
         # The agent may have ended before we were told that it had met a limit.

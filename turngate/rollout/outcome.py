@@ -25,6 +25,7 @@ Stage = Literal[
 Phase = Literal["start", "run", "grade"]  # what is bounded when many rollouts run: each has its own limit
 Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
 AtEnd = Literal["grade", "exclude", "zero"]
+STALE = "stale"  # what stopped a session that the gateway cancelled because the policy had moved on too far
 Gates = Callable[[Phase], AbstractAsyncContextManager[None]]
 
 

@@ -34,9 +34,11 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend
     model: str
     folder: Path  # of the batch: its ledger, and what agents leave
-    n: int = 1  # rollouts of each task
+    n: int = 1  # rollouts of each task, each round
+    rounds: int = 1  # how often the tasks come round; more may be asked for when it is taken up again
     bounds: Bounds = Bounds()
     retries: int = 2  # after faults that are not the agent's
+    stale_retries: int = 2  # of a rollout that the gateway cancelled because the policy moved on; 0: it is left out
     back_off_s: float = 2.0  # before the first retry; twice as long before each further one
     seed: int | None = None  # the order of the tasks, and each rollout's own sampling, follow from it
     timeout_s: float | None = None  # None: the task's
@@ -54,7 +56,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     least_free: int = 64_000_000  # bytes of the disk, with fewer of which no rollout is begun
 
     def __post_init__(self) -> None:
-        for name, least in (("n", 1), ("retries", 0), ("invalid_after", 1)):
+        for name, least in (("n", 1), ("rounds", 1), ("retries", 0), ("stale_retries", 0), ("invalid_after", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)} must be at least {least}", param=name)
         if not self.tasks:
@@ -69,10 +71,10 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        return len(self.tasks) * self.n
+        return len(self.tasks) * self.n * self.rounds
 
     def terms(self) -> dict[str, str]:
-        """What makes it this batch and no other, by the names of the flags. How fast it runs is not among it."""
+        """What makes it this batch and no other, by the names of the flags. How fast it runs, and how long, is not among it."""
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
             "agent's description": _digest(self.agent),
@@ -103,14 +105,15 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         """The same for the same batch: a folder's name, where nobody chose another."""
         return _digest([self.terms(), self.digests()])[:12]
 
-    def in_order(self) -> tuple[Task, ...]:
-        """Group after group, so that the first are complete early. With a seed in an order of its own."""
+    def in_order(self, round: int = 0) -> tuple[Task, ...]:
+        """Group after group, so that the first are complete early. With a seed in an order of its own, each round another."""
         if self.seed is None:
             return self.tasks
-        return tuple(random.Random(self.seed).sample(self.tasks, len(self.tasks)))
+        own = random.Random(f"{self.seed} {round}" if round else self.seed)
+        return tuple(own.sample(self.tasks, len(self.tasks)))
 
-    def order(self, task: Task, index: int, batch: str, attempt: int) -> Order:
-        group = f"{batch}.{task.id}"
+    def order(self, task: Task, index: int, batch: str, attempt: int, round: int = 0) -> Order:
+        group = group_name(batch, task.id, round)
         return Order(
             task=task,
             agent=self.agent,
@@ -122,7 +125,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             network=self.network,
             resources=self.resources,
             env=self.env,
-            session=self._session(task, index),
+            session=self._session(task, index, round),
             told=self.told,
             options=self.options,
             folder=self.folder / "rollouts",
@@ -134,12 +137,18 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             attempt=attempt,
         )
 
-    def _session(self, task: Task, index: int) -> Mapping[str, Json]:
+    def _session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
         """With a seed, each rollout samples by one of its own: the same for all would make the whole group alike."""
         if self.seed is None:
             return self.session
-        own = int.from_bytes(hashlib.sha256(f"{self.seed} {task.id} {index}".encode()).digest()[:6])
+        which = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")
+        own = int.from_bytes(hashlib.sha256(which.encode()).digest()[:6])
         return {**self.session, "sampling": {"seed": own, **self.session.get("sampling", {})}}
+
+
+def group_name(batch: str, task: str, round: int) -> str:
+    """By what a trainer and the gateway know a group. No id of a task has an @ in it."""
+    return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 
 def _bare(task: Task) -> Task:

@@ -67,13 +67,18 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
 
 class TaskNumbers(Numbers, frozen=True, kw_only=True):
     task: str
-    rewards: tuple[float | None, ...]  # by index; None: not known, or not there yet
+    rewards: tuple[float | None, ...]  # by round and index; None: not known, or not there yet
+
+
+class RoundNumbers(Numbers, frozen=True, kw_only=True):
+    round: int
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """A task whose rollouts a trainer has to look at twice."""
+    """A task whose rollouts, of one round, a trainer has to look at twice."""
 
     task: str
+    round: int = 0
     graded: int
     wanted: int
     reward: float | None = None  # that all of them have
@@ -84,7 +89,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     batch: str
     n: int
     overall: Numbers
-    tasks: tuple[TaskNumbers, ...]
+    tasks: tuple[TaskNumbers, ...]  # over all rounds
+    rounds: tuple[RoundNumbers, ...] = ()  # where there is more than one
     no_signal: tuple[Group, ...]  # every known reward is the same: no advantage can be told from it
     shrunken: tuple[Group, ...]  # fewer rewards than rollouts that are finished
     histogram: tuple[Bin, ...]
@@ -101,22 +107,30 @@ def pass_at_k(graded: int, passed: int, k: int) -> float:
 
 
 def summed_up(
-    batch: str, tasks: Sequence[str], n: int, finished: Iterable[Finished], *, seconds: float = 0.0, stopped: str = ""
+    batch: str,
+    tasks: Sequence[str],
+    n: int,
+    finished: Iterable[Finished],
+    *,
+    rounds: int = 1,
+    seconds: float = 0.0,
+    stopped: str = "",
 ) -> Summary:
     """`tasks` are all of the batch, in order, whether any of their rollouts is finished or not."""
     by_task: dict[str, list[Finished]] = {task: [] for task in tasks}
     for one in finished:
         by_task[one.task].append(one)
-    per_task = tuple(_of_task(task, n, found) for task, found in by_task.items())
+    per_task = tuple(_of_task(task, n, rounds, found) for task, found in by_task.items())
     everything = [one for found in by_task.values() for one in found]
     rewards = [one.reward for one in everything if one.reward is not None]
     return Summary(
         batch=batch,
         n=n,
-        overall=_numbers(n * len(by_task), everything, _overall_pass_at(per_task, n)),
+        overall=_numbers(n * rounds * len(by_task), everything, _overall_pass_at(per_task, n)),
         tasks=per_task,
-        no_signal=tuple(_no_signal(per_task)),
-        shrunken=tuple(_shrunken(per_task)),
+        rounds=tuple(_of_round(number, n, by_task) for number in range(rounds)) if rounds > 1 else (),
+        no_signal=tuple(_no_signal(by_task, n)),
+        shrunken=tuple(_shrunken(by_task, n)),
         histogram=histogram(rewards),
         messages=_messages(everything),
         seconds=round(seconds, 1),
@@ -124,13 +138,26 @@ def summed_up(
     )
 
 
-def _of_task(task: str, n: int, found: Sequence[Finished]) -> TaskNumbers:
+def _of_task(task: str, n: int, rounds: int, found: Sequence[Finished]) -> TaskNumbers:
     graded = [one for one in found if one.reward is not None]
     passed = sum(bool(one.passed) for one in graded)
-    estimates = tuple(PassAt(k, pass_at_k(len(graded), passed, k), 1) for k in range(1, len(graded) + 1))
-    by_index = {one.index: one.reward for one in found}
-    rewards = tuple(by_index.get(index) for index in range(n))
-    return TaskNumbers(task=task, rewards=rewards, **msgspec.structs.asdict(_numbers(n, found, estimates)))
+    estimates = tuple(PassAt(k, pass_at_k(len(graded), passed, k), 1) for k in range(1, min(n, len(graded)) + 1))
+    by_place = {one.round * n + one.index: one.reward for one in found}
+    rewards = tuple(by_place.get(place) for place in range(n * rounds))
+    return TaskNumbers(task=task, rewards=rewards, **msgspec.structs.asdict(_numbers(n * rounds, found, estimates)))
+
+
+def _of_round(number: int, n: int, by_task: Mapping[str, Sequence[Finished]]) -> RoundNumbers:
+    """As if it were a batch of its own."""
+    here = {task: [one for one in found if one.round == number] for task, found in by_task.items()}
+    per_task = [_of_task(task, n, 1, [_alone(one) for one in found]) for task, found in here.items()]
+    members = [one for found in here.values() for one in found]
+    numbers = _numbers(n * len(here), members, _overall_pass_at(per_task, n))
+    return RoundNumbers(round=number, **msgspec.structs.asdict(numbers))
+
+
+def _alone(one: Finished) -> Finished:
+    return msgspec.structs.replace(one, round=0)
 
 
 def _overall_pass_at(tasks: Sequence[TaskNumbers], n: int) -> tuple[PassAt, ...]:
@@ -183,18 +210,28 @@ def _phases(found: Sequence[Finished]) -> dict[Phase, float]:
     return {phase: round(fmean(values), 3) for phase, values in spent.items()}
 
 
-def _no_signal(tasks: Iterable[TaskNumbers]) -> Iterable[Group]:
-    for task in tasks:
-        known = {reward for reward in task.rewards if reward is not None}
-        if len(known) == 1:
-            yield Group(task=task.task, graded=task.graded, wanted=task.wanted, reward=known.pop())
+def _groups(by_task: Mapping[str, Sequence[Finished]]) -> Iterable[tuple[str, int, list[Finished]]]:
+    for task, found in by_task.items():
+        rounds: defaultdict[int, list[Finished]] = defaultdict(list)
+        for one in found:
+            rounds[one.round].append(one)
+        yield from ((task, number, rounds[number]) for number in sorted(rounds))
 
 
-def _shrunken(tasks: Iterable[TaskNumbers]) -> Iterable[Group]:
-    for task in tasks:
-        if task.graded < task.finished:
-            why: dict[Kind, int] = {kind: count for kind, count in task.kinds.items() if kind != "graded"}
-            yield Group(task=task.task, graded=task.graded, wanted=task.wanted, why=why)
+def _no_signal(by_task: Mapping[str, Sequence[Finished]], n: int) -> Iterable[Group]:
+    for task, number, found in _groups(by_task):
+        known = [one.reward for one in found if one.reward is not None]
+        if len(set(known)) == 1:
+            yield Group(task=task, round=number, graded=len(known), wanted=n, reward=known[0])
+
+
+def _shrunken(by_task: Mapping[str, Sequence[Finished]], n: int) -> Iterable[Group]:
+    for task, number, found in _groups(by_task):
+        graded = sum(one.reward is not None for one in found)
+        if graded < len(found):
+            kinds = Counter(one.kind for one in found)
+            why: dict[Kind, int] = {kind: kinds[kind] for kind in KINDS if kinds[kind] and kind != "graded"}
+            yield Group(task=task, round=number, graded=graded, wanted=n, why=why)
 
 
 def histogram(rewards: Sequence[float], most: int = 10) -> tuple[Bin, ...]:

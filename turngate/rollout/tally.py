@@ -24,6 +24,8 @@ class Tally(msgspec.Struct, kw_only=True):
     reward: float = 0.0  # the sum of those that are known
     places: Counter[Place] = msgspec.field(default_factory=Counter)
     retrying: int = 0  # wait for their next attempt
+    round: int = 0  # of the group that was begun last
+    held: bool = False  # the next group may not begin yet
     sampled_tokens: int = 0  # by agents of this run
     started: float = msgspec.field(default_factory=time.monotonic)
     notes: list[str] = []  # what happened to the batch as a whole, oldest first

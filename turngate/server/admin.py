@@ -1,11 +1,11 @@
-"""The native API, under `/admin`: sessions, their traces, samples, outcomes and tool calls, events, the fence. Everything here needs
+"""The native API, under `/admin`: sessions, their traces, samples, outcomes and tool calls, events. Everything here needs
 the admin key."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +14,6 @@ from starlette.routing import Route
 
 from turngate.control import Control
 from turngate.errors import BadRequest, NotFound
-from turngate.fence import Pause
 from turngate.server.auth import Auth
 from turngate.server.http import body, read_cursor, reply, route, whole_number
 from turngate.store.outcome import Recorded
@@ -37,14 +36,6 @@ class Open(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: str = ""
-
-
-class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    mode: Pause = "hold"
-
-
-class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
 
 
 class Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,9 +72,6 @@ class Admin:
             (f"{one}/tools/{{call:int}}/answer", "POST", self.answer_tool),
             ("/admin/events", "GET", self.events),
             ("/admin/events", "POST", self.announce),
-            ("/admin/fence", "GET", self.fence),
-            ("/admin/fence/pause", "POST", self.pause),
-            ("/admin/fence/resume", "POST", self.resume),
         ]
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
@@ -165,14 +153,3 @@ class Admin:
                 else:
                     told = msgspec.json.encode(event)
                     yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), told)
-
-    async def fence(self, request: Request) -> Response:
-        return reply(self._control.fence())
-
-    async def pause(self, request: Request) -> Response:
-        wanted = await body(request, PauseBody)
-        return reply(await self._control.pause(wanted.mode))
-
-    async def resume(self, request: Request) -> Response:
-        wanted = await body(request, ResumeBody)
-        return reply(self._control.resume(wanted.version))

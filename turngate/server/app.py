@@ -22,6 +22,7 @@ from turngate.control import Control
 from turngate.dialects import DIALECTS, Dialect
 from turngate.engines.anthropic import AnthropicRelay
 from turngate.engines.base import Engine, Health, Relay
+from turngate.engines.gate import Gate
 from turngate.engines.gemini import GeminiRelay
 from turngate.engines.openai import OpenAIRelay
 from turngate.engines.pool import Pool
@@ -29,6 +30,7 @@ from turngate.engines.responses import ResponsesRelay
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
+from turngate.engines.weights import Load, replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
@@ -37,9 +39,13 @@ from turngate.server.admin import Admin
 from turngate.server.asgi import Receive, Scope, Send, answered
 from turngate.server.auth import Auth, admin_key
 from turngate.server.calls import ModelCalls, Paths
+from turngate.server.feeds import FeedRoutes
+from turngate.server.gate import GateRoutes
 from turngate.server.http import reply, route
+from turngate.server.openenv import OpenEnv
 from turngate.server.prime import Prime
 from turngate.server.tools import ToolsOfHost
+from turngate.server.weights import FenceRoutes, OneBar, Updates
 from turngate.slots import ALONE, Place
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
@@ -70,6 +76,7 @@ class Gateway:
         place: Place = ALONE,
     ) -> None:
         self.config = config
+        self._place = place
         data = Path(config.data)
         self.store = Store(data, config.durability, place)
         with _Undo(self.store.close) as undo:
@@ -84,7 +91,10 @@ class Gateway:
             tokenizer = self.renderer.tokenizer
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
             self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
-        self.fence = Fence(int(self.store.setting("policy_version") or 0))
+        self.fence = Fence(*_policy(self.store))
+        if isinstance(self.engine, Gate) and self.renderer is not None:
+            vocabulary = self.renderer.tokenizer.vocab_size
+            self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
         self.events = Events(self.store, shared=place.workers > 1)
         self._proof = Background(data, config.verify_every, self._verified) if config.verify_every else None
         self.control = Control(
@@ -101,6 +111,8 @@ class Gateway:
             place=place,
             ended=self._proof.ended if self._proof is not None else lambda session_id: None,
         )
+        self._expect(self.fence.version)
+        self.updates = Updates(self.control, self.engine, OneBar(self.control, self.ready))
         self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
         self.journal = Journal(self.store)
         self.started = time.time()
@@ -113,9 +125,25 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seen: tuple[float, list[Health]] = (float("-inf"), [])
 
+    async def ready(self, version: int, look: bool) -> None:
+        """Before a version is in force: engines that do not have it, as the store says that they should, count as down."""
+        self._expect(version)
+        if look and isinstance(self.engine, Pool):
+            await self.engine.check()
+
+    def _expect(self, version: int) -> None:
+        load = self.control.weights(version)
+        for replica in replicas(self.engine):
+            replica.expect(load if load is not None and (load.path or load.lora_path) else None)
+
     def _modes(self) -> tuple[Mode, ...]:
-        exact: tuple[Mode, ...] = ("exact",) if self.engine is not None else ()
-        return (*exact, "observe") if self.relay is not None else exact
+        own: tuple[Mode, ...] = (self._mode,) if self.engine is not None else ()
+        return (*own, "observe") if self.relay is not None else own
+
+    @property
+    def _mode(self) -> Mode:
+        """Of the sessions that the engine serves."""
+        return "gate" if isinstance(self.engine, Gate) else "exact"
 
     def _turns(self, max_context: int | None) -> Turns:
         return Turns(
@@ -124,6 +152,7 @@ class Gateway:
                 max_context=max_context,
                 echo_prompt=self.config.echo_prompt,
                 vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
+                mode=self._mode,
             ),
             journal=self.journal,
             fence=self.fence,
@@ -151,6 +180,8 @@ class Gateway:
             if known:
                 self.turns = self._turns(min(known))
                 self._calls = self._model_calls()
+        if self._place.workers == 1:
+            await self.updates.start()
         self._expiry = asyncio.create_task(self.control.expire_idle())
         self._loop = asyncio.get_running_loop()
         if self._proof is not None:
@@ -168,6 +199,11 @@ class Gateway:
         except StoreError as error:
             log.warning("the verdict on session %s is not in the events: %s", verdict.session, error.message)
 
+    async def end_polls(self) -> None:
+        """Trainers that wait for a call are not waited for."""
+        if isinstance(self.engine, Gate):
+            await self.engine.close()
+
     async def stop(self) -> None:
         if self._proof is not None:
             await asyncio.to_thread(self._proof.stop)
@@ -175,9 +211,11 @@ class Gateway:
             self._expiry.cancel()
             with suppress(asyncio.CancelledError):
                 await self._expiry
+        await self.updates.close()
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.close()
+        await self.control.close()
         self.store.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,12 +252,24 @@ class Gateway:
             Route("/s/{id}", self._probe),
             *(
                 Route(base + path, self._models)
-                for base in ("/v1", "/s/{id}/v1", "/rollout/{id}/v1", "/v1/rollouts/{id}", "/v1beta", "/s/{id}/v1beta")
+                for base in (
+                    "/v1",
+                    "/s/{id}/v1",
+                    "/rollout/{id}/v1",
+                    "/v1/rollouts/{id}",
+                    "/v1/rollouts/{id}/v1",
+                    "/v1beta",
+                    "/s/{id}/v1beta",
+                )
                 for path in ("/models", "/models/{model:path}")
             ),
             *self._tools.routes(),
             *Admin(self.control, self.auth).routes(),
+            *FenceRoutes(self.updates, self.auth).routes(),
+            *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
+            *FeedRoutes(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
+            *OpenEnv(self.control, self.auth).routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
 
@@ -310,10 +360,18 @@ class _Undo:
             self._undo()
 
 
+def _policy(store: Store) -> tuple[int, str]:
+    """The version in force, and the name under which the engine has it."""
+    version = int(store.setting("policy_version") or 0)
+    noted = store.setting(f"weights:{version}")
+    return version, msgspec.json.decode(noted, type=Load).name if noted else ""
+
+
 def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
     if config.engine in OBSERVED:
         return None, None
-    folder = find(config.tokenizer) if config.tokenizer else BUILTIN_TOKENIZER
+    wanted = config.tokenizer or (config.model_folder if config.engine == "local" else "")
+    folder = find(wanted) if wanted else BUILTIN_TOKENIZER
     return load(folder, model=config.model, family=config.family)
 
 
@@ -352,6 +410,10 @@ def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | No
         case "responses":
             url, silence = config.engine_url[0], config.engine_silence_s
             return None, ResponsesRelay(url, key, capture=config.capture, silence_s=silence)
+        case "local":
+            return _local(config), None
+        case "gate":
+            return Gate(model=config.model, max_context=config.max_context, silence_s=config.engine_silence_s), None
         case "scripted":
             assert renderer is not None
             return Scripted(
@@ -359,6 +421,25 @@ def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | No
                 model=config.model or "scripted",
                 max_context=config.max_context or 131_072,
             ), None
+
+
+def _local(config: ServeConfig) -> Engine:
+    try:
+        from turngate.engines.local import LocalEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine: 'local' needs {error.name}: pip install 'turngate[local]' (without a GPU, first: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu)",
+            param="engine",
+        ) from None
+    return LocalEngine(
+        find(config.model_folder or config.tokenizer),
+        device=config.engine_device,
+        dtype=config.engine_dtype,
+        slots=config.engine_slots,
+        max_context=config.max_context,
+        served=config.model,
+    )
 
 
 def _engine_key(config: ServeConfig) -> str | None:

@@ -106,6 +106,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gateway.events.close()
         await self._gateway.control.stop()
+        await self._gateway.end_polls()
         await super().shutdown(sockets)
 
 

@@ -36,9 +36,16 @@ RUN = b"x-turngate-run"  # a number that only the workers of this run know: by i
 OWN = "/worker/"  # what workers ask of each other; nobody else's request is ever served there, or passed on
 _OF_A_CONNECTION = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"}
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events")}  # that name a session in their body, or none
+# That name a session in their body, or none.
+_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
 _AREA = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
-FENCE = {("GET", "/admin/fence"), ("POST", "/admin/fence/pause"), ("POST", "/admin/fence/resume")}
+FENCE = {
+    ("GET", "/admin/fence"),
+    ("POST", "/admin/fence/pause"),
+    ("POST", "/admin/fence/resume"),
+    ("GET", "/admin/weights"),
+    ("POST", "/admin/weights"),
+}
 
 
 class Siblings:
@@ -143,7 +150,7 @@ class Doors:
             return
         try:
             named = msgspec.json.decode(body or b"{}", type=_Named)
-            wanted = named.id or named.session
+            wanted = named.id or named.session or named.session_id
         except (msgspec.DecodeError, UnicodeDecodeError):
             wanted = None  # whoever serves it says what is wrong
         number = self._place.owner(wanted) if wanted is not None else next(self._next) % self._place.workers
@@ -197,6 +204,7 @@ class Doors:
 class _Named(msgspec.Struct):
     id: str | None = None
     session: str | None = None
+    session_id: str | None = None
 
 
 def private(app: App) -> App:

@@ -9,6 +9,7 @@ sequence in the store, which every worker can tell.
 from __future__ import annotations
 
 import asyncio
+import time
 
 import aiohttp
 import msgspec
@@ -17,13 +18,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.errors import Stopping
-from turngate.server.admin import PauseBody, ResumeBody
 from turngate.server.app import Gateway
 from turngate.server.http import body, reply, route
 from turngate.server.siblings import RETURN_S, Siblings
+from turngate.server.weights import FenceRoutes, Updates
 from turngate.types import Json
 
 _PAUSED = "paused"  # the setting: by which run of the gateway
+_UNTIL = "paused_until"  # and until when at most, if there is a limit
 
 
 class State(msgspec.Struct, frozen=True):
@@ -34,20 +36,23 @@ class State(msgspec.Struct, frozen=True):
     in_flight: int
 
 
+class Resumed(msgspec.Struct, frozen=True):
+    """What the others are told. `look`: at the replicas first."""
+
+    version: int
+    model: str | None
+    look: bool
+
+
 class Together:
     def __init__(self, gateway: Gateway, siblings: Siblings, run: str) -> None:
         self._gateway = gateway
         self._siblings = siblings
         self._run = run
-        self._changing = asyncio.Lock()  # one change of the fence after the other
+        self.updates = Updates(gateway.control, gateway.engine, self)
 
     def routes(self) -> list[Route]:
-        auth = self._gateway.auth
-        return [
-            route("/admin/fence", "GET", self.fence, auth),
-            route("/admin/fence/pause", "POST", self.pause, auth),
-            route("/admin/fence/resume", "POST", self.resume, auth),
-        ]
+        return FenceRoutes(self.updates, self._gateway.auth).routes()
 
     def worker_routes(self) -> list[Route]:
         return [
@@ -58,40 +63,51 @@ class Together:
         ]
 
     async def take_up(self) -> None:
-        """Before serving: where the fence stands, as the store has it."""
+        """Before serving: where the fence stands, as the store has it. Worker 0 goes on with what it had begun for all."""
         fence, store = self._gateway.fence, self._gateway.store
-        fence.resume(int(store.setting("policy_version") or 0))
-        if store.setting(_PAUSED) == self._run:
+        version = int(store.setting("policy_version") or 0)
+        load = self._gateway.control.weights(version)
+        fence.resume(version, "" if load is None else load.name)
+        await self._gateway.ready(version, False)
+        paused = store.setting(_PAUSED) == self._run
+        if paused:
             await fence.pause("hold")
+        if self._siblings.place.number:
+            return
+        if not paused:
+            await self.updates.start()
+            return
+        self.updates.frozen = self._gateway.control.was_frozen()
+        if until := float(store.setting(_UNTIL) or 0):
+            self.updates.arm(max(0.0, until - time.time()))
 
-    # ── the fence of all ────────────────────────────────────────────────────────────────────────────────────────
+    async def close(self) -> None:
+        await self.updates.close()
 
-    async def fence(self, request: Request) -> Response:
-        return reply(self._stands(await self._each("GET", "/worker/fence")))
+    # ── the fence of all: a `Bar` ───────────────────────────────────────────────────────────────────────────────
 
-    async def pause(self, request: Request) -> Response:
-        wanted = await body(request, PauseBody)
-        async with self._changing:
-            self._gateway.store.set_setting(_PAUSED, self._run)
-            await self._gateway.fence.pause("hold")
-            states = await self._each("POST", "/worker/fence/pause")
-        if wanted.mode == "drain":
-            states, _ = await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
-        self._gateway.control.paused(wanted.mode)
-        return reply(self._stands(states))
+    async def stands(self) -> dict[str, Json]:
+        return self._stands(await self._each("GET", "/worker/fence"))
 
-    async def resume(self, request: Request) -> Response:
-        wanted = await body(request, ResumeBody)
+    async def hold(self, until: float | None) -> None:
+        self._gateway.store.set_setting(_UNTIL, "" if until is None else str(until))
+        self._gateway.store.set_setting(_PAUSED, self._run)
+        await self._gateway.fence.pause("hold")
+        await self._each("POST", "/worker/fence/pause")
+
+    async def drained(self) -> None:
+        await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
+
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, look: bool = False) -> None:
         fence, control, store = self._gateway.fence, self._gateway.control, self._gateway.store
-        async with self._changing:
-            fence.check(wanted.version)
-            version = fence.version if wanted.version is None else wanted.version
-            store.set_setting("policy_version", str(version))
-            store.set_setting(_PAUSED, "")
-            fence.version = version  # if somebody cannot be told, there is no way back behind it
-            states = await self._each("POST", "/worker/fence/resume", ResumeBody(version))
-            control.resume(version)
-        return reply(self._stands(states))
+        fence.check(version, model)
+        new = fence.version if version is None else version
+        await self._gateway.ready(new, look)
+        store.set_setting("policy_version", str(new))
+        store.set_setting(_PAUSED, "")
+        fence.set(version, model)  # if somebody cannot be told, there is no way back behind it
+        await self._each("POST", "/worker/fence/resume", Resumed(new, model, look))
+        control.resume(new, model, expired=expired)
 
     async def _each(self, method: str, target: str, sent: object = None) -> list[State]:
         """What every other worker answers; all of them, or it fails."""
@@ -142,7 +158,11 @@ class Together:
         return self._state()
 
     async def worker_resume(self, request: Request) -> Response:
-        self._gateway.fence.resume((await body(request, ResumeBody)).version)
+        told = await body(request, Resumed)
+        self._gateway.fence.check(told.version, told.model)
+        await self._gateway.ready(told.version, told.look)
+        self._gateway.fence.resume(told.version, told.model)
+        self._gateway.control.version_rose()
         return self._state()
 
     def _state(self) -> Response:

@@ -83,6 +83,7 @@ class Worker:
         await self._together.take_up()
 
     async def stop(self) -> None:
+        await self._together.close()
         await self._siblings.close()
         await self.gateway.stop()
 

@@ -148,9 +148,19 @@ class EventLog:
 
 
 class Outcomes:
-    def __init__(self, writing: Connected, reading: Connected, *, there: bool = True) -> None:
+    """`enter` is told of each that is written, in the same transaction: its session's key and id, and the outcome."""
+
+    def __init__(
+        self,
+        writing: Connected,
+        reading: Connected,
+        enter: Callable[[sqlite3.Connection, int, str, bytes], None],
+        *,
+        there: bool = True,
+    ) -> None:
         self._writing = writing
         self._reading = reading
+        self._enter = enter
         self._there = there  # False: a folder of an older version, looked at and not touched
 
     def of(self, first: int, last: int) -> dict[int, bytes]:
@@ -169,6 +179,7 @@ class Outcomes:
             if before is None or (replace and before != outcome):
                 db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", (session, event.time, outcome))
                 insert_event(db, event)
+                self._enter(db, session, event.session, outcome)
             return before
 
 

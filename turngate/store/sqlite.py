@@ -24,6 +24,7 @@ import numpy as np
 from turngate.errors import ConfigError, StoreError
 from turngate.slots import ALONE, Place
 from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, also
+from turngate.store.feeds import FEED_TABLES, FeedLog
 from turngate.store.lock import lock
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -31,8 +32,10 @@ from turngate.types import type_of_ids, type_of_logprobs
 
 T = TypeVar("T")
 Durability = Literal["process", "disk"]
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BEFORE_EVENTS = 2  # has the same tables less those of `beside.py`, which are added when it is opened for writing
+BEFORE_FEEDS = 3  # likewise, less those of `feeds.py`
+KNOWN = (BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION)
 _UNDELIVERED = 0x5EED  # what the checksum of a turn differs by once it is marked so: the mark is covered by it too
 
 _SCHEMA = """
@@ -157,22 +160,23 @@ class Store:
             (version,) = store._reader.execute("PRAGMA user_version").fetchone()
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
-        if version not in (BEFORE_EVENTS, SCHEMA_VERSION):
+        if version not in KNOWN:
             store._reader.close()
             raise ConfigError(
                 f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
                 param="data",
             )
-        store._add_tables(complete=version == SCHEMA_VERSION)
+        store._add_tables(version)
         store._mutex = threading.Lock()
         store._checkpoints = None
         store._lock_file = None
         store._shared = False
         return store
 
-    def _add_tables(self, *, complete: bool = True) -> None:
+    def _add_tables(self, version: int = SCHEMA_VERSION) -> None:
         self.events = EventLog(self._writing, self._reading)
-        self.outcomes = Outcomes(self._writing, self._reading, there=complete)
+        self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
+        self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
 
     def _prepare(self) -> None:
@@ -182,12 +186,12 @@ class Store:
         # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, BEFORE_EVENTS, SCHEMA_VERSION):
+        if version not in (0, *KNOWN):
             raise ConfigError(
                 f"data: {self.path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
                 param="data",
             )
-        self._db.executescript(_SCHEMA + TABLES)
+        self._db.executescript(_SCHEMA + TABLES + FEED_TABLES)
         if version == BEFORE_EVENTS:
             # Its events were counted from the time of its start, in milliseconds. Whoever has such a cursor must not be ahead of ours.
             self._db.execute(
@@ -250,6 +254,10 @@ class Store:
 
     def find(self, session_id: str) -> SessionRow | None:
         return next(self._rows("WHERE id=?", (session_id,)), None)
+
+    def find_key(self, key: int) -> SessionRow | None:
+        """By the store's own number, which no other session ever has; an id can be taken again when its session is deleted."""
+        return next(self._rows("WHERE key=?", (key,)), None)
 
     def find_secret(self, secret: bytes) -> SessionRow | None:
         return next(self._rows("WHERE secret=?", (secret,)), None)

@@ -42,7 +42,7 @@ def drift(session: Session, words: Words, renderer: Renderer | None, trained: Co
         for turn in session.turns:
             wrong = _wrong_turn(turn, observed=session.config.mode == "observe")
             check.hold(not wrong, wrong, node=turn.id)
-    if session.config.mode == "exact":
+    if session.config.mode != "observe":
         teller = _Teller(session, words, renderer, trained)
         book.forks += [teller.context(context) for context in session.contexts if _forks(context)]
         book.forks += [teller.turn(turn) for turn in session.turns if turn is not turn.parent.children[0]]

@@ -110,7 +110,7 @@ def _renderer(folder: Path, family: str) -> Renderer:
 def render(session: Session, words: Words, renderers: Renderers, book: Book) -> Renderer | None:
     """The renderer that it was read with, if there is one."""
     with book.check("structure", "vocabulary", "the tokenizer that the ids are of is known") as vocabulary:
-        exact = session.config.mode == "exact"
+        exact = session.config.mode != "observe"
         known = not exact or bool(session.vocabulary and session.folder)
         vocabulary.hold(known, f"nothing is recorded of a tokenizer {session.vocabulary!r}")
     why = "" if exact else "an observed endpoint renders and reads by itself"

@@ -21,7 +21,7 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMAS = (2, 3)  # the third adds tables that are not read here
+SCHEMAS = (2, 3, 4)  # the third and the fourth add tables that are not read here
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
 _UNDELIVERED = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
 

@@ -85,12 +85,12 @@ def _twice(session: Session, book: Book) -> None:
             first = seen.setdefault(key, turn.id)
             check.hold(first == turn.id, f"it is turn {first} again, to the microsecond", node=turn.id)
         names: dict[str, int] = {}
-        for turn in session.turns if session.config.mode == "exact" else ():
+        for turn in session.turns if session.config.mode != "observe" else ():
             for call in _call_ids(turn):
                 first = names.setdefault(call, turn.id)
                 check.hold(first == turn.id, f"it makes the very call {call} that turn {first} made", node=turn.id)
         same: dict[tuple[int | None, bytes, bytes, bytes], int] = {}
-        for context in session.contexts if session.config.mode == "exact" else ():
+        for context in session.contexts if session.config.mode != "observe" else ():
             place = context.row.parent, context.row.ids, context.info.preamble, context.info.meanings
             first = same.setdefault(place, context.id)
             check.hold(first == context.id, f"it is context {first} again, at the same place", node=context.id)
@@ -123,12 +123,12 @@ def _lengths(session: Session, book: Book) -> None:
             check.hold(fine, "a log-probability is above 0 or infinite", node=turn.id)
         for node in session.nodes:
             check.hold(not len(node.ids) or int(node.ids.min()) >= 0, "an id is negative", node=node.id)
-        for context in session.contexts if session.config.mode == "exact" else ():
+        for context in session.contexts if session.config.mode != "observe" else ():
             check.hold(len(context.ids) > 0, "a context has no ids", node=context.id)
 
 
 def _turns(session: Session, words: Words, book: Book) -> None:
-    exact = session.config.mode == "exact"
+    exact = session.config.mode != "observe"
     with book.check(
         "structure", "turn", "how each turn ended, what went wrong and how it was captured fit together"
     ) as check:
@@ -175,7 +175,7 @@ def _sampling(session: Session, book: Book) -> None:
             due |= {"greedy"} if used["temperature"] == 0 else set()
             marked = {b for b in turn.info.biases if not b.startswith(("constrained: ", "field ")) and b != _OBSERVED}
             check.hold(marked == due, f"marked as biased by {_list(marked)}, sampled with {_list(due)}", node=turn.id)
-            if session.config.mode == "exact":
+            if session.config.mode != "observe":
                 kept = all(used.get(name) == value for name, value in pinned.items())
                 check.hold(kept, "it was sampled otherwise than the session pins", node=turn.id)
                 free = session.config.bias != "neutral" or due <= {*pinned, "greedy"}
@@ -269,7 +269,7 @@ def _messages(session: Session, words: Words, book: Book) -> None:
                 check.hold(
                     fits, f"{len(context.info.roles)} messages are known of, {count} are stored", node=context.id
                 )
-            if session.config.mode == "exact":
+            if session.config.mode != "observe":
                 _answers(context, words, makers, check)
 
 

@@ -1,0 +1,92 @@
+"""The demo's tasks: errands in a folder, each of which one shell command can do. Any number of them, from a few kinds and a list of words.
+
+    turngate tasks list examples/train/errands.py:training
+    turngate tasks check examples/train/errands.py:held_out
+
+Held-out errands are of the same kinds, about other words. Who decides is `grade`: a function on the host that looks at the folder the agent
+left, which it shares with nobody.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from turngate.tasks.grading.function import Subject
+
+KINDS = ("write", "mkdir", "rename", "copy", "delete")
+TRAINING = (
+    "apple river stone cloud tiger lemon piano garden silver window bottle candle pepper rocket basket castle dragon forest guitar "
+    "hammer island jacket kitten ladder magnet needle orange pencil rabbit saddle ticket turtle velvet walnut"
+)
+HELD_OUT = (
+    "anchor beacon copper dinner engine falcon ginger harbor insect jungle kettle lizard marble nickel oyster parrot"
+)
+PER_KIND = 8
+
+
+def training() -> Iterator[dict[str, Any]]:
+    return errands(TRAINING, PER_KIND, seed=1)
+
+
+def held_out() -> Iterator[dict[str, Any]]:
+    return errands(HELD_OUT, 4, seed=2)
+
+
+def errands(words: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """So many of each kind, the kinds in turn."""
+    chosen = random.Random(seed)
+    for number in range(count):
+        for kind in chosen.sample(KINDS, len(KINDS)):
+            yield errand(f"{kind}-{number}", kind, *chosen.sample(words.split(), 3))
+
+
+def errand(name: str, kind: str, a: str, b: str, c: str) -> dict[str, Any]:
+    """`before` and `after`: what is in the folder; a name that ends in / is a folder."""
+    text = f"{c}\n"
+    instruction, before, after, solution = {
+        "write": (f"write the word {a} into {b}.txt", {}, {f"{b}.txt": a}, f"echo {a} > {b}.txt"),
+        "mkdir": (f"make a folder called {a}", {}, {f"{a}/": ""}, f"mkdir {a}"),
+        "rename": (f"rename {a}.txt to {b}.txt", {f"{a}.txt": text}, {f"{b}.txt": c}, f"mv {a}.txt {b}.txt"),
+        "copy": (
+            f"copy {a}.txt to {b}.txt",
+            {f"{a}.txt": text},
+            {f"{a}.txt": c, f"{b}.txt": c},
+            f"cp {a}.txt {b}.txt",
+        ),
+        "delete": (
+            f"delete the file {a}.txt",
+            {f"{a}.txt": text, f"{b}.txt": text},
+            {f"{b}.txt": c},
+            f"rm {a}.txt",
+        ),
+    }[kind]
+    return {
+        "id": name,
+        "instruction": instruction,
+        "files": before,
+        "timeout_s": 120.0,
+        "grader": {"type": "function", "name": f"{__file__}:grade"},
+        "solution": {"files": {"solve.sh": solution}},
+        "metadata": {"kind": kind, "before": sorted(before), "after": after},
+    }
+
+
+def grade(subject: Subject) -> float:
+    """1: the folder is exactly as asked. One half: what was asked for is there (or gone), but something else is not as it should be."""
+    before, after = set(subject.task.metadata["before"]), dict(subject.task.metadata["after"])
+    found = {}
+    for path in subject.folder.rglob("*"):
+        name = path.relative_to(subject.folder).as_posix()
+        found[f"{name}/" if path.is_dir() else name] = "" if path.is_dir() else _text(path)
+    if found == after:
+        return 1.0
+    made, gone = set(after) - before, before - set(after)
+    if made:
+        return 0.5 if made <= set(found) else 0.0
+    return 0.5 if not gone & set(found) else 0.0
+
+
+def _text(path: Any) -> str:
+    return path.read_bytes()[:10_000].decode(errors="replace").strip() if path.is_file() else "?"

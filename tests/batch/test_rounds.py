@@ -1,0 +1,214 @@
+"""A batch as a trainer runs it: tasks come round, no faster than it trains; complete groups are closed, stale rollouts nobody's fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests import kit
+from tests.batch.kit import AGENT
+from tests.batch.test_batch import Stage, staged
+from tests.batch.test_storm import every_session
+from turngate.errors import ConfigError
+from turngate.feed import FeedConfig
+from turngate.rollout.batch import run_batch
+from turngate.rollout.client import GatewayClient, Unreachable
+from turngate.rollout.gates import Bounds
+from turngate.rollout.ledger import NAME, read
+from turngate.rollout.pace import Ahead
+from turngate.trainers.feed import Feed
+
+
+class Told:
+    """Stands in for the gateway's ear for groups. `deaf`: so many times it cannot be reached."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, deaf: int = 0) -> None:
+        self.closed: list[str] = []
+        self.deaf = deaf
+        monkeypatch.setattr(GatewayClient, "close_group", self._close)
+
+    async def _close(self, group: str) -> None:
+        if self.deaf:
+            self.deaf -= 1
+            raise Unreachable("gateway: it is being started again")
+        self.closed.append(group)
+
+
+async def test_tasks_come_round_and_each_group_is_closed_once_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch, deaf=2)
+    async with staged() as stage:
+        wanted = stage.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
+        result = await run_batch(wanted, stage.client, stage.wayout)
+        batch = result.batch
+        groups = {f"{batch}.well-0", f"{batch}.sandbox-0", f"{batch}.well-0@1", f"{batch}.sandbox-0@1"}
+        assert set(told.closed) == groups and len(told.closed) == 4, "also those that faults have shrunken"
+        assert result.complete and [(one.round, one.task, one.index) for one in result.finished] == [
+            (r, t, i) for r in range(2) for t in ("well-0", "sandbox-0") for i in range(2)
+        ]
+        sessions = (await every_session(stage.gateway)).values()
+        assert Counter(s["config"]["metadata"]["group"] for s in sessions) == {
+            f"{batch}.well-0": 2,
+            f"{batch}.well-0@1": 2,
+        }, "the gateway knows the group of each session from its beginning"
+        assert [(r.round, r.wanted, r.graded) for r in result.summary.rounds] == [(0, 4, 2), (1, 4, 2)]
+
+        # Taken up with more rounds: what there is counts, and the gateway hears of it again.
+        told.closed.clear()
+        more = await run_batch(msgspec.structs.replace(wanted, rounds=3), stage.client, stage.wayout)
+        assert more.complete and more.finished[:8] == result.finished and len(more.finished) == 12
+        assert set(told.closed) == {*groups, f"{batch}.well-0@2", f"{batch}.sandbox-0@2"}
+        with pytest.raises(ConfigError, match="rounds: 1 is less than the 3 that"):
+            await run_batch(msgspec.structs.replace(wanted, rounds=1), stage.client, stage.wayout)
+
+
+async def test_an_attempt_of_a_later_round_is_adopted_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Told(monkeypatch)
+    async with staged() as stage:
+        wanted = stage.plan("well-0", n=1, rounds=2)
+        first = await run_batch(wanted, stage.client, stage.wayout)
+        lines = (stage.out / NAME).read_bytes().splitlines(keepends=True)
+        (stage.out / NAME).write_bytes(b"".join(lines[:-1]))
+        again = await run_batch(wanted, stage.client, stage.wayout)
+        assert [(one.round, one.session) for one in again.finished] == [(o.round, o.session) for o in first.finished]
+
+
+async def test_no_group_begins_before_its_pace_and_one_that_came_to_nothing_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = Told(monkeypatch)
+    async with staged() as stage:
+        pace = Ahead(2)
+        asked: list[int] = []
+
+        async def noted(number: int) -> None:
+            asked.append(number)
+            await pace(number)
+
+        names = ("well-0", "sandbox-0", "well-1", "well-2")
+        wanted = stage.plan(*names, n=1, retries=0, bounds=Bounds(running=4))
+        batch = stage.batch(wanted, pace=noted)
+        running = asyncio.create_task(batch.run())
+        await kit.until(lambda: len(told.closed) == 3, 60)
+        await asyncio.sleep(0.1)
+        assert {one.task for one in read(stage.out).finished.values()} == {"well-0", "sandbox-0", "well-1"}
+        assert batch.tally.held, "the fourth waits, though there is room for agents"
+        pace.trained(1)
+        result = await asyncio.wait_for(running, 60)
+        assert result.complete and asked in ([0, 1, 2, 1, 2], [0, 1, 1, 2]), asked
+
+
+async def test_a_pace_that_fails_ends_the_batch_and_nothing_is_left() -> None:
+    async with staged() as stage:
+
+        async def broken(number: int) -> None:
+            if number:
+                raise RuntimeError("the trainer is gone")
+
+        with pytest.raises(RuntimeError, match="the trainer is gone"):
+            await run_batch(stage.plan("hang-0", "well-0", n=1), stage.client, stage.wayout, pace=broken)
+
+
+def batch_of(group: str) -> str:
+    return group.partition(".")[0]
+
+
+async def test_a_trainer_gets_every_group_once_and_none_before_it_asks_for_more() -> None:
+    """With a real feed. The groups of one task are lost to faults: no trainer hears of them, and the runner does not wait for that."""
+    async with staged() as stage:
+        wanted = stage.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
+        async with await Feed.open(stage.client, "train", FeedConfig(n=2)) as feed:
+            pace = Ahead(1, trained=feed.committed)
+            running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, pace=pace))
+            seen = []
+            async with asyncio.timeout(60):
+                async for delivery in feed:
+                    begun = {rollout.rpartition(".")[0] for rollout in read(stage.out).attempts}
+                    assert (f"{batch_of(delivery.group)}.well-0@1" in begun) == bool(seen), (
+                        "not before the first is trained"
+                    )
+                    seen.append(delivery.group)
+                    assert len(delivery.rollouts) == 2
+                    await feed.commit(delivery.number)
+                    pace.trained(delivery.number)
+                    if len(seen) == 2:
+                        break
+            result = await asyncio.wait_for(running, 60)
+        assert result.complete and seen == [f"{result.batch}.well-0", f"{result.batch}.well-0@1"]
+
+
+async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_run_again() -> None:
+    async with staged() as stage:
+        async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
+            wanted = stage.plan("hang-0", n=1, retries=0)
+            # With a tool: a lone question might be a title, which nobody trains.
+            offering = AGENT.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
+            (stage.root / "s" / "agent.py").write_text(offering)
+            batch = stage.batch(wanted)
+            running = asyncio.create_task(batch.run())
+            await kit.until(lambda: batch.tally.sampled_tokens > 0, 60)
+            await stage.gateway.resume(1)
+            [one] = (await asyncio.wait_for(running, 60)).finished
+        assert (one.kind, one.attempt) == ("agent failed", 2), "the second time it ran out of its own time"
+        assert read(stage.out).stale == {one.rollout: 1}
+
+
+async def stale_once_it_hangs(stage: Stage, times: int) -> None:
+    """What the gateway does to sessions that cannot be fresh enough any more."""
+    done: set[str] = set()
+    while len(done) < times:
+        await asyncio.sleep(0.02)
+        for session_id, shown in (await every_session(stage.gateway)).items():
+            turned = shown["status"] == "open" and (await stage.client.show(session_id))["turns"]
+            if turned and session_id not in done:
+                done.add(session_id)
+                await stage.gateway.app.control._end(session_id, "cancelled", "stale")
+
+
+@pytest.mark.parametrize(
+    ("retries", "cancelled", "kind", "attempt"), [(0, 1, "stale", 1), (1, 1, "agent failed", 2), (1, 2, "stale", 2)]
+)
+async def test_a_stale_rollout_is_run_again_or_left_out_and_nobody_is_blamed(
+    retries: int, cancelled: int, kind: str, attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(monkeypatch)
+    async with staged() as stage:
+        wanted = stage.plan("hang-0", n=1, retries=0, stale_retries=retries)
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        await asyncio.wait_for(stale_once_it_hangs(stage, cancelled), 60)
+        [one] = (await asyncio.wait_for(running, 60)).finished
+        assert (one.kind, one.attempt, one.reward) == (kind, attempt, None)
+        assert read(stage.out).faults == {} and len(told.closed) == 1
+        outcomes = [s["outcome"] for s in (await every_session(stage.gateway)).values() if s["stop"] == "stale"]
+        assert outcomes == [None] * cancelled, "nothing was judged"
+
+
+async def test_winding_up_ends_agents_and_grades_what_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    Told(monkeypatch)
+    grading, go = asyncio.Event(), asyncio.Event()
+    import turngate.rollout.one as one
+
+    real = one.graded
+
+    async def slow(*given: Any) -> Any:
+        grading.set()
+        await go.wait()
+        return await real(*given)
+
+    monkeypatch.setattr(one, "graded", slow)
+    async with staged() as stage:
+        wanted = stage.plan("well-0", "hang-0", "well-1", n=1, bounds=Bounds(running=1, warm=0, grading=1))
+        batch = stage.batch(wanted)
+        running = asyncio.create_task(batch.run())
+        await asyncio.wait_for(grading.wait(), 60)
+        await kit.until(lambda: batch.tally.places["run"] == 1, 60)
+        await batch.wind_up()
+        await kit.until(lambda: batch.tally.places["run"] == 0, 60)
+        go.set()
+        result = await asyncio.wait_for(running, 60)
+        assert [(one.task, one.kind) for one in result.finished] == [("well-0", "graded")] and not result.complete
+        assert read(stage.out).open == {}
+        assert (await run_batch(wanted, stage.client, stage.wayout)).complete

@@ -1,0 +1,510 @@
+"""The local engine as the gateway and a trainer use it: calls side by side, streams, aborts, updates of the weights, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests import kit
+from tests.engines.local_kit import SHAPE, asked, model, prompts, said, scored, started, torch
+from turngate.config import ServeConfig
+from turngate.engines.base import Chunk
+from turngate.engines.local import LocalEngine, save
+from turngate.engines.local.cache import Piece
+from turngate.engines.weights import Load, Updatable
+from turngate.errors import ConfigError, ContextOverflow, EngineError, EngineRejected, EngineUnavailable
+from turngate.types import Constraint
+
+
+def off(engine: LocalEngine, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], **how: Any) -> float:
+    """How far the recorded log-probabilities are from a trainer's."""
+    return max(abs(a - b) for a, b in zip(scored(engine.model, prompt, ids, **how), logprobs, strict=True))
+
+
+# ── what is sampled ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_sixty_four_calls_of_different_lengths_in_four_slots_are_each_as_if_alone() -> None:
+    async with started() as engine:
+        asking = prompts(64)
+        replies = await asyncio.gather(
+            *(said(engine, asked(prompt, 1 + n % 23, temperature=0.7)) for n, prompt in enumerate(asking))
+        )
+        for n, (prompt, reply) in enumerate(zip(asking, replies, strict=True)):
+            assert (len(reply.ids), reply.finish) == (1 + n % 23, "length")
+            assert off(engine, prompt, reply.ids, reply.logprobs, temperature=0.7) < 1e-4
+
+
+async def test_log_probabilities_are_a_trainers_on_float32_weights() -> None:
+    async with started() as engine:
+        prompt = prompts(1)[0]
+        reply = await said(engine, asked(prompt, 150))
+        again = scored(engine.model, prompt, reply.ids)
+        assert sum(abs(a - b) for a, b in zip(again, reply.logprobs, strict=True)) / 150 < 1e-5
+
+
+async def test_a_seed_gives_the_same_whatever_else_is_sampled() -> None:
+    async with started() as engine:
+        prompt = prompts(1)[0]
+        alone = await said(engine, asked(prompt, 30, seed=7))
+        others = [said(engine, asked(other, 40)) for other in prompts(9, seed=1)]
+        among, *_ = await asyncio.gather(said(engine, asked(prompt, 30, seed=7)), *others)
+        other = await said(engine, asked(prompt, 30, seed=8))
+        unseeded = [await said(engine, asked(prompt, 30)) for _ in range(2)]
+    assert among.ids == alone.ids and other.ids != alone.ids
+    assert unseeded[0].ids != unseeded[1].ids
+
+
+async def test_pieces_of_a_stream_are_the_whole_reply() -> None:
+    async with started() as engine:
+        request = asked(prompts(1)[0], 60, seed=3)
+        streamed = await said(engine, request)
+        whole = await said(engine, msgspec.structs.replace(request, stream=False))
+        sought = await said(engine, msgspec.structs.replace(request, stream=False, stop=("END",)))
+    assert (whole.ids, whole.finish, whole.chunks) == (streamed.ids, streamed.finish, 1)
+    assert sought.ids == whole.ids and sought.chunks > 5  # whoever looks for stop strings can leave early
+    assert streamed.chunks > 5
+    assert whole.logprobs == pytest.approx(streamed.logprobs, abs=1e-5)
+
+
+async def test_a_stop_id_ends_a_reply_and_is_part_of_it() -> None:
+    async with started() as engine:
+        free = await said(engine, asked([1, 2, 3], 40, seed=1))
+        stop = free.ids[12]
+        stopped = await said(engine, asked([1, 2, 3], 40, (299, stop), seed=1))
+        first = free.ids.index(stop)
+        held = await said(engine, asked([1, 2, 3], 40, (stop,), seed=1, min_tokens=first + 5))
+    assert (stopped.ids, stopped.finish) == (free.ids[: first + 1], "stop")
+    assert len(held.ids) >= first + 5  # it could not be sampled before
+
+
+async def test_greedy_takes_the_likeliest_for_certain() -> None:
+    async with started() as engine:
+        one, two = [await said(engine, asked([5, 6], 20, temperature=0)) for _ in range(2)]
+        with torch.no_grad():
+            likeliest = engine.model(torch.tensor([[5, 6, *one.ids]]))[0, 1:-1].argmax(-1).tolist()
+    assert one.ids == two.ids == likeliest and one.logprobs == [0.0] * 20
+
+
+async def test_bent_and_plain_calls_side_by_side_keep_to_their_own_rules() -> None:
+    async with started() as engine:
+        best = asked([5, 6], 30, top_k=1)
+        replies = await asyncio.gather(
+            said(engine, best), *(said(engine, asked(p, 30)) for p in prompts(5)), said(engine, best)
+        )
+        certain = await said(engine, asked([5, 6], 30, temperature=0))
+        assert replies[0].ids == replies[-1].ids == certain.ids and replies[0].logprobs == [0.0] * 30
+        for prompt, reply in zip(prompts(5), replies[1:-1], strict=True):
+            assert off(engine, prompt, reply.ids, reply.logprobs) < 1e-4
+
+
+async def test_the_prompt_is_echoed_when_asked() -> None:
+    async with started() as engine, engine.generate(_with(asked([1, 2, 3], 4), echo_prompt=True)) as chunks:
+        first, *others = [chunk async for chunk in chunks]
+    assert first.prompt == [1, 2, 3] and all(chunk.prompt is None for chunk in others)
+
+
+# ── shared beginnings ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_group_computes_its_prompt_once_and_a_conversation_only_what_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with started(slots=8, fill_tokens=32) as engine:
+        computed: list[int] = []
+        fill = engine._decoder.fill
+
+        def counted(pieces: Sequence[Piece]) -> None:
+            computed.append(sum(len(piece.ids) for piece in pieces))
+            fill(pieces)
+
+        monkeypatch.setattr(engine._decoder, "fill", counted)
+        prompt = [n % 300 for n in range(7, 107)]
+        group = await asyncio.gather(*(said(engine, asked(prompt, 12)) for _ in range(8)))
+        assert sum(computed) == 99  # the last id is what the first step is fed with
+        for reply in group:
+            assert off(engine, prompt, reply.ids, reply.logprobs) < 1e-4
+        longer = [*prompt, *group[3].ids, 9, 8, 7]
+        computed.clear()
+        turn = await said(engine, asked(longer, 12))
+        assert sum(computed) == 3 and off(engine, longer, turn.ids, turn.logprobs) < 1e-4
+
+
+async def test_nothing_computed_for_one_policy_version_is_used_for_another() -> None:
+    async with started() as engine:
+        request = asked(list(range(80)), 4)
+        await said(engine, _with(request, cache_salt="v1"))
+        await said(engine, _with(request, cache_salt="v2"))
+        assert engine.reused_tokens == 0
+        await said(engine, _with(request, cache_salt="v1"))
+        assert engine.reused_tokens == 79
+
+
+async def test_calls_that_begin_alike_and_go_apart_do_not_disturb_each_other() -> None:
+    async with started(slots=3) as engine:
+        asking = [[*range(70), n, *range(n, n + 9)] for n in range(12)]
+        replies = await asyncio.gather(*(said(engine, asked(prompt, 25)) for prompt in asking))
+        assert engine.reused_tokens >= 9 * 70
+        for prompt, reply in zip(asking, replies, strict=True):
+            assert off(engine, prompt, reply.ids, reply.logprobs) < 1e-4
+
+
+# ── the end of a call, one way or another ───────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_call_that_is_left_frees_its_slot_at_once() -> None:
+    async with started(slots=1) as engine:
+        async with engine.generate(asked([1, 2], 200)) as chunks:
+            await anext(chunks)
+        started_at = time.monotonic()
+        reply = await said(engine, asked([1, 2], 3))
+        assert len(reply.ids) == 3 and time.monotonic() - started_at < 1
+        assert (await engine.health())[0].in_flight == 0
+
+
+async def test_a_call_that_waits_for_a_slot_can_be_cancelled() -> None:
+    async with started(slots=1) as engine:
+        async with engine.generate(asked([1, 2], 250)) as chunks:
+            await anext(chunks)
+            waiting = asyncio.create_task(said(engine, asked([3], 5)))
+            await asyncio.sleep(0.02)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert len((await said(engine, asked([3], 5))).ids) == 5
+
+
+async def test_nothing_happens_before_the_first_chunk_is_asked_for() -> None:
+    async with started() as engine, engine.generate(asked([1], 5)):
+        assert (await engine.health())[0].in_flight == 0
+
+
+async def test_a_reply_ends_where_the_context_ends() -> None:
+    async with started(max_context=64) as engine:
+        reply = await said(engine, asked(list(range(60)), 100))
+        assert (len(reply.ids), reply.finish) == (4, "length")
+        assert off(engine, list(range(60)), reply.ids, reply.logprobs) < 1e-4
+        with pytest.raises(ContextOverflow) as caught:
+            await said(engine, asked(list(range(64)), 1))
+        assert (caught.value.most, caught.value.size) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"constraint": Constraint("json_object")}, "cannot force"),
+        ({"prompt": np.array([], np.int32)}, "empty prompt"),
+        ({"prompt": np.array([1, 300], np.int32)}, "id 300 is not one of the model's 300"),
+        ({"prompt": np.array([-1], np.int32)}, "id -1"),
+        ({"max_tokens": 0}, "asked for 0 tokens"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused(change: dict[str, Any], words: str) -> None:
+    async with started() as engine:
+        with pytest.raises(EngineRejected, match=words):
+            await said(engine, _with(asked([1], 3), **change))
+
+
+async def test_closing_under_load_fails_every_call_and_ends_the_thread() -> None:
+    threads = threading.active_count()
+    async with started() as engine:
+        calls = [asyncio.create_task(said(engine, asked([n], 250))) for n in range(20)]
+        await asyncio.sleep(0.05)
+        await engine.close()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(end, EngineUnavailable) for end in ended)
+        assert len({id(end) for end in ended}) == 20  # one error of its own for each
+        with pytest.raises(EngineUnavailable, match="closed"):
+            await said(engine, asked([1], 3))
+        assert not (await engine.health())[0].ok
+    assert threading.active_count() <= threads + 1  # of asyncio's own
+
+
+async def test_what_was_sampled_before_a_failure_is_given_before_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(flush_s=60.0) as engine:
+        launch, steps = engine._decoder.launch, 0
+
+        def failing(*arguments: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 5:
+                raise RuntimeError("the device is on fire")
+            return launch(*arguments)
+
+        monkeypatch.setattr(engine._decoder, "launch", failing)
+        given: list[int] = []
+        with pytest.raises(EngineError, match="on fire"):
+            async with engine.generate(asked([1], 50)) as chunks:
+                async for chunk in chunks:
+                    given += chunk.ids
+        assert len(given) == 4
+        reply = await said(engine, asked([1], 5))  # and the engine goes on
+        assert off(engine, [1], reply.ids, reply.logprobs) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(MemoryError(), "out of memory"), (torch.OutOfMemoryError(), "GPU memory")]
+)
+async def test_an_engine_that_fails_again_and_again_says_why_and_stops(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started() as engine:
+
+        def failing(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(engine._decoder, "launch", failing)
+        for _ in range(3):
+            with pytest.raises(EngineError, match=words):
+                await said(engine, asked([1], 5))
+        await kit.until(lambda: engine._worker.broken)
+        with pytest.raises(EngineUnavailable, match="3 times in a row"):
+            await said(engine, asked([1], 5))
+        [health] = await engine.health()
+        assert not health.ok and words in health.detail
+
+
+async def test_weights_that_are_not_numbers_fail_the_call_and_not_the_engine() -> None:
+    async with started() as engine:
+        good = engine.model.norm.weight.detach().clone()
+        async with engine.updating() as made:
+            with torch.no_grad():
+                made.norm.weight.fill_(math.nan)
+        with pytest.raises(EngineError, match="diverged"):
+            await said(engine, asked([1, 2], 5))
+        async with engine.updating() as made:
+            with torch.no_grad():
+                made.norm.weight.copy_(good)
+        assert len((await said(engine, asked([1, 2], 5))).ids) == 5
+
+
+async def test_calls_of_several_event_loops_at_once() -> None:
+    async with started() as engine:
+
+        def elsewhere() -> list[int]:
+            return asyncio.run(said(engine, asked([4, 5], 30, seed=2))).ids
+
+        here, *there = await asyncio.gather(
+            said(engine, asked([4, 5], 30, seed=2)), *(asyncio.to_thread(elsewhere) for _ in range(3))
+        )
+    assert all(ids == here.ids for ids in there)
+
+
+async def test_the_event_loop_is_never_held_up() -> None:
+    async with started(slots=16) as engine:
+        calls = [asyncio.create_task(said(engine, asked([n], 200))) for n in range(16)]
+        longest, last = 0.0, time.monotonic()
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < 0.5  # a busy machine may be slow to wake it
+
+
+# ── new weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _train(made: Any, by: float = 1.05) -> None:
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(by)
+
+
+async def test_calls_under_way_go_on_over_an_update_and_every_token_is_of_one_set_of_weights() -> None:
+    async with started() as engine:
+        old = model()
+        calls = [asyncio.create_task(said(engine, asked(prompt, 180))) for prompt in prompts(6)]
+        await kit.until(lambda: engine._worker._drawn.max() > 20)
+        async with engine.updating() as made:
+            drawn = dict(zip(engine._worker._serial.tolist(), engine._worker._drawn.tolist(), strict=True))
+            _train(made)
+        for n, (prompt, call) in enumerate(zip(prompts(6), calls, strict=True), 1):
+            reply = await call
+            before = drawn.get(n, 0)
+            first, second = scored(old, prompt, reply.ids)[:before], scored(engine.model, prompt, reply.ids)[before:]
+            assert len(reply.ids) == 180 and reply.logprobs == pytest.approx([*first, *second], abs=1e-4)
+        assert sum(0 < count < 180 for count in drawn.values()) >= 2
+
+
+async def test_tokens_carry_the_version_of_the_weights_that_sampled_them() -> None:
+    async with started() as engine:
+        whole = asyncio.create_task(_chunks(engine, _with(asked([1], 200), stream=False, version=4)))
+        streamed = asyncio.create_task(_chunks(engine, _with(asked([1], 200), version=4)))
+        for version in (5, 6):
+            await kit.until(lambda: engine._worker._drawn.max() > 20 * (version - 4))  # noqa: B023
+            async with engine.updating(version):
+                pass
+        [only] = await whole
+        seen = [chunk.versions for chunk in await streamed]
+        assert only.versions == (4, 6) and len(only.ids) == 200
+        assert seen[0] is None and seen[-1] == (6, 6) and (5, 5) in seen  # None: the fence knows
+        with pytest.raises(RuntimeError, match="the trainer failed"):
+            async with engine.updating(7):
+                raise RuntimeError("the trainer failed")
+        assert (await _chunks(engine, asked([1], 3)))[-1].versions == (6, 6)
+
+
+async def test_nothing_is_sampled_during_an_update_and_a_drained_one_waits_for_the_end_of_calls() -> None:
+    async with started() as engine:
+        call = asyncio.create_task(said(engine, asked([1], 200)))
+        await kit.until(lambda: engine._worker._drawn.max() > 5)
+        async with engine.updating():
+            count = engine._worker._drawn.max()
+            late = asyncio.create_task(said(engine, asked([2], 5)))
+            await asyncio.sleep(0.05)
+            assert engine._worker._drawn.max() == count < 200 and not late.done()
+        async with engine.updating(drain=True):
+            await asyncio.sleep(0)
+            assert len((await call).ids) == 200
+        assert len((await late).ids) == 5
+
+
+async def test_a_trainer_in_a_thread_holds_sampling_too_and_two_may_do_so_at_once() -> None:
+    async with started() as engine:
+
+        def train() -> None:
+            with engine.updating_here() as made:
+                _train(made, 1.01)
+
+        call = asyncio.create_task(said(engine, asked([1], 150)))
+        async with engine.updating():
+            threads = [asyncio.create_task(asyncio.to_thread(train)) for _ in range(3)]
+            await asyncio.wait_for(asyncio.gather(*threads), 10)
+        assert len((await call).ids) == 150
+        fresh = await said(engine, asked([3, 4], 20))
+        assert off(engine, [3, 4], fresh.ids, fresh.logprobs) < 1e-4
+
+
+async def test_an_update_that_is_cancelled_while_it_waits_leaves_the_engine_sampling() -> None:
+    async with started() as engine:
+        call = asyncio.create_task(said(engine, asked([1], 240)))
+
+        async def update() -> None:
+            async with engine.updating(drain=True):
+                raise AssertionError("the call was not over")
+
+        updating = asyncio.create_task(update())
+        await asyncio.sleep(0.01)
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+        assert len((await call).ids) == 240 and len((await said(engine, asked([1], 5))).ids) == 5
+
+
+async def test_an_engine_of_another_precision_follows_the_trainers_weights() -> None:
+    made = model()
+    async with started(made, dtype="bfloat16") as engine:
+        assert engine.model is made and made.dtype == torch.float32
+        async with engine.updating():
+            _train(made, 0.0)
+        reply = await said(engine, asked([1], 20))
+    assert reply.logprobs == pytest.approx([-math.log(300)] * 20, abs=1e-3)  # it is certain of nothing now
+
+
+async def test_weights_are_taken_from_a_folder_like_those_of_other_engines(tmp_path: Any) -> None:
+    _write(model(seed=1), tmp_path / "new")
+    async with started() as engine:
+        assert isinstance(engine, Updatable)
+        engine.expect(Load(version=2, path="new"))
+        assert not (await engine.health())[0].ok
+        await engine.pause()
+        waiting = asyncio.create_task(said(engine, asked([7, 8], 20)))
+        await engine.load(Load(version=2, path=str(tmp_path / "new")), frozen=True)
+        assert not waiting.done()
+        await engine.resume()
+        await engine.resume()  # also where nothing is paused
+        reply = await waiting
+        assert (await engine.health())[0].ok
+        assert (
+            max(abs(a - b) for a, b in zip(scored(model(seed=1), [7, 8], reply.ids), reply.logprobs, strict=True))
+            < 1e-4
+        )
+        with pytest.raises(EngineRejected, match="cannot be read"):
+            await engine.load(Load(version=3, path=str(tmp_path / "missing")), frozen=False)
+        with pytest.raises(EngineRejected, match="merge the adapter"):
+            await engine.load(Load(version=3, name="a", lora_path="b"), frozen=False)
+        calls = [asyncio.create_task(said(engine, asked([n], 200))) for n in range(6)]
+        await asyncio.sleep(0.02)
+        await engine.abort_all()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(end, EngineUnavailable) for end in ended)
+        assert len((await said(engine, asked([7, 8], 5))).ids) == 5
+
+
+# ── through the gateway ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_rows_of_a_conversation_through_the_gateway_agree_with_a_trainers_forward_pass() -> None:
+    """Exactness end to end: what was asked over HTTP, sampled, parsed, stored and handed out, against the same weights."""
+    made = model(vocabulary=kit.tokenizer().vocab_size, context=2048)
+    async with kit.gateway(engine=LocalEngine(made, slots=4)) as g:
+        session = await g.open(max_tokens=40)
+        heard = [await g.ask(session.key, "Hello there.", way="async stream")]
+        history = [kit.user("Hello there."), heard[0].message(), kit.user("And now?")]
+        heard.append(await g.ask(session.key, history))
+        assert [reply.usage.completion_tokens for reply in heard] == [40, 40]
+        await g.seal(session.id)
+        [row] = await g.samples(session.id)
+        mask = np.array(row["mask"], bool)
+        with torch.no_grad():
+            scores = made(torch.tensor([row["ids"]]))[0].log_softmax(-1)
+        again = scores[:-1].gather(-1, torch.tensor(row["ids"])[1:, None])[:, 0].numpy()[mask[1:]]
+        recorded = np.array([x for x, trained in zip(row["logprobs"], mask, strict=True) if trained])
+        assert mask.sum() == 80 and np.abs(again - recorded).mean() < 1e-5
+        damaged = list(row["ids"])
+        damaged[3] = (damaged[3] + 1) % 300  # one id of the context: everything after it is noticed
+        with torch.no_grad():
+            scores = made(torch.tensor([damaged]))[0].log_softmax(-1)
+        wrong = scores[:-1].gather(-1, torch.tensor(damaged)[1:, None])[:, 0].numpy()[mask[1:]]
+        assert np.abs(wrong - recorded).mean() > 1e-3
+
+
+def test_the_gateway_is_told_what_the_local_engine_needs(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="--model-folder"):
+        ServeConfig(engine="local").check()
+    with pytest.raises(ConfigError, match="workers"):
+        ServeConfig(engine="local", model_folder="x", workers=2).check()
+    with pytest.raises(ConfigError, match="engine-url"):
+        ServeConfig(engine="local", model_folder="x", engine_url=["http://127.0.0.1:1"]).check()
+    with pytest.raises(ConfigError, match="engine_slots"):
+        ServeConfig(engine="local", model_folder="x", engine_slots=0).check()
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        LocalEngine(tmp_path)
+    with pytest.raises(ConfigError, match="sees no CUDA device"):
+        if torch.cuda.is_available():
+            raise ConfigError("torch sees no CUDA device: this machine has one")
+        LocalEngine(tmp_path, device="cuda")
+
+
+async def _chunks(engine: LocalEngine, request: Any) -> list[Chunk]:
+    async with engine.generate(request) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def _with(request: Any, **changes: Any) -> Any:
+    return msgspec.structs.replace(request, **changes)
+
+
+def _write(made: Any, folder: Any) -> None:
+    """A Hugging Face folder of this model."""
+    save(made, folder)
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": SHAPE.vocabulary,
+        "hidden_size": SHAPE.hidden,
+        "intermediate_size": SHAPE.inner,
+        "num_hidden_layers": SHAPE.layers,
+        "num_attention_heads": SHAPE.heads,
+        "num_key_value_heads": SHAPE.kv_heads,
+        "head_dim": SHAPE.head,
+        "rms_norm_eps": SHAPE.epsilon,
+        "max_position_embeddings": SHAPE.context,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_bytes(msgspec.json.encode(config))

@@ -1,0 +1,62 @@
+"""A real model in this process: SmolLM2-135M-Instruct, through the gateway that `turngate serve --engine local` starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import kit
+from tests.engines.local_kit import scored, torch
+from tools import parts
+from turngate.config import ServeConfig
+from turngate.engines.local import LocalEngine, Model
+from turngate.server.app import Gateway
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    if reason := parts.missing("smollm2"):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    torch.set_num_threads(2)
+    return parts.cache() / "models" / "smollm2-135m"
+
+
+async def test_it_knows_the_capital_of_france_and_every_row_agrees_with_a_trainers_forward_pass(folder: Path) -> None:
+    async with kit.gateway(engine=LocalEngine(folder, max_context=1024), tokenizer=str(folder)) as g:
+        session = await g.open(max_tokens=24, sampling={"temperature": 0})
+        heard = await g.ask(session.key, "What is the capital of France?", way="async stream")
+        assert "Paris" in heard.content and heard.finish == "stop"
+
+        sessions = [await g.open(max_tokens=32) for _ in range(6)]
+        questions = [f"Tell me a story about {what}." for what in ("a fox", "two ships", "rain") for _ in range(2)]
+        await asyncio.gather(*(g.ask(s.key, q) for s, q in zip(sessions, questions, strict=True)))
+        made = g.app.engine
+        assert isinstance(made, LocalEngine)
+        off = [_off(made.model, (await g.samples(one.id))[0]) for one in sessions]
+        assert float(np.concatenate(off).mean()) < 1e-4
+
+
+def _off(model: Model, row: kit.Json) -> np.ndarray:
+    begin = int(np.argmax(row["mask"]))
+    again = scored(model, row["ids"][:begin], row["ids"][begin:])
+    trained = np.array(row["mask"][begin:], bool)
+    return np.abs(np.array(again)[trained] - np.array(row["logprobs"][begin:], np.float64)[trained])
+
+
+async def test_the_gateway_makes_it_from_its_settings(folder: Path, tmp_path: Path) -> None:
+    settings = ServeConfig(
+        data=str(tmp_path), engine="local", model_folder=str(folder), engine_dtype="bfloat16", engine_slots=2
+    ).check()
+    app = Gateway(settings)
+    await app.start()
+    try:
+        engine = app.engine
+        assert isinstance(engine, LocalEngine) and engine.slots == 2 and engine.model.dtype == torch.bfloat16
+        [health] = await engine.health()
+        assert health.ok and health.max_context == 8192 and health.model == "smollm2-135m"
+    finally:
+        await app.stop()

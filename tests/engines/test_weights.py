@@ -1,0 +1,131 @@
+"""What goes to engines when their weights are changed: the paths and bodies of vLLM 0.32 and of SGLang's public source."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from turngate.engines.pool import Pool
+from turngate.engines.scripted import Scripted
+from turngate.engines.sglang import SGLang
+from turngate.engines.vllm import VLLM
+from turngate.engines.weights import Load, Updatable, replicas
+from turngate.errors import EngineRejected
+
+from .standins import StandIn, ask, collected, says, serving
+
+MODEL = Load(version=3, path="/m/3")
+ADAPTER = Load(version=3, lora_path="/a/3", name="policy-v3")
+
+
+def told(server: StandIn) -> list[tuple[str, Any]]:
+    return [(path, json.loads(body)) for path, body in zip(server.raw_paths, server.bodies, strict=True)]
+
+
+@asynccontextmanager
+async def started(engine: Any) -> Any:
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_vllm() -> None:
+    server = StandIn(says({}), {"/v1/models": {"data": [{"id": "m"}]}})
+    async with serving(server), started(VLLM(server.url, "m")) as engine:
+        await engine.pause()
+        await engine.load(MODEL, frozen=True)
+        await engine.resume()
+        await engine.original(frozen=False)
+        await engine.load(ADAPTER, frozen=False)
+        await engine.unload("policy-v3")
+    assert told(server) == [
+        ("/pause?mode=keep", {}),
+        ("/update_weight_version", {"new_version": "turngate: loading 3"}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/m/3"}}),
+        ("/update_weight_version", {"new_version": "3"}),
+        ("/resume", {}),
+        ("/update_weight_version", {"new_version": "turngate: loading default"}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}),
+        ("/reset_prefix_cache", {}),
+        ("/update_weight_version", {"new_version": "default"}),
+        ("/v1/load_lora_adapter", {"lora_name": "policy-v3", "lora_path": "/a/3"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "policy-v3"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected", "wrong"),
+    [
+        ("default", None, ""),
+        ("3", MODEL, ""),
+        ("default", MODEL, "has weights 'default', not version 3"),
+        ("turngate: loading 4", None, "an update of its weights to 4 was not completed"),
+        ("default", ADAPTER, ""),
+        ("default", Load(version=4, lora_path="/a/4", name="policy-v4"), "has no policy-v4"),
+    ],
+)
+async def test_a_vllm_with_other_weights_than_those_in_force_counts_as_down(
+    mark: str, expected: Load | None, wrong: str
+) -> None:
+    documents = {
+        "/health": {},
+        "/v1/models": {"data": [{"id": "m"}, {"id": "policy-v3"}]},
+        "/weight_info": {"weight_version": mark},
+    }
+    async with serving(StandIn(None, documents)) as server, started(VLLM(server.url, "m")) as engine:
+        engine.expect(expected)
+        [seen] = await engine.health()
+        assert seen.ok == (not wrong) and wrong in seen.detail
+
+
+async def test_sglang() -> None:
+    server = StandIn(says({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
+    async with serving(server), started(SGLang(server.url)) as engine:
+        with pytest.raises(EngineRejected, match="it is not known"):
+            await engine.original(frozen=False)
+        await engine.pause()
+        await engine.load(MODEL, frozen=True)
+        await engine.resume()
+        await engine.original(frozen=False)
+        await engine.load(ADAPTER, frozen=False)
+        await engine.unload("policy-v3")
+        server.answer = says({"success": False, "message": "no such folder"})
+        with pytest.raises(EngineRejected, match="/update_weights_from_disk failed: no such folder"):
+            await engine.load(MODEL, frozen=False)
+    assert told(server)[:-1] == [
+        ("/pause_generation", {"mode": "in_place"}),
+        ("/update_weights_from_disk", {"model_path": "/m/3", "weight_version": "3", "flush_cache": False}),
+        ("/continue_generation", {}),
+        ("/update_weights_from_disk", {"model_path": "/m/0", "flush_cache": True}),
+        ("/load_lora_adapter", {"lora_name": "policy-v3", "lora_path": "/a/3"}),
+        ("/unload_lora_adapter", {"lora_name": "policy-v3"}),
+    ]
+
+
+async def test_the_name_of_a_version_is_asked_for() -> None:
+    choice = {"text": "x", "logprobs": {"token_logprobs": [-1.0], "tokens": ["token_id:5"]}, "finish_reason": "stop"}
+    server = StandIn(says({"choices": [choice]}))
+    async with serving(server), started(VLLM(server.url, "m")) as engine:
+        for model in ("", "policy-v3"):
+            async with engine.generate(ask(stream=False, model=model)) as chunks:
+                await collected(chunks)
+    assert [json.loads(body)["model"] for body in server.bodies] == ["m", "policy-v3"]
+    end = {"completion_tokens": 1, "finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.1, 5, None]]}
+    server = StandIn(says({"output_ids": [5], "meta_info": end}))
+    async with serving(server), started(SGLang(server.url)) as engine:
+        for model in ("", "policy-v3"):
+            async with engine.generate(ask(stream=False, model=model)) as chunks:
+                await collected(chunks)
+    assert [json.loads(body).get("lora_path") for body in server.bodies if b"input_ids" in body] == [None, "policy-v3"]
+
+
+def test_which_engines_can() -> None:
+    one, other = VLLM("http://127.0.0.1:1", "m"), SGLang("http://127.0.0.1:2")
+    assert isinstance(one, Updatable) and isinstance(other, Updatable)
+    assert replicas(Pool([one, other])) == [one, other] and replicas(one) == [one]
+    assert replicas(Scripted([])) == [] and replicas(None) == []

@@ -1,0 +1,61 @@
+"""Rollouts without agents: sessions that a test talks in, seals and records."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.kit import Json, Opened, Running, gateway, say, user
+from turngate.rollout.client import GatewayClient
+from turngate.store.outcome import Class, Recorded
+
+
+class Trained(NamedTuple):
+    """A gateway, and a trainer's client of it."""
+
+    g: Running
+    client: GatewayClient
+
+    async def opened(self, group: str = "g", turns: int = 1, **config: Any) -> Opened:
+        """An open session that has had so many turns, one after the other."""
+        config.setdefault("metadata", {"group": group})
+        session = await self.g.open(**config)
+        await self.talk(session, turns)
+        return session
+
+    async def talk(self, session: Opened, turns: int = 1, messages: Json = None) -> Json:
+        """So many turns more; the conversation, which may be gone on with."""
+        messages = [user("Hi")] if messages is None else messages
+        for turn in range(turns):
+            said = await self.g.ask(session.key, messages)
+            messages = [*messages, said.message(), user(f"Go on {turn}")]
+        return messages
+
+    async def branched(self, session: Opened, branches: int) -> None:
+        """A turn, and so many that each go on from it: that many rows."""
+        said = await self.g.ask(session.key, "Hi")
+        for branch in range(branches):
+            await self.g.ask(session.key, [user("Hi"), said.message(), user(f"Way {branch}")])
+
+    async def record(
+        self, session: str, reward: float | None, group: str = "g", kind: Class = "graded", **more: Any
+    ) -> None:
+        await self.client.record(session, Recorded(kind=kind, reward=reward, group=group, task="t", **more))
+
+    async def rollout(self, reward: float | None, group: str = "g", *, turns: int = 1, **more: Any) -> str:
+        """From the start to its outcome; the session's id."""
+        session = await self.opened(group, turns)
+        await self.g.seal(session.id)
+        await self.record(session.id, reward, group, **more)
+        return session.id
+
+
+@asynccontextmanager
+async def training(data: Path | None = None, **config: Any) -> AsyncIterator[Trained]:
+    async with (
+        gateway(lambda request, index: say(f"Answer {index}."), data=data, **config) as g,
+        GatewayClient(g.root, g.app.admin_key) as client,
+    ):
+        yield Trained(g, client)

@@ -1,0 +1,104 @@
+"""The blocking twin: a plain thread reads, commits, is interrupted and goes on; nothing of it is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.feed.kit import Trained, training
+from turngate.feed import FeedConfig
+from turngate.rollout.client import Unreachable
+from turngate.trainers import feed as module
+from turngate.trainers.feed import BlockingFeed, TakenOver
+
+PLAIN = FeedConfig(n=1, advantage="none")
+
+
+def blocking(t: Trained) -> BlockingFeed:
+    return BlockingFeed(t.g.root, t.g.app.admin_key, "f", PLAIN)
+
+
+async def test_a_thread_iterates_and_commits() -> None:
+    def train(t: Trained) -> list[int]:
+        seen = []
+        with blocking(t) as feed:
+            for delivery in feed:
+                assert delivery.rows()[0].ids.size
+                seen.append(delivery.number)
+                feed.commit(delivery.number)
+                if len(seen) == 3:
+                    break
+            assert feed.committed == 3 and feed.next(0.1) is None
+        return seen
+
+    async with training() as t:
+        training_thread = asyncio.create_task(asyncio.to_thread(train, t))
+        for reward in range(3):
+            await t.rollout(float(reward))
+        assert await training_thread == [1, 2, 3]
+        assert (await t.client.show_feed("f")).committed == 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("turngate-feed")]
+
+
+def test_ctrl_c_loses_no_delivery() -> None:
+    """Interrupted while it waits, it is asked again, and gets what it would have got. The main thread reads, since signals come there."""
+    ready, over = threading.Event(), threading.Event()
+    serving: list[tuple[Trained, asyncio.AbstractEventLoop]] = []
+
+    async def serve() -> None:
+        async with training() as t:
+            serving.append((t, asyncio.get_running_loop()))
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert ready.wait(20)
+        _interrupted(*serving[0])
+    finally:
+        signal.signal(signal.SIGINT, before)
+        over.set()
+        thread.join()
+
+
+def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
+    def rollout(reward: float) -> None:
+        asyncio.run_coroutine_threadsafe(t.rollout(reward), loop).result(10)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    with blocking(t) as feed:
+        threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            feed.next(20)
+        assert time.monotonic() - began < 5
+        rollout(1.0)
+        time.sleep(0.2)  # it arrives while nobody waits for it
+        rollout(2.0)
+        assert [found.number for found in (feed.next(5), feed.next(5)) if found is not None] == [1, 2]
+
+
+async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken_over(t: Trained) -> None:
+        with blocking(t) as older, blocking(t):
+            with pytest.raises(TakenOver):
+                older.next(5)
+            with pytest.raises(TakenOver):  # and again, rather than hanging on what failed
+                older.next(5)
+
+    async with training() as t:
+        await asyncio.to_thread(taken_over, t)
+        gone = blocking(t)
+    monkeypatch.setattr(module, "_BACK_S", 0.2)
+    with pytest.raises(Unreachable):
+        await asyncio.to_thread(gone.__enter__)
+    with pytest.raises(RuntimeError, match="`with` block"):
+        gone.commit(1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("turngate-feed")]

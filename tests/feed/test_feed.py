@@ -1,0 +1,455 @@
+"""A feed as a log: which groups are complete when, numbers that never change, one reader, commits, long polls, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.feed.kit import Trained, training
+from tests.kit import gateway, say
+from turngate.feed import FeedConfig
+from turngate.rollout.client import GatewayClient, Refused
+from turngate.trainers.feed import Delivery, Feed, TakenOver
+
+PLAIN = FeedConfig(n=2, advantage="none")
+
+
+async def everything(t: Trained, name: str = "f", after: int = 0) -> list[Delivery]:
+    """What a feed holds past a number."""
+    view = await t.client.show_feed(name)
+    async with await Feed.open(t.client, name, view.config, after=after) as feed:
+        found = [await feed.next(5) for _ in range(view.newest - after)]
+    return [delivery for delivery in found if delivery is not None]
+
+
+def told(deliveries: list[Delivery]) -> list[tuple[int, str, list[float | None]]]:
+    return [(d.number, d.group, [r.reward for r in d.rollouts]) for d in deliveries]
+
+
+# ── groups and numbers ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_groups_are_numbered_as_they_are_completed() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        await t.rollout(1.0, "a")
+        await t.rollout(2.0, "b")
+        view = await t.client.show_feed("f")
+        assert view.newest == 0 and [(w.group, w.rollouts) for w in view.waiting] == [("a", 1), ("b", 1)]
+        await t.rollout(3.0, "b")
+        await t.rollout(4.0, "a")
+        await t.rollout(5.0, "a")  # the group goes on: the next two of it are another delivery
+        await t.rollout(6.0, "a")
+        assert told(await everything(t)) == [(1, "b", [2.0, 3.0]), (2, "a", [1.0, 4.0]), (3, "a", [5.0, 6.0])]
+        events = [event.data for event in t.g.app.events.page() if event.kind == "delivery"]
+        assert events == [
+            {"feed": "f", "number": number, "group": group, "rollouts": 2}
+            for number, group in ((1, "b"), (2, "a"), (3, "a"))
+        ]
+
+
+async def test_faults_of_the_infrastructure_never_count() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        await t.rollout(1.0)
+        await t.rollout(None, kind="infrastructure fault")
+        assert (await t.client.show_feed("f")).newest == 0
+        await t.rollout(None, kind="invalid task")  # this is how it ended, and counts
+        assert told(await everything(t)) == [(1, "g", [1.0, None])]
+
+
+async def test_a_group_that_is_closed_is_complete() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", FeedConfig(n=8, advantage="none"))
+        await t.rollout(1.0, "batch/task.1")
+        await t.rollout(2.0, "batch/task.2")
+        await t.client.close_group("batch/task.1")
+        await t.client.close_group("batch/task.1")
+        await t.client.close_group("of nobody")
+        assert told(await everything(t)) == [(1, "batch/task.1", [1.0])]
+        response = await t.g.admin.post("/admin/groups/batch%2Ftask.2/close")
+        assert response.json() == {"group": "batch/task.2", "deliveries": {"f": 2}}
+        assert told(await everything(t, after=1)) == [(2, "batch/task.2", [2.0])]
+
+
+async def test_a_rollout_of_no_group_is_one_of_its_own() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", FeedConfig(n=8, advantage="none"))
+        await t.rollout(1.0, "")
+        await t.rollout(2.0, "")
+        assert told(await everything(t)) == [(1, "", [1.0]), (2, "", [2.0])]
+
+
+async def test_each_feed_takes_its_own_groups() -> None:
+    async with training() as t:
+        for name, groups in (("all", ""), ("train", "train."), ("test", "test.")):
+            await t.client.open_feed(name, FeedConfig(n=1, advantage="none", groups=groups))
+        for reward, group in enumerate(("train.a", "test.a", "train.b")):
+            await t.rollout(float(reward), group)
+        assert [d.group for d in await everything(t, "all")] == ["train.a", "test.a", "train.b"]
+        assert [(d.number, d.group) for d in await everything(t, "train")] == [(1, "train.a"), (2, "train.b")]
+        assert [d.group for d in await everything(t, "test")] == ["test.a"]
+        assert [feed.name for feed in await t.client.feeds()] == ["all", "train", "test"]
+
+
+async def test_where_a_feed_begins() -> None:
+    async with training() as t:
+        await t.rollout(1.0, "old")
+        await t.rollout(2.0, "half")
+        await t.client.open_feed("now", FeedConfig(n=1, advantage="none"))
+        await t.client.open_feed("all", FeedConfig(n=2, advantage="none", from_start=True))
+        await t.rollout(3.0, "half")
+        assert [d.group for d in await everything(t, "now")] == ["half"]
+        assert told(await everything(t, "all")) == [(1, "half", [2.0, 3.0])]
+        assert [w.group for w in (await t.client.show_feed("all")).waiting] == ["old"]
+
+
+async def test_what_has_a_number_stays_as_it_is() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        first = await t.rollout(1.0)
+        replaced = {"kind": "graded", "reward": 7.0, "group": "g", "task": "t"}
+        path = f"/admin/sessions/{first}/outcome?replace=1"
+        assert (await t.g.admin.put(path, json=replaced)).is_success  # while it waits: the newer one is the true one
+        await t.rollout(2.0)
+        assert told(await everything(t)) == [(1, "g", [7.0, 2.0])]
+        assert (await t.g.admin.put(path, json={**replaced, "reward": 9.0})).is_success
+        assert told(await everything(t)) == [(1, "g", [7.0, 2.0])]
+        assert (await t.g.show(first))["outcome"]["reward"] == 9.0
+        assert (await t.client.show_feed("f")).newest == 1
+
+
+async def test_an_outcome_that_becomes_a_fault_or_moves_while_it_waits() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        first, second = await t.rollout(1.0), await t.rollout(None, kind="infrastructure fault")
+        replace = "/admin/sessions/{}/outcome?replace=1"
+        assert (
+            await t.g.admin.put(replace.format(first), json={"kind": "infrastructure fault", "group": "g"})
+        ).is_success
+        assert (await t.client.show_feed("f")).waiting == ()
+        for session in (second, first):
+            regraded = {"kind": "graded", "reward": 1, "group": "other", "task": "t"}
+            assert (await t.g.admin.put(replace.format(session), json=regraded)).is_success
+        assert [(d.group, [r.session for r in d.rollouts]) for d in await everything(t)] == [("other", [second, first])]
+
+
+async def test_recorded_twice_is_in_it_once() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", FeedConfig(n=1, advantage="none"))
+        session = await t.rollout(1.0)
+        await t.record(session, 1.0)
+        assert (await t.client.show_feed("f")).newest == 1
+
+
+# ── reading and committing ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_reader_waits_and_is_woken() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
+        assert await feed.next(0) is None
+        began = time.monotonic()
+        assert await feed.next(0.3) is None
+        assert 0.2 < time.monotonic() - began < 2
+        waiting = asyncio.create_task(feed.next(10))
+        await asyncio.sleep(0.1)
+        await t.rollout(1.0)
+        began = time.monotonic()
+        found = await waiting
+        assert found is not None and found.number == 1 and time.monotonic() - began < 1
+
+
+async def test_iterating_and_cancelling_a_wait_loses_nothing() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
+        waiting = asyncio.create_task(feed.next(10))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        for reward in range(3):
+            await t.rollout(float(reward))
+        seen = []
+        async for delivery in feed:
+            seen.append(delivery.number)
+            await feed.commit(delivery.number)
+            if len(seen) == 3:
+                break
+        assert seen == [1, 2, 3] and feed.committed == 3
+
+
+async def test_a_trainer_goes_on_where_it_committed_or_where_its_checkpoint_says() -> None:
+    async with training() as t:
+        config = FeedConfig(n=1, advantage="none")
+        async with await Feed.open(t.client, "f", config) as feed:
+            for reward in range(4):
+                await t.rollout(float(reward))
+            for _ in range(3):
+                assert await feed.next(5)
+            await feed.commit(2)
+        async with await Feed.open(t.client, "f", config) as feed:
+            assert feed.committed == 2 and [(await _number(feed)) for _ in range(2)] == [3, 4]
+            await feed.commit(3)
+            await feed.commit(1)  # an older one, and the same again, change nothing
+            await feed.commit(3)
+            assert feed.committed == 3
+        async with await Feed.open(t.client, "f", config, after=1) as feed:
+            assert [(await _number(feed)) for _ in range(3)] == [2, 3, 4]
+        assert told(await everything(t, after=3)) == [(4, "g", [3.0])]
+
+
+async def _number(feed: Feed) -> int | None:
+    found = await feed.next(5)
+    return None if found is None else found.number
+
+
+async def test_only_what_was_handed_out_can_be_committed() -> None:
+    async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1)) as feed:
+        for _ in range(2):
+            await t.rollout(1.0)
+        with pytest.raises(Refused, match="1 was never handed out; the highest of feed 'f' that was is 0"):
+            await feed.commit(1)
+        assert await feed.next(5)
+        with pytest.raises(Refused, match="number: 2 was never handed out"):
+            await feed.commit(2)
+        await feed.commit(1)
+        view = await t.client.show_feed("f")
+        assert (view.newest, view.handed, view.committed) == (2, 1, 1)
+
+
+async def test_there_is_one_reader() -> None:
+    async with training() as t:
+        config = FeedConfig(n=1, advantage="none")
+        async with await Feed.open(t.client, "f", config) as older:
+            await t.rollout(1.0)
+            assert await older.next(5)
+            waiting = asyncio.create_task(older.next(20))
+            await asyncio.sleep(0.1)
+            async with await Feed.open(t.client, "f", config) as newer:
+                with pytest.raises(TakenOver, match="another reader has taken over feed 'f'"):
+                    await asyncio.wait_for(waiting, 2)  # told at once
+                with pytest.raises(TakenOver):
+                    await older.next(1)
+                with pytest.raises(TakenOver):
+                    await older.commit(1)
+                assert newer.committed == 0 and await _number(newer) == 1
+                await newer.commit(1)
+
+
+async def test_a_feed_that_is_deleted() -> None:
+    async with training() as t:
+        async with await Feed.open(t.client, "f", PLAIN) as feed:
+            waiting = asyncio.create_task(feed.next(20))
+            await asyncio.sleep(0.1)
+            await t.client.delete_feed("f")
+            with pytest.raises(TakenOver, match="there is no feed"):
+                await asyncio.wait_for(waiting, 2)
+        assert await t.client.feeds() == [] and t.g.rows("SELECT count(*) FROM rolled") == [(0,)]
+        with pytest.raises(Refused) as refused:
+            await t.client.delete_feed("f")
+        assert refused.value.answered == 404
+
+
+async def test_a_number_of_another_data_folder_is_noticed() -> None:
+    async with training() as t, await Feed.open(t.client, "f", PLAIN, after=7) as feed:
+        with pytest.raises(Refused, match="after: feed 'f' has given out no number 7, the newest is 0"):
+            await feed.next(1)
+
+
+async def test_restarts_of_the_gateway_are_waited_out(tmp_path: Path) -> None:
+    config = FeedConfig(n=2, advantage="none")
+    async with training(tmp_path) as t:
+        key, port = t.g.app.admin_key, int(t.g.root.rpartition(":")[2])
+        await t.client.open_feed("f", config)
+        await t.rollout(1.0)
+    async with GatewayClient(f"http://127.0.0.1:{port}", key) as client:
+        opening = asyncio.create_task(Feed.open(client, "f", config))
+        await asyncio.sleep(0.3)
+        assert not opening.done()
+        async with training(tmp_path) as t:
+            # Nobody can choose the port of a test's gateway, so the client is told the new one, as if it were the old.
+            client.url = t.g.root
+            feed = await asyncio.wait_for(opening, 10)
+            await t.rollout(2.0)
+            found = await feed.next(5)
+            assert found is not None and [r.reward for r in found.rollouts] == [1.0, 2.0]
+        waiting = asyncio.create_task(feed.next(20))
+        committing = asyncio.create_task(feed.commit(1))
+        await asyncio.sleep(0.3)
+        assert not waiting.done() and not committing.done()
+        async with training(tmp_path) as t:
+            client.url = t.g.root
+            await t.rollout(3.0)
+            await t.rollout(4.0)
+            found = await asyncio.wait_for(waiting, 10)
+            assert found is not None and found.number == 2
+            await asyncio.wait_for(committing, 10)
+            assert (await t.client.show_feed("f")).committed == 1
+
+
+async def test_a_gateway_that_stops_does_not_wait_for_its_readers() -> None:
+    async with training() as t, await Feed.open(t.client, "f", PLAIN) as feed:
+        waiting = asyncio.create_task(feed._fetch(30))
+        await asyncio.sleep(0.1)
+        t.g.app.events.close()
+        await asyncio.wait_for(waiting, 1)
+
+
+async def test_many_deliveries_in_one_answer_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training() as t:
+        config = FeedConfig(n=1, advantage="none")
+        await t.client.open_feed("f", config)
+        for reward in range(5):
+            await t.rollout(float(reward))
+        reader = await t.client.read_feed("f")
+        page = await t.client.feed_page("f", reader, limit=4)
+        assert (len(page.deliveries), page.newest, page.committed, page.version) == (4, 5, 0, 0)
+        page = await t.client.feed_page("f", reader, after=3, limit=1000)
+        assert len(page.deliveries) == 2
+        monkeypatch.setattr("turngate.feed.PAGE_BYTES", 1)  # one that is larger than an answer should be still passes
+        assert len((await t.client.feed_page("f", reader, limit=4)).deliveries) == 1
+        async with await Feed.open(t.client, "f", config, limit=8) as feed:
+            assert [await _number(feed) for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+async def test_the_loop_goes_on_while_rows_are_made() -> None:
+    """Rows are made in a thread, so that no turn waits for a trainer's group."""
+    long = say("word " * 4000)
+    async with gateway(lambda request, index: long) as g, GatewayClient(g.root, g.app.admin_key) as client:
+        t = Trained(g, client)
+        for _ in range(2):
+            await t.rollout(1.0, turns=2)
+        late = 0.0
+
+        async def ticking() -> None:
+            nonlocal late
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.002)
+                late = max(late, time.monotonic() - began)
+
+        async with await Feed.open(client, "f", FeedConfig(n=2, advantage="none", from_start=True)) as feed:
+            ticker = asyncio.create_task(ticking())
+            for _ in range(5):
+                feed._after = 0
+                found = await feed.next(10)
+                assert found is not None and len(found.rows()[0].ids) > 8000
+            ticker.cancel()
+        assert late < 0.3  # 10 ms on a quiet machine
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_bad_input_is_refused_by_name() -> None:
+    async with training() as t:
+        for name, body, param in (
+            ("f", {}, "n"),
+            ("f", {"n": 0}, "n"),
+            ("f", {"n": "2"}, "n"),
+            ("f", {"n": 2, "advantage": "gae"}, "advantage"),
+            ("f", {"n": 2, "max_staleness": -1}, "max_staleness"),
+            ("f", {"n": 2, "on_truncated": "drop"}, "on_truncated"),
+            ("f", {"n": 2, "staleness": 1}, "staleness"),
+            ("-f", {"n": 2}, "name"),
+            ("f f", {"n": 2}, "name"),
+        ):
+            response = await t.g.admin.put(f"/admin/feeds/{name}", json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+        assert (await t.g.admin.get("/admin/feeds")).json() == {"feeds": []}
+
+
+async def test_another_choice_is_another_feed() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        await t.client.open_feed("f", PLAIN)
+        with pytest.raises(Refused, match=r"n: is 2, not 3; advantage: is 'none', not 'normalised'") as no:
+            await t.client.open_feed("f", FeedConfig(n=3))
+        assert no.value.answered == 409
+
+
+async def test_bad_questions() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        reader = await t.client.read_feed("f")
+        for query, status, param in (
+            ("", 400, "reader"),
+            ("?reader=wrong", 409, "reader"),
+            ("?reader={}&after=x", 400, "after"),
+            ("?reader={}&after=-1", 400, "after"),
+            ("?reader={}&after=1", 409, "after"),
+            ("?reader={}&wait=soon", 400, "wait"),
+            ("?reader={}&wait=-1", 400, "wait"),
+            ("?reader={}&wait=inf", 400, "wait"),
+            ("?reader={}&limit=all", 400, "limit"),
+        ):
+            response = await t.g.admin.get(f"/admin/feeds/f/deliveries{query.format(reader)}")
+            assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+async def test_commits_are_checked_too() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        reader = await t.client.read_feed("f")
+        for body, status, param in (
+            ({"reader": reader}, 400, "number"),
+            ({"reader": reader, "number": -1}, 400, "number"),
+            ({"number": 1}, 400, "reader"),
+            ({"reader": "", "number": 0}, 409, "reader"),
+            ({"reader": reader, "number": 1}, 409, "number"),
+        ):
+            response = await t.g.admin.post("/admin/feeds/f/commit", json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+async def test_nobody_else_gets_at_it() -> None:
+    async with training() as t:
+        await t.client.open_feed("f", PLAIN)
+        session = await t.g.open()
+        for key in ("", session.key):
+            http = t.g.http(key)
+            for method, path in (
+                ("GET", "/admin/feeds"),
+                ("PUT", "/admin/feeds/f"),
+                ("GET", "/admin/feeds/f"),
+                ("DELETE", "/admin/feeds/f"),
+                ("POST", "/admin/feeds/f/reader"),
+                ("GET", "/admin/feeds/f/deliveries"),
+                ("POST", "/admin/feeds/f/commit"),
+                ("POST", "/admin/groups/g/close"),
+            ):
+                assert (await http.request(method, path)).status_code == 401
+        view = (await t.g.admin.get("/admin/feeds/f")).json()
+        reader = await t.client.read_feed("f")
+        assert reader not in (await t.g.admin.get("/admin/feeds/f")).text and view["read"] is False
+
+
+async def test_the_answer_is_msgpack_with_raw_arrays() -> None:
+    """As a trainer in another language reads it."""
+    async with training() as t:
+        await t.client.open_feed("f", FeedConfig(n=1, advantage="none"))
+        await t.rollout(1.0)
+        reader = await t.client.read_feed("f")
+        response = await t.g.admin.get(f"/admin/feeds/f/deliveries?reader={reader}")
+        assert response.headers["content-type"] == "application/msgpack"
+        page = msgspec.msgpack.decode(response.content)
+        [delivery] = page["deliveries"]
+        [row] = delivery["rollouts"][0]["rows"]
+        tokens = len(row["ids"]) // 4
+        assert len(row["mask"]) == -(-tokens // 8) and tokens
+        [span] = row["spans"]
+        assert len(row["logprobs"]) == 4 * (span["end"] - span["start"]) and span["end"] == tokens
+
+
+async def test_a_folder_of_the_version_before_gets_its_feeds(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "store/samples/schema-3.db", tmp_path / "turngate.db")
+    async with training(tmp_path) as t:
+        await t.client.open_feed("f", FeedConfig(n=2, advantage="none", from_start=True))
+        [found] = await everything(t)
+        assert [(r.session, r.reward, len(r.rows)) for r in found.rollouts] == [
+            ("ended-0", 0.0, 1),
+            ("ended-1", 1.0, 1),
+        ]

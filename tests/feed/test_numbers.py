@@ -1,0 +1,117 @@
+"""Whatever is recorded, replaced, closed and deleted in whatever order: each rollout is in a feed once, and what has a number keeps it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kit import MEMORY
+from turngate.store.beside import happened
+from turngate.store.outcome import Class, Recorded
+from turngate.store.sqlite import Store
+from turngate.trace.session import SessionConfig
+
+SESSIONS = 8
+FEEDS = {"pairs": (2, ""), "threes": (3, "a"), "ones": (1, "b"), "late": (2, "")}
+KINDS: list[Class] = ["graded", "graded", "invalid task", "infrastructure fault"]
+outcomes = st.tuples(
+    st.just("record"), st.integers(1, SESSIONS), st.sampled_from(KINDS), st.sampled_from(["", "a", "ab", "b"])
+)
+closes = st.tuples(st.just("close"), st.sampled_from(["a", "ab", "b", "c"]))
+deletes = st.tuples(st.just("delete"), st.integers(1, SESSIONS))
+opens = st.tuples(st.just("late"))
+Seen = dict[str, dict[int, list[tuple[int, str, str]]]]
+
+
+def numbered(store: Store) -> Seen:
+    """By feed and number, the rollouts with their outcomes."""
+    found: Seen = {}
+    for feed in store.feeds.listing():
+        found[feed.name] = {
+            number: [(m.session, m.group, m.outcome.kind) for m in store.feeds.members(feed.key, number)]
+            for number in range(1, feed.newest + 1)
+        }
+    return found
+
+
+class Model:
+    """What ought to be there: a list of those who wait, and of those who have a number."""
+
+    def __init__(self, n: int, prefix: str) -> None:
+        self.n, self.prefix = n, prefix
+        self.waiting: dict[int, tuple[str, str]] = {}  # by session: group and kind, in the order of recording
+        self.done: dict[int, list[tuple[int, str, str]]] = {}
+
+    def record(self, session: int, kind: str, group: str) -> None:
+        if any(session == member for members in self.done.values() for member, _, _ in members):
+            return
+        self.waiting.pop(session, None)
+        if kind == "infrastructure fault" or not group.startswith(self.prefix):
+            return
+        self.waiting[session] = (group, kind)
+        if not group or sum(g == group for g, _ in self.waiting.values()) >= self.n:
+            self.close(group)
+
+    def close(self, group: str) -> None:
+        members = [(session, g, kind) for session, (g, kind) in self.waiting.items() if g == group]
+        if members:
+            self.done[len(self.done) + 1] = members
+            for session, _, _ in members:
+                del self.waiting[session]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.one_of(outcomes, outcomes, outcomes, closes, deletes, opens), max_size=40))
+def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> None:
+    models = {name: Model(*choices) for name, choices in FEEDS.items() if name != "late"}
+    recorded: dict[int, tuple[str, str]] = {}  # what stands beside the traces, in the order of the first recording
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        store = Store(Path(folder))
+        try:
+            for name, (n, prefix) in FEEDS.items():
+                if name != "late":
+                    store.feeds.open(name, b"{}", n, prefix, from_start=False)
+            for number in range(SESSIONS):
+                store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0)
+            for step in steps:
+                before = numbered(store)
+                match step:
+                    case ("record", session, kind, group) if store.find_key(session) is not None:
+                        outcome = Recorded(kind=kind, group=group, reward=1.0 if kind == "graded" else None)
+                        changed = recorded.get(session) != (kind, group)
+                        store.outcomes.put(session, outcome.check(), happened("s", "outcome", {}), replace=True)
+                        if changed:
+                            recorded.pop(session, None)
+                            recorded[session] = (kind, group)
+                            for model in models.values():
+                                model.record(session, kind, group)
+                    case ("close", group):
+                        store.feeds.close_group(group)
+                        for model in models.values():
+                            model.close(group)
+                    case ("delete", session):
+                        store.delete_session(session)
+                        recorded.pop(session, None)
+                    case ("late",) if "late" not in models:
+                        models["late"] = Model(*FEEDS["late"])
+                        for session, (kind, group) in recorded.items():
+                            models["late"].record(session, kind, group)
+                        store.feeds.open("late", b"{}", *FEEDS["late"], from_start=True)
+                after = numbered(store)
+                for name, deliveries in before.items():
+                    assert {n: after[name][n] for n in deliveries} == deliveries  # nothing that has a number changes
+            assert numbered(store) == {name: models[name].done for name in after_order(store)}
+            for feed in store.feeds.listing():
+                waiting = {w.group: w.rollouts for w in store.feeds.waiting(feed.key, 100)}
+                groups = [group for group, _ in models[feed.name].waiting.values()]
+                assert waiting == {group: groups.count(group) for group in groups}
+        finally:
+            store.close()
+
+
+def after_order(store: Store) -> list[str]:
+    return [feed.name for feed in store.feeds.listing()]

@@ -1,0 +1,72 @@
+"""Feeds with several workers: one numbering for all, a reader at any of them, stale sessions wherever they are."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.feed.kit import Trained
+from tests.kit import until
+from tests.server.test_siblings import Crew, crew
+from turngate.feed import FeedConfig
+from turngate.rollout.client import GatewayClient
+from turngate.store.outcome import Recorded
+from turngate.trainers.feed import Feed
+
+N = 4
+
+
+async def rollout(workers: Crew, owner: int, group: str) -> None:
+    """At the worker that is asked for it, through its own way in."""
+    g = workers[owner]
+    session = await workers.open_at(owner)
+    await g.ask(session.key, "Hi")
+    await g.seal(session.id)
+    async with GatewayClient(g.root, g.app.admin_key) as client:
+        await client.record(session.id, Recorded(kind="graded", reward=float(owner), group=group, task="t"))
+
+
+async def test_groups_that_several_workers_complete_at_once_are_numbered_once() -> None:
+    async with crew() as workers:
+        g = workers[1]
+        async with (
+            GatewayClient(g.root, g.app.admin_key) as client,
+            await Feed.open(client, "f", FeedConfig(n=N, advantage="none")) as feed,
+        ):
+            waiting = asyncio.create_task(feed.next(20))  # at worker 1, which nobody wakes for what worker 0 writes
+            work = [rollout(workers, n % 2, f"g{n // N}") for n in range(3 * N)]
+            await asyncio.gather(*work)
+            found = [await waiting, await feed.next(5), await feed.next(5)]
+            assert [one.number for one in found if one is not None] == [1, 2, 3]
+            assert sorted(one.group for one in found if one is not None) == ["g0", "g1", "g2"]
+            sessions = [rolled.session for one in found if one is not None for rolled in one.rollouts]
+            assert len(sessions) == len(set(sessions)) == 3 * N
+            assert await feed.next(0) is None
+
+
+async def test_a_reader_is_told_of_what_another_worker_completes() -> None:
+    async with crew() as workers:
+        g = workers[1]
+        async with (
+            GatewayClient(g.root, g.app.admin_key) as client,
+            await Feed.open(client, "f", FeedConfig(n=1, advantage="none")) as feed,
+        ):
+            waiting = asyncio.create_task(feed.next(20))
+            await asyncio.sleep(0.1)
+            await rollout(workers, 0, "g")
+            found = await asyncio.wait_for(waiting, 2)
+            assert found is not None and found.rollouts[0].reward == 0.0
+
+
+async def test_stale_sessions_of_every_worker_are_cancelled() -> None:
+    async with crew() as workers:
+        g = workers[0]
+        async with GatewayClient(g.root, g.app.admin_key) as client:
+            await client.open_feed("f", FeedConfig(n=N, max_staleness=0))
+            opened = [await workers.open_at(owner, metadata={"group": "g"}) for owner in (0, 1)]
+            for worker, session in zip(workers.workers, opened, strict=True):
+                await Trained(worker, client).talk(session, 2)
+            await workers[1].resume(1)
+            await until(lambda: not any(worker.app.control._cancelling for worker in workers.workers))
+            for session in opened:
+                shown = await g.show(session.id)
+                assert (shown["status"], shown["stop"]) == ("cancelled", "stale")

@@ -1,0 +1,156 @@
+"""Weights of a real vLLM that change while it serves: adapters under version names, a whole model over calls that go on, and what a
+wrong one costs. One server of its own, since it is started with adapters switched on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.real.conftest import Model, serving
+from tests.real.test_vllm import Gateway, started
+
+pytestmark = pytest.mark.real
+QUESTION: list[Any] = [{"role": "user", "content": "Tell me a story about a river."}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    options = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
+    with serving("smollm2", 2048, log, options, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as model:
+        yield model
+
+
+@pytest.fixture
+def gateway(model: Model, tmp_path: Path) -> Iterator[Gateway]:
+    with started(model, "completions", tmp_path) as gateway:
+        yield gateway
+
+
+def adapter(folder: Path, model: Path, seed: int) -> str:
+    """A small random one, as PEFT would save it; large enough to change what is said."""
+    shape = json.loads((model / "config.json").read_text())
+    hidden, heads = shape["hidden_size"], shape["num_key_value_heads"] * shape["head_dim"]
+    draw, rank = np.random.default_rng(seed), 4
+    tensors = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for part, size in (("q_proj", hidden), ("v_proj", heads)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{name}.lora_A.weight"] = draw.normal(0, hidden**-0.5, (rank, hidden)).astype(np.float32)
+            tensors[f"{name}.lora_B.weight"] = draw.normal(0, 0.3, (size, rank)).astype(np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
+    return str(folder)
+
+
+def other_model(folder: Path, model: Path) -> str:
+    """The same with its norms turned round: nothing it says is what it said."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file(
+            {n: -t if n.endswith("layers.3.mlp.down_proj.weight") else t for n, t in tensors.items()},
+            folder / file.name,
+        )
+    return str(folder)
+
+
+def said(gateway: Gateway, model: Model, tokens: int = 12) -> tuple[list[int], tuple[int, int]]:
+    """A greedy answer in a session of its own: its ids, and the versions that it is recorded with."""
+    session, client = gateway.open()
+    client.chat.completions.create(model=model.name, messages=QUESTION, max_tokens=tokens, temperature=0)
+    [turn] = [node for node in gateway.trace(session) if node["kind"] == "sampled"]
+    return turn["ids"], (turn["version_start"], turn["version_end"])
+
+
+def loaded(gateway: Gateway, **wanted: Any) -> Any:
+    response = gateway.http.post("/admin/weights", json=wanted)
+    assert response.is_success, response.text
+    return response.json()
+
+
+def test_adapters_are_served_under_version_names_and_recorded_with_them(
+    model: Model, gateway: Gateway, tmp_path: Path
+) -> None:
+    base, versions = said(gateway, model)
+    assert versions == (0, 0)
+    seen = [base]
+    for version in (1, 2):
+        loaded(
+            gateway,
+            version=version,
+            lora_path=adapter(tmp_path / f"a{version}", model.folder, version),
+            name="trl-policy-v{version}",
+        )
+        ids, versions = said(gateway, model)
+        assert versions == (version, version) and ids not in seen
+        seen.append(ids)
+    # The same tokens, asked of vLLM itself under the names that the trace says.
+    for name, ids in (("trl-policy-v1", seen[1]), ("trl-policy-v2", seen[2])):
+        assert _greedy(model, name, gateway, len(ids)) == ids
+    refused = gateway.http.post("/admin/weights", json={"version": 3, "lora_path": str(tmp_path / "none")})
+    assert refused.status_code == 502 and "version 2 stays in force" in refused.text
+    assert said(gateway, model) == (seen[2], (2, 2))
+
+
+def _greedy(model: Model, name: str, gateway: Gateway, tokens: int) -> list[int]:
+    session = gateway.http.get("/admin/sessions?limit=1").json()["sessions"][0]["id"]
+    prompt = next(node["ids"] for node in gateway.trace(session) if node["kind"] == "context")
+    body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
+    ids: list[int] = httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["token_ids"]
+    return ids
+
+
+def test_a_call_in_flight_is_kept_over_a_pause_and_over_new_weights(
+    model: Model, gateway: Gateway, tmp_path: Path
+) -> None:
+    before, _ = said(gateway, model, 28)
+    session, client = gateway.open(sampling={"min_tokens": 28})
+    heard: list[float] = []
+
+    def listen() -> None:
+        asked: Any = {"model": model.name, "messages": QUESTION, "max_tokens": 28, "temperature": 0, "stream": True}
+        for _ in client.chat.completions.create(**asked):
+            heard.append(time.monotonic())
+
+    listening = threading.Thread(target=listen)
+    listening.start()
+    _until(lambda: len(heard) > 5)
+    assert gateway.http.post("/admin/fence/pause", json={"mode": "keep", "limit_s": 60}).json()["in_flight"] == 1
+    assert httpx.get(f"{model.url}/is_paused").json() == {"is_paused": True}
+    paused = len(heard)
+    time.sleep(0.7)
+    assert len(heard) <= paused + 1 and listening.is_alive()  # frozen, and not aborted
+    loaded(gateway, version=1, path=other_model(tmp_path / "m1", model.folder), mode="keep")
+    listening.join(60)
+    assert not listening.is_alive()
+    [turn] = [node for node in gateway.trace(session) if node["kind"] == "sampled"]
+    assert (turn["version_start"], turn["version_end"]) == (0, 1)
+    assert len(turn["ids"]) == 28 and turn["finish"] == "length"
+    same = next((n for n in range(28) if turn["ids"][n] != before[n]), 28)
+    assert 5 <= same < 28, "it began with the old weights, and went on with the new ones"
+    after, versions = said(gateway, model, 28)
+    assert versions == (1, 1) and after[:5] != before[:5]
+    assert httpx.get(f"{model.url}/weight_info").json() == {"weight_version": "1"}
+    back = loaded(gateway, version=2, path=str(model.folder))
+    assert back["replicas"][0]["has"] == 2
+    assert said(gateway, model, 28) == (before, (2, 2))
+
+
+def _until(condition: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,430 @@
+"""Gate mode through the real server: agents' own clients on one side, a trainer on the other, in this process or over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import openai
+import pytest
+
+from tests.kit import Opened, Running, calls, gateway, renderer, until
+from tests.sdk_agents import DIALECTS, agent
+from tests.verify.kit import all_fine
+from turngate.config import ServeConfig
+from turngate.engines.gate import Gate, GateCall
+from turngate.engines.scripted import Turn, derived_logprobs
+from turngate.errors import ConfigError, Conflict, Gone, NotFound, Unauthorized
+from turngate.rollout.client import GatewayClient, Refused
+from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.server.gate import Answer, Take, Taken
+from turngate.server.run import embedded
+from turngate.trainers.gate import RemoteGate
+
+
+def words(text: str) -> list[int]:
+    return [*renderer().tokenizer.encode(text), renderer().stop_ids[0]]
+
+
+async def answer(call: GateCall, text: str = "Hello there.") -> None:
+    ids = words(text)
+    await call.answer(ids, derived_logprobs(call.prompt, ids))
+
+
+@asynccontextmanager
+async def gated(**config: Any) -> AsyncIterator[tuple[Running, Gate]]:
+    gate = Gate(silence_s=config.pop("engine_silence_s", 600.0))
+    async with gateway(engine=gate, engine_url=[], **config) as g:
+        yield g, gate
+
+
+@asynccontextmanager
+async def remote(g: Running, **how: Any) -> AsyncIterator[RemoteGate]:
+    async with GatewayClient(g.root, g.app.admin_key) as client, RemoteGate(client, **how) as gate:
+        yield gate
+
+
+async def posted(g: Running, path: str, value: object, key: str = "") -> httpx.Response:
+    headers = {"authorization": f"Bearer {key or g.app.admin_key}"}
+    return await g.admin.post(path, content=msgspec.msgpack.encode(value), headers=headers)
+
+
+async def handed(g: Running, **how: Any) -> Any:
+    """One call, as a bare trainer gets it."""
+    response = await posted(g, "/admin/gate/take", Take(**{"wait_s": 5.0, **how}))
+    [call] = msgspec.msgpack.decode(response.content, type=Taken).calls
+    return call
+
+
+# ── the trainer in this process ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_agent_works_and_what_the_trainer_gave_is_the_trace(dialect: str, stream: bool) -> None:
+    texts = [calls(("read_file", {"path": "a.py"})), "It is empty."]
+    given: list[tuple[list[int], list[int], list[float]]] = []
+
+    async def trainer() -> None:
+        async for call in gate:
+            ids = words(texts[len(given)])
+            given.append((call.prompt.tolist(), ids, derived_logprobs(call.prompt, ids)))
+            await call.answer(*given[-1][1:])
+
+    async with gated() as (g, gate):
+        thread = threading.Thread(target=lambda: asyncio.run(trainer()))
+        thread.start()
+        session = await g.open()
+        assert (await g.show(session.id))["config"]["mode"] == "gate"
+        async with agent(dialect, g.root, session.key, stream=stream, tools=("read_file",)) as a:
+            heard = await a.ask("What is in a.py?")
+            assert [(c.name, c.arguments) for c in heard.calls] == [("read_file", {"path": "a.py"})]
+            assert (await a.answer({"read_file": ""})).text == "It is empty."
+        turns = await g.turns(session.id)
+        assert [turn["ids"] for turn in turns] == [ids for _, ids, _ in given]
+        assert [turn["logprobs"] for turn in turns] == [logprobs for *_, logprobs in given]
+        [row] = await g.samples(session.id)
+        assert row["ids"] == given[1][0] + given[1][1] and all(span["trained"] for span in row["spans"])
+        await g.seal(session.id)
+        all_fine(Path(g.app.config.data), renderer=renderer())
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive()
+
+
+async def test_a_gate_serves_gate_sessions_only() -> None:
+    async with gated() as (g, _):
+        refused = await g.admin.post("/admin/sessions", json={"mode": "exact"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "mode: 'exact' is not served here, only gate"
+    async with gateway() as g:
+        assert (await g.admin.post("/admin/sessions", json={"mode": "gate"})).status_code == 400
+        assert (await g.admin.get("/admin/gate")).status_code == 404
+
+
+async def test_a_session_goes_on_only_with_the_mode_it_began_with(tmp_path: Path) -> None:
+    async with gateway([Turn([1])], data=tmp_path) as g:
+        session = await g.open()
+    gate = Gate()
+    async with gateway(engine=gate, data=tmp_path) as g:
+        with pytest.raises(openai.ConflictError, match="mode 'exact', and this gateway's engine serves 'gate'"):
+            await g.ask(session.key, "Hi")
+
+
+async def test_turns_without_log_probabilities_are_recorded_and_not_trained() -> None:
+    async with gated() as (g, gate):
+        reasons = []
+        for logprobs in (None, [None, *[-1.0] * (len(words("Hi")) - 1)]):
+            session = await g.open()
+            asking = g.start(g.ask(session.key, "Hi"))
+            [call] = await gate.take()
+            await call.answer(words("Hi"), logprobs)
+            assert (await asking).content == "Hi"
+            [row] = await g.samples(session.id, keep_empty=True)
+            reasons += [span["reason"] for span in row["spans"]]
+            assert not any(row["mask"]) and await g.samples(session.id) == []
+        assert reasons == ["no log-probabilities", "missing log-probabilities"]
+
+
+async def test_the_agent_reads_pieces_as_they_come() -> None:
+    async with gated() as (g, gate):
+        session = await g.open()
+        stream = g.start(
+            g.client(session.key).chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "Hi"}], stream=True
+            )
+        )
+        [call] = await gate.take()
+        assert call.stream
+        first, rest = words("Hello")[:-1], words(" there.")
+        await call.send(first, [-1.0] * len(first))
+        chunks = aiter(await stream)
+        heard = ""
+        while not heard:
+            heard += (await anext(chunks)).choices[0].delta.content or ""
+        assert heard == "Hello" and not call.over
+        await call.send(rest, [-1.0] * len(rest))
+        await call.finish()
+        async for chunk in chunks:
+            heard += chunk.choices[0].delta.content or ""
+        assert heard == "Hello there."
+        [turn] = await g.turns(session.id)
+        assert turn["ids"] == [*first, *rest]
+
+
+async def _hang_up(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _seal(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+    await g.seal(session.id)
+
+
+async def _unregister(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+    assert (await g.admin.post(f"/v1/rollouts/{session.id}/unregister")).is_success
+
+
+async def _delete(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+    assert (await g.admin.delete(f"/admin/sessions/{session.id}")).is_success
+
+
+@pytest.mark.parametrize("end", [_hang_up, _seal, _unregister, _delete])
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_a_call_of_an_agent_that_is_gone_is_resolved(
+    end: Callable[[Running, Opened, asyncio.Task[Any]], Awaitable[None]], is_taken: bool
+) -> None:
+    async with gated() as (g, gate):
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        await until(lambda: gate.waiting().waiting == 1)
+        taken = await gate.take() if is_taken else []
+        await end(g, session, asking)
+        await until(lambda: gate.waiting().waiting + gate.waiting().taken == 0)
+        for call in taken:
+            with pytest.raises(Gone, match="the agent hung up, or its session was ended"):
+                await answer(call)
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_session_whose_time_is_up_leaves_the_gate() -> None:
+    async with gated() as (g, gate):
+        session = await g.open(limits={"seconds": 0.3})
+        asking = g.start(g.ask(session.key, "Hi"))
+        [call] = await gate.take()
+        assert "limit" in (await asking).content
+        with pytest.raises(Gone, match="its session's time ran out"):
+            await answer(call)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_agent_that_nobody_answers_is_told_to_try_again(dialect: str) -> None:
+    async with gated(engine_silence_s=0.1) as (g, _):
+        session = await g.open()
+        async with agent(dialect, g.root, session.key, stream=False) as a:
+            with pytest.raises(Exception, match=r"no trainer took it for 0\.1 s") as caught:
+                await a.ask("Hi")
+        status = getattr(caught.value, "status_code", None) or getattr(caught.value, "code", None)
+        assert status == 504
+
+
+async def test_a_stop_string_ends_the_turn_whatever_the_trainer_still_sends() -> None:
+    async with gated() as (g, gate):
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi", "async stream", stop=["END"]))
+        [call] = await gate.take()
+        assert call.stop == ("END",)
+        ids = words("Hello END")[:-1]
+        await call.send(ids, [-1.0] * len(ids))
+        assert (await asking).content == "Hello "
+        with pytest.raises(Gone, match="complete before the whole answer"):
+            await call.finish()
+
+
+async def test_versions_are_those_of_the_trainer() -> None:
+    async with gated() as (g, gate):
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        [call] = await gate.take()
+        await g.resume(4)
+        await answer(call)
+        await asking
+        [turn] = await g.turns(session.id)
+        assert (turn["version_start"], turn["version_end"]) == (0, 4)
+
+
+# ── the trainer in another process ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_two_remote_trainers_answer_many_agents() -> None:
+    total, by = 40, [0, 0]
+
+    async with gated() as (g, _gate):
+
+        async def train(number: int) -> None:
+            async with remote(g) as far:
+                async for call in far:
+                    by[number] += 1
+                    await answer(call, f"for {call.session}")
+
+        trainers = [g.start(train(n)) for n in range(2)]
+        sessions = [await g.open() for _ in range(total)]
+        replies = await asyncio.gather(*(g.ask(session.key, "Hi") for session in sessions))
+        assert [reply.content for reply in replies] == [f"for {session.id}" for session in sessions]
+        assert sum(by) == total and all(by), by
+        [row] = await g.samples(sessions[0].id)
+        start = row["mask"].index(1)
+        assert row["logprobs"][start:] == derived_logprobs(np.array(row["ids"][:start], np.int32), row["ids"][start:])
+        assert (await g.admin.get("/admin/gate")).json()["waiting"] == 0
+        for trainer in trainers:
+            trainer.cancel()
+
+
+async def test_a_remote_trainer_sends_in_pieces_fails_and_gives_back() -> None:
+    async with gated() as (g, _gate), remote(g) as far:
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        async with (await far.take())[0]:
+            pass
+        [call] = await far.take()
+        ids = words("Hello.")
+        await call.send(ids[:1], [None])
+        await call.answer(ids[1:], [-0.5] * (len(ids) - 1))
+        assert (await asking).content == "Hello."
+        [turn] = await g.turns(session.id)
+        assert turn["logprobs"] == [None, *[-0.5] * (len(ids) - 1)]
+        asking = g.start(g.ask(session.key, "Hi"))
+        await (await far.take())[0].fail("out of memory")
+        with pytest.raises(openai.InternalServerError, match="the trainer failed: out of memory"):
+            await asking
+        assert await far.take(wait_s=0.05) == []
+
+
+async def test_who_answers_too_late_twice_or_something_else_is_told_so() -> None:
+    async with gated() as (g, _gate):
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        call = await handed(g)
+        path = f"/admin/gate/calls/{call.id}/answer"
+        ids = b"".join(i.to_bytes(4, "little") for i in words("Hello."))
+        good = Answer(lease=call.lease, ids=ids, logprobs=None, finish="stop")
+        bad = {"lease": call.lease, "ids": ids[:-1], "logprobs": None, "finish": "stop"}
+        wrong = await posted(g, path, bad)
+        assert wrong.status_code == 400 and "no whole number of 4-byte ones" in wrong.text
+        assert (await posted(g, path, {"lease": call.lease})).status_code == 400
+        assert (await posted(g, path, good, key="x")).status_code == 401
+        assert (await posted(g, path, good, key=session.key)).status_code == 401  # the agent's own
+        assert (await posted(g, path, msgspec.structs.replace(good, lease="x"))).status_code == 409
+        assert (await posted(g, path, good)).status_code == 200
+        assert (await asking).content == "Hello."
+        assert (await posted(g, path, good)).status_code == 200  # the receipt was lost
+        other = await posted(g, path, msgspec.structs.replace(good, ids=ids[4:]))
+        assert other.status_code == 409 and "it was answered already" in other.text
+        assert (await posted(g, "/admin/gate/calls/none/answer", good)).status_code == 404
+        asking = g.start(g.ask(session.key, "Hi"))
+        call = await handed(g)
+        await g.seal(session.id)
+        late = await posted(g, f"/admin/gate/calls/{call.id}/answer", msgspec.structs.replace(good, lease=call.lease))
+        assert late.status_code == 410 and late.json()["error"]["code"] == "gone"
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_the_calls_of_a_remote_trainer_that_died_go_to_the_next_one() -> None:
+    async with gated() as (g, _gate):
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        dead = await handed(g, lease_s=0.1)
+        async with remote(g) as far:
+            [call] = await far.take()
+            assert call.id == dead.id
+            await answer(call)
+        assert (await asking).content == "Hello there."
+        assert len(await g.turns(session.id)) == 1
+
+
+async def test_leases_are_renewed_while_the_trainer_works_and_it_learns_of_agents_that_are_gone() -> None:
+    async with gated() as (g, gate), remote(g, lease_s=0.15) as far:
+        sessions = [await g.open() for _ in range(2)]
+        asking = [g.start(g.ask(session.key, "Hi")) for session in sessions]
+        first, second = [(await far.take())[0] for _ in range(2)]
+        await asyncio.sleep(0.4)
+        assert gate.waiting().taken == 2
+        gone = next(n for n in range(2) if sessions[n].id == second.session)
+        await g.seal(sessions[gone].id)
+        await until(lambda: second.gone != "")
+        with pytest.raises(Gone):
+            await answer(second)
+        await answer(first)
+        assert (await asking[1 - gone]).content == "Hello there."
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_a_trainer_that_hangs_up_while_it_waits_takes_no_call() -> None:
+    async with gated() as (g, gate):
+        waiting = g.start(handed(g, wait_s=20.0))
+        await until(lambda: gate.waiting().takers == 1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await until(lambda: gate.waiting().takers == 0)
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        await answer((await gate.take())[0])
+        assert (await asking).content == "Hello there."
+
+
+async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path) -> None:
+    """The agent's call breaks off with the gateway, the agent comes again, and the trainer is there for it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = ServeConfig(data=str(tmp_path), port=port, engine="gate", tokenizer=str(BUILTIN_TOKENIZER)).check()
+    hi: Any = [{"role": "user", "content": "Hi"}]
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(openai.DefaultAsyncHttpxClient(verify=False, trust_env=False))
+        async with embedded(config) as address:
+            client = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
+            far = await stack.enter_async_context(RemoteGate(client))
+            session = await client.open({})
+            agent = openai.AsyncOpenAI(
+                api_key=session.key, base_url=f"{address.url}/v1", http_client=http, max_retries=0
+            )
+            asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))
+            [old] = await far.take()
+            waiting = asyncio.create_task(far.take())
+            await asyncio.sleep(0.05)
+            stopping = time.monotonic()
+        assert time.monotonic() - stopping < 3, "a trainer that waits for a call is not waited for"
+        with pytest.raises(openai.InternalServerError, match="being stopped"):
+            await asking
+        async with embedded(config):
+            asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))
+            [call] = await waiting  # since before the gateway stopped
+            with pytest.raises(NotFound, match="started again"):
+                await answer(old)
+            await answer(call)
+            assert (await asking).choices[0].message.content == "Hello there."
+
+
+async def test_a_remote_gate_says_what_is_wrong() -> None:
+    async with gated() as (g, _), GatewayClient(g.root, "wrong") as client, RemoteGate(client) as far:
+        with pytest.raises(Unauthorized):
+            await far.take()
+    async with gateway() as g, remote(g) as far:
+        with pytest.raises(Refused, match="/admin/gate/take"):
+            await far.take()
+
+
+async def test_leaving_a_remote_gate_gives_its_calls_back() -> None:
+    async with gated() as (g, gate):
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        async with remote(g) as far:
+            [call] = await far.take()
+        assert gate.waiting().waiting == 1
+        with pytest.raises(Conflict):
+            await answer(call)
+        await answer((await gate.take())[0])
+        await asking
+
+
+# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_settings_that_a_gate_cannot_have_are_refused() -> None:
+    good = {"engine": "gate", "tokenizer": str(BUILTIN_TOKENIZER)}
+    ServeConfig(**good).check()  # type: ignore[arg-type]
+    for wrong, param in (
+        ({"tokenizer": ""}, "tokenizer"),
+        ({"workers": 2}, "workers"),
+        ({"engine_url": ["http://x"]}, "engine_url"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ServeConfig(**{**good, **wrong}).check()  # type: ignore[arg-type]
+        assert caught.value.param == param

@@ -1,0 +1,538 @@
+"""The fence and the weights behind it: what trainers do, what agents notice of it, and what goes wrong with replicas.
+
+The engines are stand-ins with vLLM's own paths, whose sampled text says which weights they have; real ones are in `tests/real`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+
+from tests.kit import Opened, Running, gateway, renderer, say, until
+from tests.server.test_siblings import crew
+from turngate.engines.pool import Pool
+from turngate.engines.vllm import VLLM
+
+
+class FakeVLLM:
+    """What of vLLM's development API the gateway uses. It "samples" the name of what it was asked for and the weights that it has."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.weights = "base"
+        self.mark = "default"
+        self.adapters: dict[str, str] = {}
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.pace = asyncio.Event()  # opened: the second half of an answer may be sampled
+        self.pace.set()
+        self.salts: list[str] = []
+        self.asked: list[str] = []
+        self.refuses: set[str] = set()
+        self.unserved: set[str] = set()
+        self.aborted = False
+        self.loads = asyncio.Event()  # opened: a model is loaded at once
+        self.loads.set()
+        self.half = 0  # answers of which the first half is on its way
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        sent = json.loads(await request.read() or b"{}") if request.method == "POST" else {}
+        if path in self.unserved:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if path in self.refuses:
+            return web.json_response({"error": {"message": f"no {path} today"}}, status=500)
+        if request.method == "POST" and path != "/v1/completions":
+            self.asked.append(path)
+        match path:
+            case "/health":
+                return web.Response()
+            case "/v1/models":
+                return web.json_response({"data": [{"id": n, "max_model_len": 4096} for n in ("m", *self.adapters)]})
+            case "/weight_info":
+                return web.json_response({"weight_version": self.mark})
+            case "/update_weight_version":
+                self.mark = sent["new_version"]
+            case "/pause":
+                assert request.query["mode"] == "keep"
+                self.awake.clear()
+            case "/resume":
+                self.awake.set()
+            case "/v1/load_lora_adapter":
+                if sent["lora_name"] in self.adapters:
+                    return web.json_response({"error": {"message": "already loaded"}}, status=400)
+                if "missing" in sent["lora_path"]:
+                    return web.json_response({"error": {"message": "No adapter found"}}, status=404)
+                self.adapters[sent["lora_name"]] = sent["lora_path"]
+            case "/v1/unload_lora_adapter":
+                self.adapters.pop(sent["lora_name"])
+            case "/collective_rpc":
+                assert sent["method"] == "reload_weights"
+                path = sent["kwargs"].get("weights_path", "base")
+                await self.loads.wait()
+                if "missing" in path:
+                    return web.json_response({"error": {"message": f"no weights in {path}"}}, status=500)
+                self.weights = path
+            case "/reset_prefix_cache":
+                pass
+            case "/abort_requests":
+                self.aborted = True
+                self.pace.set()
+            case "/v1/completions":
+                return await self._sampled(request, sent)
+            case _:
+                return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({})
+
+    async def _sampled(self, request: web.Request, sent: Any) -> web.StreamResponse:
+        self.salts.append(sent["cache_salt"])
+        if sent["model"] not in ("m", *self.adapters):
+            return web.json_response({"error": {"message": "The model does not exist"}}, status=404)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await self.awake.wait()
+        first = self._says(sent["model"])
+        if sent["stream"]:
+            await response.prepare(request)
+            await response.write(_event(first, None))
+        self.half += 1
+        await self.pace.wait()
+        if self.aborted:
+            await response.write(_event([], "abort") + b"data: [DONE]\n\n")
+            return response
+        await self.awake.wait()
+        last = [*self._says(sent["model"]), renderer().stop_ids[0]]
+        if not sent["stream"]:
+            return web.json_response(_answer([*first, *last], "stop"))
+        await response.write(_event(last, "stop") + b"data: [DONE]\n\n")
+        return response
+
+    def _says(self, model: str) -> list[int]:
+        return renderer().tokenizer.encode(f"[{self.adapters.get(model, self.weights)}]")
+
+
+def _answer(ids: Sequence[int], finish: str | None) -> Any:
+    logprobs = {"token_logprobs": [-1.0] * len(ids), "tokens": [f"token_id:{i}" for i in ids]}
+    return {"choices": [{"text": "x", "logprobs": logprobs, "finish_reason": finish}]}
+
+
+def _event(ids: Sequence[int], finish: str | None) -> bytes:
+    return b"data: " + json.dumps(_answer(ids, finish)).encode() + b"\n\n"
+
+
+@asynccontextmanager
+async def engines(count: int = 1) -> AsyncIterator[list[FakeVLLM]]:
+    async with AsyncExitStack() as stack:
+        fakes = [FakeVLLM() for _ in range(count)]
+        for fake in fakes:
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", fake.handle)
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield fakes
+
+
+@asynccontextmanager
+async def served(count: int = 1, **config: Any) -> AsyncIterator[tuple[Running, list[FakeVLLM]]]:
+    async with engines(count) as fakes:
+        pool = Pool([VLLM(fake.url, "m") for fake in fakes], backoff_s=0.02, check_s=0.2)
+        async with gateway(engine=pool, model="m", **config) as g:
+            yield g, fakes
+
+
+async def load(g: Running, **wanted: Any) -> Any:
+    response = await g.admin.post("/admin/weights", json=wanted)
+    assert response.is_success, response.text
+    return response.json()
+
+
+async def refused(g: Running, **wanted: Any) -> tuple[int, str]:
+    response = await g.admin.post("/admin/weights", json=wanted)
+    return response.status_code, response.json()["error"]["message"]
+
+
+async def spans(g: Running, session: Opened) -> list[tuple[int, int]]:
+    return [(turn["version_start"], turn["version_end"]) for turn in await g.turns(session.id)]
+
+
+async def events(g: Running, kind: str) -> list[Any]:
+    text = (await g.admin.get("/admin/events?wait=0")).text
+    found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    return [event["data"] for event in found if event["kind"] == kind]
+
+
+# ── adapters under names ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_agents_ask_for_one_name_and_get_the_version_that_is_in_force() -> None:
+    async with served(2) as (g, fakes):
+        session = await g.open()
+        assert (await g.ask(session.key, "Hi")).content == "[base][base]"
+        done = await load(g, version=1, lora_path="/a/1", name="trl-policy-v{version}")
+        assert done["version"] == 1 and done["model"] == "trl-policy-v1" and not done["paused"]
+        assert [replica["has"] for replica in done["replicas"]] == [1, 1]
+        assert all(fake.adapters == {"trl-policy-v1": "/a/1"} for fake in fakes)
+        assert (await g.ask(session.key, "Hi")).content == "[/a/1][/a/1]"
+        for version in (2, 3):
+            await load(g, version=version, lora_path=f"/a/{version}", name="trl-policy-v{version}")
+        assert (await g.ask(session.key, "Hi")).content == "[/a/3][/a/3]"
+        assert await spans(g, session) == [(0, 0), (1, 1), (3, 3)]
+        assert sorted(salt for fake in fakes for salt in fake.salts) == ["v0", "v1", "v3"]
+        assert all(
+            set(fake.adapters) == {"trl-policy-v2", "trl-policy-v3"} for fake in fakes
+        )  # older ones are unloaded
+        assert [event["version"] for event in await events(g, "weights")] == [1, 2, 3]
+
+
+async def test_a_call_in_flight_stays_with_its_adapter_and_is_recorded_so() -> None:
+    async with served() as (g, [fake]):
+        for version in (1, 2):
+            session = await g.open()
+            fake.pace.clear()
+            asking = g.start(g.ask(session.key, "Hi", "async stream"))
+            await until(lambda version=version: fake.half == version)
+            await load(g, version=version, lora_path=f"/a/{version}")
+            fake.pace.set()
+            old = "base" if version == 1 else "/a/1"
+            assert (await asking).content == f"[{old}][{old}]"
+            assert await spans(g, session) == [(version - 1, version - 1)]
+
+
+async def test_an_adapter_that_somebody_else_has_loaded_is_named_at_resume(tmp_path: Path) -> None:
+    async with engines() as [fake]:
+        fake.adapters["trl-policy-v7"] = "theirs"
+        for start in range(2):
+            pool = Pool([VLLM(fake.url, "m")])
+            async with gateway(engine=pool, model="m", data=tmp_path) as g:
+                if start == 0:
+                    told = (
+                        await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "trl-policy-v7"})
+                    ).json()
+                    assert told == {"version": 7, "paused": False, "in_flight": 0, "model": "trl-policy-v7"}
+                    plain = await g.admin.post("/admin/fence/resume", json={"version": 8})
+                    assert plain.status_code == 409 and "say which it is at 8" in plain.text
+                    other = await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "x"})
+                    assert other.status_code == 409 and "is in force as trl-policy-v7" in other.text
+                    alone = await g.admin.post("/admin/fence/resume", json={"model": "x"})
+                    assert alone.status_code == 409
+                session = await g.open()
+                assert (await g.ask(session.key, "Hi")).content == "[theirs][theirs]"  # also after a restart
+                assert await spans(g, session) == [(7, 7)]
+
+
+async def test_a_replica_that_refuses_an_adapter_leaves_the_old_version_in_force() -> None:
+    async with served(2) as (g, fakes):
+        await load(g, version=1, lora_path="/a/1")
+        fakes[1].refuses.add("/v1/load_lora_adapter")
+        status, message = await refused(g, version=2, lora_path="/a/2")
+        assert status == 502
+        assert message.startswith("version 2 was not loaded, and version 1 stays in force.")
+        assert f"{fakes[0].url}: put back, has version 1" in message
+        assert f"{fakes[1].url}: vllm: no /v1/load_lora_adapter today, has version 1" in message
+        assert [sorted(fake.adapters) for fake in fakes] == [["policy-v1"], ["policy-v1"]]
+        session = await g.open()
+        assert (await g.ask(session.key, "Hi")).content == "[/a/1][/a/1]"
+        assert (await g.admin.get("/admin/fence")).json() == {
+            "version": 1,
+            "paused": False,
+            "in_flight": 0,
+            "model": "policy-v1",
+        }
+        fakes[1].refuses.clear()
+        await load(g, version=2, lora_path="/a/2")
+
+
+async def test_a_replica_that_was_started_again_gets_no_calls_until_it_has_the_adapter() -> None:
+    async with served(2) as (g, fakes):
+        await load(g, version=1, lora_path="/a/1")
+        fakes[0].adapters.clear()
+        await until(lambda: any(not r.up for r in g.app.engine._replicas))  # type: ignore[union-attr]
+        for _ in range(4):
+            session = await g.open()
+            assert (await g.ask(session.key, "Hi")).content == "[/a/1][/a/1]"
+        shown = (await g.admin.get("/admin/weights")).json()
+        assert "has no policy-v1: it was started again" in shown["replicas"][0]["detail"]
+        assert (await refused(g, version=1, lora_path="/a/other"))[0] == 409
+        fakes[1].asked.clear()
+        await load(g, version=1, lora_path="/a/1")
+        assert fakes[0].adapters == {"policy-v1": "/a/1"} and fakes[1].asked == []
+        assert all(r["ok"] for r in (await g.admin.get("/admin/weights")).json()["replicas"])
+
+
+# ── whole models ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_model_is_loaded_when_calls_in_flight_have_ended() -> None:
+    async with served(2) as (g, fakes):
+        session = await g.open()
+        for fake in fakes:
+            fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: sum(fake.half for fake in fakes) == 1)
+        loading = g.start(load(g, version=1, path="/m/1"))
+        await until(lambda: g.app.fence.paused)
+        later = g.start(g.ask((await g.open()).key, "Hi"))
+        await asyncio.sleep(0.05)
+        assert not loading.done() and not later.done() and fakes[0].weights == "base"
+        for fake in fakes:
+            fake.pace.set()
+        assert (await asking).content == "[base][base]"
+        assert (await loading)["version"] == 1
+        assert (await later).content == "[/m/1][/m/1]"
+        assert await spans(g, session) == [(0, 0)]
+        assert [fake.mark for fake in fakes] == ["1", "1"] and "/reset_prefix_cache" in fakes[0].asked
+
+
+async def test_calls_that_are_kept_go_on_over_the_new_weights_and_say_so() -> None:
+    async with served() as (g, [fake]):
+        session = await g.open()
+        fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: fake.half == 1)
+        fake.pace.set()  # it would go on, but is frozen
+        fake.awake.clear()
+        await load(g, version=1, path="/m/1", mode="keep")
+        assert (await asking).content == "[base][/m/1]"
+        assert await spans(g, session) == [(0, 1)]
+        [row] = await g.samples(session.id)
+        assert [(s["version_start"], s["version_end"]) for s in row["spans"]] == [(0, 1)]
+        assert fake.asked[0] == "/pause" and fake.asked[-1] == "/resume" and "/reset_prefix_cache" not in fake.asked
+
+
+async def test_a_trainer_that_moves_the_weights_itself_freezes_the_engine_through_the_fence() -> None:
+    async with served() as (g, [fake]):
+        session = await g.open()
+        fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: fake.half == 1)
+        assert (await g.pause("keep"))["paused"]
+        fake.pace.set()
+        fake.weights = "by nccl"
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        await g.resume(4)
+        assert (await asking).content == "[base][by nccl]"
+        assert await spans(g, session) == [(0, 4)]
+
+
+async def test_a_model_that_a_replica_refuses_is_put_back_on_the_others() -> None:
+    async with served(3) as (g, fakes):
+        await load(g, version=1, path="/m/1")
+        fakes[2].refuses.add("/collective_rpc")
+        status, message = await refused(g, version=2, path="/m/2")
+        assert status == 502 and "version 1 stays in force" in message
+        assert f"{fakes[1].url}: put back, has version 1" in message
+        assert f"{fakes[2].url}: vllm: no /collective_rpc today, has nothing that can be used" in message
+        assert [fake.weights for fake in fakes] == ["/m/1", "/m/1", "/m/1"]
+        assert not g.app.engine._replicas[2].up  # type: ignore[union-attr]  # before any call went there
+        for _ in range(6):
+            assert (await g.ask((await g.open()).key, "Hi")).content == "[/m/1][/m/1]"
+        fakes[2].refuses.clear()
+        await load(g, version=2, path="/m/2")
+        assert [fake.mark for fake in fakes] == ["2", "2", "2"]
+
+
+async def test_weights_that_are_wrong_cost_one_replica_only() -> None:
+    async with served(2) as (g, fakes):
+        status, message = await refused(g, version=1, path="/missing")
+        assert status == 502 and "version 0 stays in force" in message and "no weights in /missing" in message
+        assert "not tried, has version 0" in message
+        assert "/collective_rpc" not in fakes[1].asked
+        assert not g.app.engine._replicas[0].up  # type: ignore[union-attr]
+        assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"
+        assert len(fakes[0].salts) == 0
+
+
+async def test_what_was_kept_in_a_replica_that_failed_half_way_does_not_go_on() -> None:
+    async with served() as (g, [fake]):
+        session = await g.open()
+        fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: fake.half == 1)
+        assert (await refused(g, version=1, path="/missing", mode="keep"))[0] == 502
+        with pytest.raises(openai.APIError):
+            await asking
+        assert "/abort_requests" in fake.asked and fake.awake.is_set()
+        [turn] = await g.turns(session.id)
+        assert turn["role"] == "aborted" and (turn["version_start"], turn["version_end"]) == (0, 0)
+
+
+async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents() -> None:
+    async with served() as (g, [fake]):
+        session = await g.open()
+        fake.pace.clear()
+        asking = g.start(g.ask(session.key, "Hi", "async stream"))
+        await until(lambda: fake.half == 1)
+        status, message = await refused(g, version=1, path="/m/1", limit_s=0.1)
+        assert status == 504 and "did not end within 0.1 s, and nothing was loaded" in message
+        assert not g.app.fence.paused
+        fake.pace.set()
+        assert (await asking).content == "[base][base]"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "words"),
+    [
+        ({"version": 1}, 400, "path: give either"),
+        ({"version": 1, "path": "/m", "lora_path": "/a"}, 400, "path: give either"),
+        ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode: calls in flight would go on"),
+        ({"version": -1, "path": "/m"}, 400, "version"),
+        ({"version": 1, "lora_path": "/a", "name": ""}, 400, "name: an adapter needs a name"),
+        ({"version": 2, "lora_path": "/a"}, 409, "version: 2 is older than the present 3"),
+        ({"version": 3, "lora_path": "/a"}, 409, "version: 3 is in force with other weights"),
+    ],
+)
+async def test_what_cannot_be_is_refused_before_anything_is_done(wanted: Any, status: int, words: str) -> None:
+    async with served() as (g, [fake]):
+        await g.resume(3)
+        told = await refused(g, **wanted)
+        assert told[0] == status and words in told[1]
+        assert fake.asked == [] and not g.app.fence.paused
+
+
+async def test_an_engine_without_weights_of_its_own_says_so() -> None:
+    async with gateway([say("Hi")]) as g:
+        assert await refused(g, version=1, path="/m") == (
+            409,
+            "this gateway's engine cannot load weights: only vllm and sglang can",
+        )
+        kept = await g.admin.post("/admin/fence/pause", json={"mode": "keep"})
+        assert kept.status_code == 409 and not g.app.fence.paused
+
+
+async def test_a_vllm_that_is_not_started_for_it_says_what_it_needs() -> None:
+    async with served() as (g, [fake]):
+        fake.unserved = {"/v1/load_lora_adapter", "/update_weight_version", "/pause"}
+        status, message = await refused(g, version=1, lora_path="/a")
+        assert status == 502 and "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in message
+        status, message = await refused(g, version=1, path="/m")
+        assert status == 502 and "start it with VLLM_SERVER_DEV_MODE=1" in message
+        kept = await g.admin.post("/admin/fence/pause", json={"mode": "keep"})
+        assert kept.status_code == 400 and "does not serve /pause" in kept.text
+
+
+# ── a trainer that does not come back ───────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_pause_with_a_limit_ends_by_itself_at_the_old_version() -> None:
+    async with served() as (g, [fake]):
+        await g.resume(2)
+        await g.admin.post("/admin/fence/pause", json={"mode": "keep", "limit_s": 0.3})
+        session = await g.open()
+        asking = g.start(g.ask(session.key, "Hi"))
+        await asyncio.sleep(0.05)
+        assert not asking.done() and not fake.awake.is_set()
+        assert (await asking).content == "[base][base]"
+        assert await spans(g, session) == [(2, 2)] and fake.awake.is_set()
+        assert (await events(g, "fence"))[-1] == {"paused": False, "version": 2, "expired": True}
+
+
+async def test_a_resume_in_time_ends_the_limit_and_a_second_pause_has_its_own() -> None:
+    async with gateway([say("Hi")] * 3) as g:
+        await g.admin.post("/admin/fence/pause", json={"limit_s": 0.1})
+        assert (await g.resume(1))["version"] == 1
+        assert (await g.resume(1))["version"] == 1  # the same again is fine
+        await g.pause()
+        await asyncio.sleep(0.2)
+        assert g.app.fence.paused
+        await g.admin.post("/admin/fence/pause", json={"limit_s": 0.05})
+        await until(lambda: not g.app.fence.paused)
+        assert (await g.resume(2))["version"] == 2
+        assert sum(event.get("expired", False) for event in await events(g, "fence")) == 1
+        assert (await g.admin.post("/admin/fence/pause", json={"limit_s": 0})).status_code == 400
+
+
+async def test_a_gateway_that_was_killed_while_its_engine_was_frozen_wakes_it(tmp_path: Path) -> None:
+    async with engines() as [fake]:
+        async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
+            await g.pause("keep")
+        assert not fake.awake.is_set()
+        async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
+            await until(fake.awake.is_set)
+            assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"
+
+
+async def test_an_engine_that_cannot_be_woken_is_tried_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.server.weights._AGAIN_S", 0.05)
+    async with served() as (g, [fake]):
+        await g.pause("keep")
+        fake.refuses.add("/resume")
+        assert (await g.admin.post("/admin/fence/resume", json={"version": 1})).status_code == 502
+        fake.refuses.clear()
+        await until(fake.awake.is_set)
+        session = await g.open()
+        assert (await g.ask(session.key, "Hi")).content == "[base][base]"
+        assert await spans(g, session) == [(1, 1)]
+
+
+async def test_a_freeze_that_fails_lets_calls_go_on() -> None:
+    async with served(2) as (g, fakes):
+        fakes[1].refuses.add("/pause")
+        assert (await g.admin.post("/admin/fence/pause", json={"mode": "keep"})).status_code == 502
+        assert not g.app.fence.paused and all(fake.awake.is_set() for fake in fakes)
+
+
+# ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_weights_of_all_workers_are_loaded_once() -> None:
+    async with engines() as [fake]:
+        pools: Any = [Pool([VLLM(fake.url, "m")]) for _ in range(2)]
+        async with crew(pools) as c:
+            sessions = [await c.open_at(0), await c.open_at(1)]
+            await load(c[1], version=1, lora_path="/a/1")
+            assert fake.asked == ["/v1/load_lora_adapter"]
+            for session in sessions:
+                assert (await c[0].ask(session.key, "Hi")).content == "[/a/1][/a/1]"
+                assert await spans(c[0], session) == [(1, 1)]
+            assert await c[1].pause("keep") == {"version": 1, "paused": True, "in_flight": 0, "model": "policy-v1"}
+            assert not fake.awake.is_set()
+            await c[0].resume()
+            assert fake.awake.is_set()
+            assert (await refused(c[1], version=2, lora_path="/missing"))[0] == 502
+            assert [worker.app.fence.version for worker in c.workers] == [1, 1]
+            await load(c[0], version=2, path="/m/2", mode="drain")
+            assert [(w.app.fence.version, w.app.fence.model) for w in c.workers] == [(2, ""), (2, "")]
+            assert (await c[0].ask(sessions[1].key, "Hi again")).content == "[/m/2][/m/2]"
+
+
+async def test_the_limit_of_a_pause_holds_for_all_workers_and_over_the_end_of_worker_0(tmp_path: Path) -> None:
+    async with crew(data=tmp_path) as c:
+        await c[1].admin.post("/admin/fence/pause", json={"limit_s": 0.2})
+        assert all(worker.app.fence.paused for worker in c.workers)
+        await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
+        await c[1].admin.post("/admin/fence/pause", json={"limit_s": 0.5})
+    async with crew(data=tmp_path) as c:  # the same run: its workers were started again
+        assert all(worker.app.fence.paused for worker in c.workers)
+        await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
+        assert (await events(c[0], "fence"))[-1]["expired"] is True
+
+
+async def test_a_worker_0_that_dies_while_weights_are_loaded_leaves_nobody_waiting(tmp_path: Path) -> None:
+    async with engines(2) as fakes:
+        fakes[0].loads.clear()
+        pools: Any = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
+        async with crew(pools, data=tmp_path) as c:
+            loading = asyncio.create_task(c[0].admin.post("/admin/weights", json={"version": 1, "path": "/m/1"}))
+            await until(lambda: "/collective_rpc" in fakes[0].asked)
+            assert all(worker.app.fence.paused for worker in c.workers)
+        await asyncio.gather(loading, return_exceptions=True)
+        pools = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
+        async with crew(pools, data=tmp_path) as c:  # the same run
+            await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
+            for _ in range(3):  # and the replica that was in the middle of it gets no call
+                assert (await c[0].ask((await c[0].open()).key, "Hi")).content == "[base][base]"
+            assert (
+                fakes[0].salts == []
+                and "an update of its weights to 1 was not completed" in (await c[0].admin.get("/admin/weights")).text
+            )

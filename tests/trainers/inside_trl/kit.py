@@ -1,0 +1,103 @@
+"""Words for the tests in here: rollouts made by hand, and a worker that is asked from a thread, since the gateway is in the test's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from tests.kit import Json, Running, user
+from turngate.feed import FeedConfig
+from turngate.rollout.client import GatewayClient
+from turngate.store.outcome import Recorded
+from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig
+
+T = TypeVar("T")
+
+
+async def apart(work: Callable[..., T], *given: Any) -> T:
+    """TRL calls from its own thread, and waits there."""
+    return await asyncio.to_thread(work, *given)
+
+
+async def rolled(
+    g: Running,
+    group: str,
+    reward: float | None,
+    *,
+    turns: int = 2,
+    conversations: int = 1,
+    way: str = "async",
+    **config: Json,
+) -> str:
+    """One rollout of a group, by an agent that says a few things in each of its conversations."""
+    session = await g.open(metadata={"group": group}, **config)
+    for conversation in range(conversations):
+        history = [user(f"Question {conversation}")]
+        for turn in range(turns):
+            heard = await g.ask(session.key, history, way)
+            history += [heard.message(), user(f"And then, {turn}?")]
+    await g.seal(session.id)
+    async with GatewayClient(g.root, g.app.admin_key) as client:
+        kind = "graded" if reward is not None else "agent failed"
+        await client.record(session.id, Recorded(kind=kind, reward=reward, group=group, task="t"))
+    return session.id
+
+
+@asynccontextmanager
+async def following(
+    g: Running, *, n: int = 2, version: int = 1, checkpoint: Path | None = None, start: bool = True, **given: Any
+) -> AsyncIterator[TurngateWorker]:
+    """A worker that follows the feed `f`, as TRL would begin with it. Nothing of it may be left at the end."""
+    choices = FeedConfig(n=n, **given.pop("choices", {}))
+    config = WorkerConfig(gateway=g.root, feed="f", choices=choices, **given)
+    worker = TurngateWorker(config, admin_key=g.app.admin_key, checkpoint=checkpoint)
+    before = threading.active_count()
+    try:
+        if start:
+            await apart(worker.update_model_version, version)
+            await apart(worker.start)
+        yield worker
+    finally:
+        await apart(worker.stop)
+        assert not [thread.name for thread in threading.enumerate() if thread.name == "turngate-worker"], before
+
+
+async def taken(worker: TurngateWorker, count: int) -> list[RolloutSample]:
+    return [await apart(worker.rollout_buffer.get, True, 20) for _ in range(count)]
+
+
+async def none_left(worker: TurngateWorker, seconds: float = 0.5) -> bool:
+    try:
+        await apart(worker.rollout_buffer.get, True, seconds)
+    except queue.Empty:
+        return True
+    return False
+
+
+def told(worker: TurngateWorker) -> dict[str, list[Any]]:
+    """All that the worker measured, by name."""
+    found: dict[str, list[Any]] = {}
+    while not worker.metrics_queue.empty():
+        for name, value in worker.metrics_queue.get_nowait().items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def same(sample: RolloutSample, row: Json) -> bool:
+    """Whether TRL's row is the gateway's, number for number."""
+    mask = np.asarray(row["mask"], bool)
+    logprobs = np.asarray([0.0 if value is None else value for value in row["logprobs"]], np.float32)
+    return (
+        sample.input_ids.tolist() == row["ids"]
+        and sample.completion_mask.tolist() == mask.astype(int).tolist()
+        and np.array_equal(sample.old_log_probs[mask], logprobs[mask])
+        and not sample.old_log_probs[~mask].any()
+    )

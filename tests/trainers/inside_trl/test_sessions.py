@@ -1,0 +1,151 @@
+"""OpenEnv sessions of ours under TRL's own `HarnessRolloutWorker`, in the process that it starts for them, with a real agent."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+from datasets import Dataset
+from openenv.core.harness import TrainableSession, TrainingTrace
+from transformers import PreTrainedTokenizerFast
+from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
+
+from tests.kit import calls, gateway, say
+from tests.trainers.inside_trl.kit import apart, same
+from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
+from turngate.rollout.client import Unreachable
+from turngate.sandboxes.base import Sandbox, SandboxSpec
+from turngate.sandboxes.local import LocalBackend
+from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.trainers.trl import thread
+from turngate.trainers.trl.sessions import SessionsConfig, TurngateSessions, prompts
+
+TASK = Path(__file__).parents[3] / "examples" / "tasks" / "fix-add"
+MEND = [
+    say("I look first.\n" + calls(("bash", {"command": "cat main.py"}))),
+    say("I mend it.\n" + calls(("bash", {"command": "sed -i 's/a - b/a + b/' main.py"}))),
+    say(calls(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}))),
+]
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda value: monkeypatch.setenv("TURNGATE_ADMIN_KEY", value)
+
+
+def config(url: str, folder: Path, **given: Any) -> SessionsConfig:
+    told = {"agent": "mini-swe-agent", "sandbox": "local", "tasks": str(TASK), "model": "m", "folder": str(folder)}
+    return SessionsConfig(gateway=url, **{**told, **given})
+
+
+def drained(worker: HarnessRolloutWorker, count: int) -> list[RolloutSample]:
+    """As TRL's trainer takes rows."""
+    found: list[RolloutSample] = []
+    end = time.monotonic() + 150
+    while len(found) < count and time.monotonic() < end:
+        try:
+            found.append(worker.rollout_buffer.get(timeout=2))
+        except queue.Empty:
+            worker.check_health(120)
+    return found
+
+
+async def test_trls_own_worker_trains_on_our_traces(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState()  # TRL's log wants it, and its trainer would have made it
+    monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda *_, **__: True)  # nothing of it is used here
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(BUILTIN_TOKENIZER / "tokenizer.json"), eos_token="<|im_end|>"
+    )
+    tokenizer.pad_token = "<|endoftext|>"
+    tokenizer.response_template = {"defaults": {"role": "assistant"}}  # it parses nothing: the gateway did
+    async with gateway(MEND) as g:
+        key(g.app.admin_key)
+        told = config(g.root, tmp_path)
+        worker = HarnessRolloutWorker(
+            harness_session_factory=functools.partial(TurngateSessions, told),
+            dataset=Dataset.from_list(prompts(told)),
+            reward_funcs=[],
+            processing_class=tokenizer,
+            eos_token_ids=[tokenizer.eos_token_id],
+            model_name="m",
+            num_generations=2,
+            max_inflight_tasks=2,
+        )
+        worker.update_model_version(1)
+        try:
+            await apart(worker.start)
+            samples = await apart(drained, worker, 2)
+        finally:
+            await apart(worker.stop)
+        assert [sample.metrics["rewards/harness_reward"] for sample in samples] == [1.0, 1.0]
+        listed = (await g._ask("GET", "/admin/sessions"))["sessions"]
+        rows = [row for session in listed for row in await g.samples(session["id"])]
+        assert all(any(same(sample, row) for row in rows) for sample in samples)
+        assert all(sample.completion_mask.sum() == sum(len(turn.ids) for turn in MEND) for sample in samples)
+        assert (await g._ask("GET", "/admin/sessions?status=open"))["sessions"] == []
+
+
+async def test_a_session_by_hand_and_what_is_left_of_it(key: Any, tmp_path: Path) -> None:
+    async with gateway(MEND) as g:
+        key(g.app.admin_key)
+        factory = TurngateSessions(config(g.root, tmp_path), sampling={"temperature": 0.7, "top_k": -1, "top_p": 1.0})
+        [row] = prompts(factory.config)
+        session = await apart(factory.create, row["prompt"], 3, "mine")
+        assert isinstance(session, TrainableSession)
+        assert session.initial_messages() == row["prompt"]
+        assert await apart(session.wait_for_completion) == 0
+        trace = await apart(session.fetch_training_trace)
+        assert isinstance(trace, TrainingTrace)
+        assert [turn.completion_token_ids for turn in trace.turns] == [list(turn.ids) for turn in MEND]
+        verdict = session.verify([])
+        assert verdict.env_reward == 1.0 and verdict.artifacts["kind"] == "graded"
+        shown = await g.show(session.outcome.session)
+        assert shown["config"]["sampling"] == {"temperature": 0.7, "top_p": 1.0}
+        assert shown["outcome"]["group"] == "trl.fix-add@3"
+        await apart(session.close)
+        await apart(session.close)
+        with pytest.raises(ConfigError, match="make the dataset with `prompts`"):
+            factory.create("Something else")
+
+
+async def test_closing_ends_what_runs_and_a_gateway_that_is_gone_is_told(
+    key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(MEND) as g:
+        key(g.app.admin_key)
+        factory = TurngateSessions(config(g.root, tmp_path))
+        [row] = prompts(factory.config)
+        session = await apart(factory.create, row["prompt"])
+        with pytest.raises(TimeoutError):
+            await apart(session.wait_for_completion, 0.05)
+        await apart(session.close)
+        assert (await g._ask("GET", "/admin/sessions?status=open"))["sessions"] == []
+        assert session.verify([]).env_reward is None
+    monkeypatch.setattr(thread, "_BACK_S", 0.5)
+    with pytest.raises(Unreachable):  # nobody listens there any more
+        await apart(TurngateSessions(config(g.root, tmp_path)).create, row["prompt"])
+
+
+async def test_a_rollout_that_failed_by_nobodys_doing_is_no_rollout_for_trl(key: Any, tmp_path: Path) -> None:
+    async with gateway(MEND) as g:
+        key(g.app.admin_key)
+        factory = TurngateSessions(config(g.root, tmp_path))
+        factory._backend = _Broken()  # type: ignore[assignment]
+        session = await apart(factory.create, prompts(factory.config)[0]["prompt"])
+        with pytest.raises(TurngateError, match="infrastructure fault: no sandbox today"):
+            await apart(session.wait_for_completion)
+        assert (await apart(session.fetch_training_trace)).turns == []
+        assert session.verify([]).env_reward is None
+        await apart(session.close)
+
+
+class _Broken(LocalBackend):
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        raise SandboxUnavailable("no sandbox today")

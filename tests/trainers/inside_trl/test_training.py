@@ -1,0 +1,105 @@
+"""TRL's real trainer and optimizer on rows of a real agent: what it trains on is what the gateway recorded, also after it was resumed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import async_grpo
+import cpu
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from tests.trainers.inside_trl.kit import same
+from turngate import tasks
+from turngate.rollout.client import GatewayClient
+from turngate.tasks.task import Function, Task
+from turngate.trainers.trl.rows import Buffer
+from turngate.trainers.trl.worker import STATE, State
+
+TASK = Path(__file__).parents[3] / "examples" / "tasks" / "fix-add"
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """What the example is started with."""
+    monkeypatch.setattr(sys, "argv", ["async_grpo.py", "--dry-run", "--output", str(tmp_path)])
+    given = async_grpo.flags()
+    given.staleness = (
+        20  # a resumed trainer's weights are of a new version, and what was sampled before is that much older
+    )
+    given.model = str(cpu.make_model(tmp_path / "model"))
+    return given
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RolloutSample]]:
+    """Every row that the trainer took, in order."""
+    taken: list[RolloutSample] = []
+    get = Buffer.get
+
+    def noted(self: Buffer, *how: Any, **more: Any) -> RolloutSample:
+        sample = get(self, *how, **more)
+        taken.append(sample)
+        return sample
+
+    monkeypatch.setattr(Buffer, "get", noted)
+    cpu.patch_trl()
+    yield taken
+
+
+def wanted() -> tuple[Task, ...]:
+    chance = Function(name=f"{Path(async_grpo.HERE) / 'chance.py'}:grade")
+    return tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read(str(TASK)))
+
+
+async def recorded(stage: cpu.Stage) -> list[Any]:
+    async with GatewayClient(stage.url, stage.key) as gateway:
+        return [row for session in await gateway.sessions() for row in await gateway.samples(session)]
+
+
+async def left_open(stage: cpu.Stage) -> list[str]:
+    async with GatewayClient(stage.url, stage.key) as gateway:
+        return [one for one in await gateway.sessions() if (await gateway.show(one))["status"] == "open"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_five_steps_and_then_one_more_after_a_crash(given: argparse.Namespace, seen: list[RolloutSample]) -> None:
+    output: Path = given.output
+    with cpu.stage(Path(given.model), given.served) as stage:
+        trainer = async_grpo.train(given, wanted(), stage.url, stage.key, stage.transfer)
+        steps = [line for line in trainer.state.log_history if "loss" in line]
+        assert len(steps) == 5
+        # On the weights that sampled them, the trainer finds the log-probabilities that were recorded.
+        assert abs(steps[0]["ratio"] - 1) < 1e-4 and abs(steps[0]["kl"]) < 1e-5
+        assert all(step["grad_norm"] > 0 for step in steps)
+        before, after = weights(output / "model"), weights(output / "checkpoint-5")
+        assert all(not torch.equal(before[name], after[name]) for name in before)
+        # The engine samples with what was trained.
+        served = stage.transfer.model.state_dict()
+        assert all(torch.equal(served[name], tensor) for name, tensor in after.items())
+        rows = asyncio.run(recorded(stage))
+        assert len(seen) >= 10 and all(any(same(sample, row) for row in rows) for sample in seen)
+        assert {sample.model_version for sample in seen} >= {1}
+        assert asyncio.run(left_open(stage)) == []
+
+        # As if it had been killed after its fourth step: what the fifth trained is not in that checkpoint.
+        state = msgspec.json.decode((output / "checkpoint-4" / STATE).read_bytes(), type=State)
+        assert state.delivery * 6 + sum(map(len, state.rows.values())) == 8  # of 6 rows each, 2 a step
+        first = list(seen)
+        seen.clear()
+        given.resume, given.steps = output / "checkpoint-4", 6
+        trainer = async_grpo.train(given, wanted(), stage.url, stage.key, stage.transfer)
+        assert trainer.state.global_step == 6
+        assert [sample.input_ids.tolist() for sample in seen[:2]] == [s.input_ids.tolist() for s in first[8:10]]
+        assert all(not torch.equal(after[name], tensor) for name, tensor in weights(output / "checkpoint-6").items())

@@ -1,0 +1,264 @@
+"""`TurngateWorker` over a real gateway, asked as TRL's trainer asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.kit import Gated, gateway, say, until
+from tests.rollout.kit import PRELUDE, Stage, staged
+from tests.sandboxes.kit import MAKE
+from tests.trainers.inside_trl.kit import apart, following, none_left, rolled, same, taken, told
+from turngate.agents.install import Installed
+from turngate.agents.spec import find
+from turngate.errors import ConfigError
+from turngate.feed import FeedConfig
+from turngate.rollout.client import GatewayClient, Refused
+from turngate.rollout.gates import Bounds
+from turngate.rollout.plan import BatchPlan
+from turngate.tasks.task import Function, Task
+from turngate.trainers.feed import Feed
+from turngate.trainers.trl.worker import STATE, TurngateWorker, WorkerConfig
+
+TALK = [say(f"Answer {n}.") for n in range(40)]
+
+
+async def test_rows_are_those_of_the_trace() -> None:
+    async with gateway(TALK) as g, following(g) as worker:
+        good, bad = await rolled(g, "a", 1.0, turns=3), await rolled(g, "a", 0.0, turns=2)
+        rows = [row for session in (good, bad) for row in await g.samples(session)]
+        samples = await taken(worker, 2)
+        assert [same(sample, row) for sample, row in zip(samples, rows, strict=True)] == [True, True]
+        assert [sample.advantage for sample in samples] == pytest.approx([1.0, -1.0], abs=1e-4)
+        assert samples[0].input_ids.dtype == samples[0].completion_mask.dtype == np.int64
+        assert samples[0].old_log_probs.dtype == np.float32
+        assert {sample.group_id for sample in samples} == {1}
+        assert samples[0].metrics == {"reward": 1.0, "reward_std": 0.5}
+        worker.check_health(5.0)
+
+
+async def test_a_rollout_of_many_rows_counts_once() -> None:
+    """Under TRL's mean over tokens, by tokens or by rollouts."""
+    async with gateway(TALK) as g:
+        many, one = await rolled(g, "a", 1.0, conversations=3), await rolled(g, "a", 0.0)
+        async with following(g, choices={"from_start": True}) as worker:
+            samples = await taken(worker, 4)
+            assert [sample.advantage for sample in samples] == pytest.approx([1.0, 1.0, 1.0, -1.0], abs=1e-4)
+        async with GatewayClient(g.root, g.app.admin_key) as client:
+            await client.delete_feed("f")
+        async with following(g, choices={"from_start": True}, weigh="rollouts") as worker:
+            samples = await taken(worker, 4)
+            pulls = [sample.advantage * sample.completion_mask.sum() for sample in samples]
+            assert sum(pulls[:3]) == pytest.approx(-pulls[3])
+        assert len(await g.samples(many)) == 3
+        assert len(await g.samples(one)) == 1
+
+
+async def test_versions_are_the_gateways_less_what_came_before_this_trainer() -> None:
+    async with gateway(TALK) as g:
+        await g.resume(40)
+        async with following(g, n=1, choices={"advantage": "none"}) as worker:
+            await rolled(g, "a", 1.0)
+            await apart(worker.update_model_version, 2)
+            await rolled(g, "b", 1.0)
+            assert g.app.fence.version == 41
+            assert [sample.model_version for sample in await taken(worker, 2)] == [1, 2]
+
+
+async def test_a_call_in_flight_tells_both_versions() -> None:
+    engine = Gated([say("A long answer, of several tokens.")] * 2, tokens=2)
+    async with gateway(engine=engine) as g, following(g, n=1, choices={"advantage": "none"}) as worker:
+        rollout = asyncio.create_task(rolled(g, "a", 1.0, turns=1, way="async stream"))
+        await until(lambda: engine.waiting)
+        await apart(worker.update_model_version, 2)
+        engine.gate.set()
+        [turn] = await g.turns(await rollout)
+        assert (turn["version_start"], turn["version_end"]) == (1, 2)
+        assert (await taken(worker, 1))[0].model_version == 1
+
+
+async def test_a_row_that_became_stale_in_the_queue_is_dropped_and_counted() -> None:
+    async with gateway(TALK) as g, following(g, n=1, choices={"advantage": "none", "max_staleness": 2}) as worker:
+        await rolled(g, "a", 1.0)
+        await until(lambda: worker.rollout_buffer.qsize() == 1)
+        for version in (2, 3, 4):
+            await apart(worker.update_model_version, version)
+        await rolled(g, "b", 1.0)
+        [sample] = await taken(worker, 1)
+        assert sample.model_version == 4
+        assert told(worker)["sample/dropped_stale_total"] == [1.0]
+        worker.rollout_buffer.trained(1)
+        assert worker.state().delivery == 2  # of both nothing is left to train
+
+
+@pytest.mark.parametrize(
+    ("policy", "advantages"),
+    [("train", [0.7071, -1.4142, 0.7071]), ("mask", [-1.4142, 0.7071]), ("exclude", [-1.0, 1.0])],
+)
+async def test_a_rollout_that_filled_its_context_is_the_policys_and_never_a_crash(
+    policy: str, advantages: list[float]
+) -> None:
+    async with gateway(TALK) as g, following(g, n=3, choices={"on_truncated": policy}) as worker:
+        await rolled(g, "a", 1.0, turns=4, limits={"context_tokens": 40})
+        await rolled(g, "a", 0.0)
+        await rolled(g, "a", 1.0)
+        samples = await taken(worker, len(advantages))
+        assert [sample.advantage for sample in samples] == pytest.approx(advantages, abs=1e-3)
+        assert await none_left(worker)
+        worker.check_health(5.0)
+        assert told(worker)["completions/clipped_ratio"] == [(1.0, 3.0)]
+
+
+async def test_rows_that_are_too_long_for_the_trainer_are_left_out_and_counted() -> None:
+    async with gateway(TALK) as g, following(g, longest_row=60) as worker:
+        await rolled(g, "a", 1.0, turns=8)
+        short = await rolled(g, "a", 0.0, turns=1)
+        [sample] = await taken(worker, 1)
+        assert same(sample, (await g.samples(short))[0])
+        assert await none_left(worker)
+        assert told(worker)["rollout/too_long_rows_total"] == [1.0]
+
+
+async def test_rollouts_without_a_reward_are_in_no_row_and_no_baseline() -> None:
+    async with gateway(TALK) as g, following(g, n=3) as worker:
+        for reward in (1.0, None, 0.0):
+            await rolled(g, "a", reward)
+        assert [sample.advantage for sample in await taken(worker, 2)] == pytest.approx([1.0, -1.0], abs=1e-4)
+        assert told(worker)["rollout/excluded_total"] == [1.0]
+
+
+async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_twice(tmp_path: Path) -> None:
+    async with gateway(TALK) as g:
+        async with following(g) as worker:
+            for group in ("a", "b"):
+                await rolled(g, group, 1.0)
+                await rolled(g, group, 0.0)
+            given = await taken(worker, 4)
+            worker.rollout_buffer.trained(3)  # the fourth was read ahead
+            (tmp_path / STATE).write_bytes(msgspec.json.encode(worker.state()))
+            assert worker.state().delivery == 1
+            await apart(worker.commit, 1)
+        async with following(g, checkpoint=tmp_path) as worker:
+            await rolled(g, "c", 1.0)
+            await rolled(g, "c", 0.0)
+            again = await taken(worker, 3)
+            assert again[0].input_ids.tolist() == given[3].input_ids.tolist()
+            assert [sample.group_id for sample in again] == [2, 3, 3]
+            worker.rollout_buffer.trained(1)
+            assert worker.state().delivery == 2
+        async with following(g) as worker:  # without the checkpoint: past what was committed
+            assert [sample.group_id for sample in await taken(worker, 4)] == [2, 2, 3, 3]
+        with pytest.raises(ConfigError, match="was trained on the feed 'f', not 'other'"):
+            config = WorkerConfig(gateway=g.root, feed="other", choices=FeedConfig(n=2))
+            TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
+
+
+async def test_what_is_wrong_is_told_by_start_or_by_its_health() -> None:
+    async with gateway(TALK) as g:
+        async with following(g) as worker:
+            async with GatewayClient(g.root, g.app.admin_key) as client:
+                await Feed.open(client, "f", FeedConfig(n=2))  # another trainer
+            for _ in range(100):
+                if worker._work is not None and worker._work.done():
+                    break
+                await rolled(g, "a", 1.0)
+                await asyncio.sleep(0.05)
+            with pytest.raises(RuntimeError, match="another reader has taken over"):
+                worker.check_health(5.0)
+        async with following(g, n=3, start=False) as worker:
+            await apart(worker.update_model_version, 1)
+            with pytest.raises(Refused, match="n: is 2, not 3"):
+                await apart(worker.start)
+        with pytest.raises(ConfigError, match="TURNGATE_ADMIN_KEY"):
+            TurngateWorker(worker.config)
+
+
+# ── with a runner of its own ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def planned(stage: Stage, program: str, *, grader: str = "", **given: object) -> BatchPlan:
+    task = Task(id="t", instruction=PRELUDE + program, grader=Function(name=grader) if grader else None)
+    plan = {
+        "tasks": (task,),
+        "agent": find("shell").spec,
+        "installed": Installed(),
+        "backend": MAKE["local"](stage.root),
+        "model": "m",
+        "folder": stage.folder / "batch",
+        "n": 2,
+        "bounds": Bounds(running=2),
+        "options": {"command": "exec python3 -"},
+    }
+    return BatchPlan(**{**plan, **given})
+
+
+async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are_no_more(tmp_path: Path) -> None:
+    grader = tmp_path / "grader.py"
+    grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
+    async with staged() as stage:
+        plan = planned(stage, 'ask("Hi")', grader=f"{grader}:grade", rounds=3)
+        async with following(stage.gateway, plan=plan, ahead=1) as worker:
+            await until(lambda: worker.rollout_buffer.qsize() == 2, 30)
+            await asyncio.sleep(1.0)
+            assert len(await stage.client.sessions()) == 2  # the next group waits for the trainer
+            [session, _] = await stage.client.sessions()
+            assert (await stage.client.show(session))["config"]["sampling"] == {"temperature": 1.0}
+            samples = await taken(worker, 6)
+            assert sorted({sample.group_id for sample in samples}) == [1, 2, 3]
+            await until(lambda: worker._dry, 30)
+            assert await none_left(worker)
+            with pytest.raises(RuntimeError, match="6 of 6 rollouts are finished, which are all rounds"):
+                worker.check_health(5.0)
+
+
+async def test_stop_ends_agents_and_leaves_neither_sandbox_nor_session() -> None:
+    async with staged() as stage:
+        plan = planned(stage, 'ask("Hi"); time.sleep(600)', rounds=10)
+        async with following(stage.gateway, plan=plan) as worker:
+            for _ in range(200):
+                if len(await stage.open_sessions()) >= 2:
+                    break
+                await asyncio.sleep(0.1)
+            assert len(await stage.open_sessions()) >= 2
+            worker.check_health(5.0)
+        assert await stage.open_sessions() == []
+        assert stage.alive() == []
+
+
+async def test_a_plan_that_nothing_comes_of_is_given_up(tmp_path: Path) -> None:
+    async with staged() as stage:
+        plan = planned(stage, 'ask("Hi")', grader=f"{tmp_path}/none.py:grade", rounds=100_000)
+        async with following(stage.gateway, plan=plan) as worker:
+            await until(lambda: worker._work is not None and worker._work.done(), 60)
+            with pytest.raises(RuntimeError, match=r"the last \d+ rollouts have no reward"):
+                worker.check_health(5.0)
+
+
+def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> None:
+    task = Task(id="t", instruction="x")
+    plan = BatchPlan(
+        tasks=(task,),
+        agent=find("shell").spec,
+        installed=Installed(),
+        backend=MAKE["local"](tmp_path),
+        model="m",
+        folder=tmp_path,
+        n=4,
+    )
+    with pytest.raises(ConfigError, match="runs 4 rollouts of each task, but a group of the feed has 8"):
+        WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=8), plan=plan)
+    warm = msgspec.structs.replace(plan, session={"sampling": {"temperature": 0.7}})
+    with pytest.raises(ConfigError, match=r"the plan's sessions have 0\.7, the trainer 1"):
+        WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4), plan=warm)
+
+
+def test_an_empty_queue_says_so() -> None:
+    worker = TurngateWorker(WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=1)), admin_key="k")
+    with pytest.raises(queue.Empty):
+        worker.rollout_buffer.get(timeout=0.01)
+    worker.stop()  # what was never started

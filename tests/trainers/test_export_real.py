@@ -1,0 +1,71 @@
+"""What we write for SFT and DPO, read by TRL itself: it takes the conversations for such, and makes the labels that we say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.kit import real_tokenizer
+from tests.trainers.test_export import Recording, _recorded
+from tools import parts
+
+PART = "trl"
+
+READER = """
+import json, sys
+from trl.data_utils import is_conversational, maybe_apply_chat_template
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from transformers import AutoTokenizer
+
+out, tokenizer = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+read = lambda name: [json.loads(line) for line in open(f"{out}/{name}.jsonl")]
+told = {}
+for name, fields in (("messages", ("messages",)), ("completions", ("prompt", "completion")), ("dpo", ("prompt", "chosen", "rejected"))):
+    made = []
+    for record in read(name):
+        example = {field: record[field] for field in (*fields, "tools")}
+        assert is_conversational(example)
+        made.append(maybe_apply_chat_template(example, tokenizer))
+    told[name] = made
+rows = [{field: row[field] for field in ("input_ids", "labels", "assistant_masks")} for row in read("tokens")]
+batch = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
+told["labels"] = [got.tolist()[: len(row["labels"])] == row["labels"] for got, row in zip(batch["labels"], rows)]
+told["rest"] = [set(got.tolist()[len(row["labels"]) :]) <= {-100} for got, row in zip(batch["labels"], rows)]
+json.dump(told, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    if reason := parts.missing(PART):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    return str(parts.ensure(PART) / "bin" / "python")
+
+
+async def test_trl_reads_what_is_exported(python: str, tmp_path: Path) -> None:
+    made = Recording(tmp_path / "data", tmp_path / "out", {})
+    made.out.mkdir()
+    await _recorded(made)
+    for name, format, form in (
+        ("messages", "sft", "messages"),
+        ("completions", "sft", "completions"),
+        ("tokens", "sft", "tokens"),
+        ("dpo", "dpo", "messages"),
+    ):
+        made.export(format, form=form)
+        (made.out / "out.jsonl").rename(made.out / f"{name}.jsonl")
+    words = [python, "-c", READER, str(made.out), str(real_tokenizer("qwen3"))]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    whole = next(one["text"] for one in told["messages"] if "It says hello." in one["text"])
+    assert '{"name": "read_file", "arguments": {"path": "a"}}' in whole and "<tool_response>\nhello" in whole
+    assert any(one["completion"].endswith("It says hello.<|im_end|>\n") for one in told["completions"])
+    assert any("I do not know." in one["rejected"] and "read_file" in one["chosen"] for one in told["dpo"])
+    assert len(told["labels"]) == 6 and all(told["labels"]) and all(told["rest"])

@@ -1,0 +1,327 @@
+"""The reference trainer: its loss against numbers worked out by hand, its rows against the weights that sampled them, and what a kill
+leaves of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engines.local_kit import model, torch  # skips where there is no torch
+from tests.kit import Running, gateway, tokenizer
+from turngate.engines.local import LocalEngine, Model
+from turngate.errors import ConfigError
+from turngate.feed import FeedConfig
+from turngate.rollout.client import GatewayClient
+from turngate.store.outcome import Recorded
+from turngate.trainers.feed import Feed, Row, RowSpan
+from turngate.trainers.local import checkpoint
+from turngate.trainers.local.grpo import Learner, NotTheSame, Settings, Step, Trainer, batches, of_version, packed
+from turngate.trainers.local.loss import Terms, clipped_share, divergence, divisor, loss
+
+VOCABULARY = tokenizer().vocab_size
+N = 4
+
+
+# ── the loss ────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Row 0: weight 1, advantage 1, two tokens whose ratios are 1.5 (clipped to 1.28) and 1.
+# Row 1: weight 1/2 (one of two rows of its rollout), advantage -2, one token whose ratio is 0.5 (clipped to 0.8).
+
+
+def by_hand() -> tuple[Terms, torch.Tensor]:
+    then = torch.tensor([-1.0, -2.0, -0.5])
+    now = (then + torch.tensor([math.log(1.5), 0.0, math.log(0.5)])).requires_grad_()
+    terms = Terms(
+        now=now,
+        then=then,
+        advantage=torch.tensor([1.0, 1.0, -2.0]),
+        weight=torch.tensor([1.0, 1.0, 0.5]),
+        row=torch.tensor([0, 0, 1]),
+    )
+    return terms, torch.tensor([2, 1])
+
+
+def test_each_token_weighs_the_same() -> None:
+    terms, tokens = by_hand()
+    by = divisor([1.0, 0.5], [2, 1], "token")
+    assert by == 2.5  # 1 + 1 + 1/2
+    value = loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="token")
+    # gains: 1.28, 1, and 1/2 · min(0.5 · -2, 0.8 · -2) = -0.8
+    assert value.item() == pytest.approx(-(1.28 + 1.0 - 0.8) / 2.5)
+
+
+def test_each_rollout_weighs_the_same() -> None:
+    terms, tokens = by_hand()
+    by = divisor([1.0, 0.5], [2, 1], "sequence")
+    assert by == 1.5
+    value = loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="sequence")
+    assert value.item() == pytest.approx(-((1.28 + 1.0) / 2 - 0.8) / 1.5)
+
+
+def test_only_tokens_within_the_clip_pull() -> None:
+    terms, tokens = by_hand()
+    loss(terms, tokens, by=2.5, low=0.2, high=0.28, normalise="token").backward()
+    assert terms.now.grad is not None
+    # d(ratio · A)/d(now) = ratio · A: only the middle token is not clipped.
+    assert terms.now.grad.tolist() == pytest.approx([0.0, -1.0 / 2.5, 0.0])
+    assert float(clipped_share(terms, low=0.2, high=0.28)) == pytest.approx(2 / 3)
+
+
+def test_divergence_is_that_of_the_sampling_policy() -> None:
+    found = divergence(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
+    assert found.tolist() == pytest.approx([2 - 1 - math.log(2)])
+
+
+# ── rows and weights ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Lived(NamedTuple):
+    """A gateway in front of a model of random weights."""
+
+    g: Running
+    client: GatewayClient
+    engine: LocalEngine
+
+    async def rollout(self, group: str, reward: Callable[[list[int]], float]) -> None:
+        session = await self.g.open(metadata={"group": group})
+        await self.g.ask(session.key, "Hi", max_tokens=8)
+        await self.g.seal(session.id)
+        [turn] = await self.g.turns(session.id)
+        await self.client.record(session.id, Recorded(kind="graded", reward=reward(turn["ids"]), group=group, task="t"))
+
+    async def group(self, name: str, reward: Callable[[list[int]], float]) -> None:
+        await asyncio.gather(*(self.rollout(name, reward) for _ in range(N)))
+
+
+@asynccontextmanager
+async def lived(data: Path | None = None, engine: LocalEngine | None = None) -> AsyncIterator[Lived]:
+    engine = engine or LocalEngine(_model(), slots=8, flush_s=0.0)
+    async with gateway(engine=engine, data=data) as g, GatewayClient(g.root, g.app.admin_key) as client:
+        yield Lived(g, client, engine)
+
+
+def _model() -> Model:
+    """One that has favourites: it can be taught others in a few steps."""
+    made = model(vocabulary=VOCABULARY)
+    with torch.no_grad():
+        made.embedding.weight.mul_(2)
+    return made
+
+
+def even(ids: list[int]) -> float:
+    """What the models here are rewarded for."""
+    return sum(i % 2 == 0 for i in ids) / len(ids)
+
+
+@asynccontextmanager
+async def sampled() -> AsyncIterator[tuple[Lived, list[Row]]]:
+    """Rows of one group, and the weights that sampled them."""
+    async with lived() as here, await Feed.open(here.client, "f", FeedConfig(n=N)) as feed:
+        await here.group("g", even)
+        delivery = await feed.next(10)
+        assert delivery is not None
+        yield here, delivery.rows()
+
+
+async def test_recomputed_logprobs_are_those_that_were_recorded() -> None:
+    async with sampled() as (here, rows):
+        measured = Learner(here.engine.model, Settings()).gradients(rows, version=0)
+    assert measured.compared == len(rows) == N and measured.refused == ()
+    assert measured.difference is not None and measured.difference < 1e-5
+    assert measured.divergence == pytest.approx(0.0, abs=1e-8) and measured.clipped == 0.0
+    assert measured.tokens == sum(int(row.mask.sum()) for row in rows) and measured.entropy > 0
+
+
+@pytest.mark.parametrize("field", ["ids", "logprobs"])
+async def test_a_corrupted_row_is_refused_and_pulls_at_nothing(field: str) -> None:
+    async with sampled() as (here, rows):
+        place = int(np.flatnonzero(rows[1].mask)[2])
+        spoilt = getattr(rows[1], field).copy()
+        spoilt[place] += 1 if field == "ids" else 0.5
+        bad = [rows[0], msgspec.structs.replace(rows[1], **{field: spoilt}), *rows[2:]]
+        learner = Learner(here.engine.model, Settings())
+        measured = learner.gradients(bad, version=0)
+        found = _gradient(learner)
+        # As if that row had no advantage: its tokens stay in what the loss is divided by.
+        learner.gradients([rows[0], msgspec.structs.replace(rows[1], advantage=0.0), *rows[2:]], version=0)
+    [why] = measured.refused
+    assert f"branch {rows[1].branch}" in why and measured.compared == N
+    assert torch.allclose(found, _gradient(learner), atol=1e-6)
+
+
+async def test_another_temperature_is_told_as_such() -> None:
+    async with sampled() as (here, rows):
+        with pytest.raises(NotTheSame, match="temperature"):
+            Learner(here.engine.model, Settings(temperature=0.5)).gradients(rows, version=0)
+
+
+async def test_rows_of_older_weights_are_not_compared() -> None:
+    async with sampled() as (here, rows):
+        measured = Learner(here.engine.model, Settings(temperature=0.5)).gradients(rows, version=1)
+    assert measured.compared == 0 and measured.difference is None and measured.divergence > 0
+
+
+async def test_how_many_rows_are_computed_at_once_changes_nothing() -> None:
+    async with sampled() as (here, rows):
+        one, all_of_them = (Learner(here.engine.model, Settings(batch_tokens=tokens)) for tokens in (1, 100_000))
+        one.gradients(rows, version=0)
+        apart = _gradient(one)
+        all_of_them.gradients(rows, version=0)
+    assert torch.allclose(apart, _gradient(all_of_them), atol=1e-5) and float(apart.norm()) > 0
+
+
+def test_what_rows_begin_with_is_computed_once() -> None:
+    rows = [_row(10, ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]), _row(9, ids=[1, 2, 3, 9, 5, 6, 7, 8, 8])]
+    pack = packed(rows)
+    assert pack.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 5, 6, 7, 8, 8]
+    assert pack.positions.tolist() == [*range(10), *range(3, 9)]
+    assert pack.at.tolist() == [7, 8, 13, 14]
+    assert np.flatnonzero(pack.sees[15]).tolist() == [0, 1, 2, 10, 11, 12, 13, 14, 15]  # the beginning, and its own
+
+
+def test_batches_are_full() -> None:
+    rows = [_row(size) for size in (40, 50, 60, 400, 30)]
+    # All begin with the same ids: 37 of the first, and so on.
+    assert [[row.ids.size for row in batch] for batch in batches(rows, 80)] == [[40, 50, 60], [400], [30]]
+
+
+def test_a_row_of_two_versions_is_of_none() -> None:
+    assert of_version(_row(8, (3, 3)), 3)
+    assert not of_version(_row(8, (3, 4)), 4) and not of_version(_row(8, (3, 4)), 3)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="learning_rate"):
+        Settings(learning_rate=0.0)
+
+
+# ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_model_learns_what_is_rewarded() -> None:
+    async with lived() as here:
+        steps = await _trained(here, 10, settings=Settings(groups=2, learning_rate=1e-2))
+    first, last = ([step.reward or 0.0 for step in part] for part in (steps[:3], steps[-3:]))
+    assert sum(last) / 3 > sum(first) / 3 + 0.2, [step.reward for step in steps]
+    assert [step.version for step in steps] == list(range(1, 11)) and {step.stale for step in steps} == {0}
+    assert all(step.measured.difference is not None and step.measured.difference < 1e-3 for step in steps)
+    assert not any(step.measured.refused for step in steps)
+
+
+async def test_a_group_without_a_signal_changes_nothing() -> None:
+    async with lived() as here:
+        before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
+        [step] = await _trained(here, 1, settings=Settings(groups=1), reward=lambda ids: 1.0)
+        assert not step.measured.signal and step.version == 0 and step.reward == step.passed == 1.0
+        assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
+
+
+async def test_training_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """With the weights, the optimizer's memory, the number and the version that belong together."""
+    async with lived(tmp_path / "data") as here:
+        steps = await _trained(here, 3, folder=tmp_path / "checkpoints")
+        weights = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
+    found = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None and (found.state.step, found.state.number, found.state.version) == (3, 3, 3)
+    assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00003"]
+    async with lived(tmp_path / "data") as here:
+        trainer = _trainer(here, tmp_path / "checkpoints")
+        await trainer.restore()
+        assert all(torch.equal(a, b) for a, b in zip(weights, here.engine.model.parameters(), strict=True))
+        assert len(trainer.learner.optimizer.state) == len(weights)
+        assert trainer.steps == steps
+        more = await _trained(here, 5, folder=tmp_path / "checkpoints")
+    assert [(step.first, step.last) for step in more] == [(n, n) for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("moment", ["before the checkpoint", "after the checkpoint"])
+async def test_a_kill_around_the_checkpoint_trains_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    written = checkpoint.write
+
+    def killed(*given: object) -> None:
+        if moment == "after the checkpoint":
+            written(*given)  # type: ignore[arg-type]
+        raise RuntimeError("killed")
+
+    async with lived(tmp_path / "data") as here:
+        await _trained(here, 1, folder=tmp_path / "checkpoints")
+        monkeypatch.setattr(checkpoint, "write", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            await _trained(here, 2, folder=tmp_path / "checkpoints")
+        monkeypatch.setattr(checkpoint, "write", written)
+        assert (await here.client.fence())["version"] == 2
+    async with lived(tmp_path / "data") as here:
+        steps = await _trained(here, 4, folder=tmp_path / "checkpoints")
+        view = await here.client.show_feed("f")
+    assert [(step.first, step.last) for step in steps] == [(n, n) for n in range(1, 5)]
+    # The weights of version 2 are lost if they were in no checkpoint, and no others take that name.
+    again = 2 if moment == "after the checkpoint" else 4
+    assert [step.version for step in steps] == [1, again, again + 1, again + 2]
+    assert view.committed == 4
+
+
+async def test_checkpoints_may_be_rare(tmp_path: Path) -> None:
+    async with lived(tmp_path / "data") as here:
+        await _trained(here, 5, folder=tmp_path / "checkpoints", every=2)
+        assert (await here.client.show_feed("f")).committed == 5
+    found = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None and found.state.step == 5
+
+
+# ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _trainer(here: Lived, folder: Path | None, settings: Settings | None = None, every: int = 1) -> Trainer:
+    return Trainer(here.engine, here.client, settings or Settings(groups=1), folder=folder, every=every)
+
+
+async def _trained(
+    here: Lived,
+    steps: int,
+    *,
+    settings: Settings | None = None,
+    reward: Callable[[list[int]], float] = even,
+    folder: Path | None = None,
+    every: int = 1,
+) -> list[Step]:
+    """Groups are made one update at a time, so that all is sampled with the newest weights."""
+    trainer = _trainer(here, folder, settings, every)
+    await trainer.restore()
+    async with await Feed.open(here.client, "f", FeedConfig(n=N), after=trainer.state.number) as feed:
+        while trainer.state.step < steps:
+            wanted = trainer.learner.settings.groups - (
+                (await here.client.show_feed("f")).newest - trainer.state.number
+            )
+            for n in range(wanted):
+                await here.group(f"{trainer.state.step}.{trainer.state.version}.{n}", reward)
+            await trainer.run(feed, trainer.state.step + 1)
+    return trainer.steps
+
+
+def _gradient(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None])
+
+
+def _row(size: int, versions: tuple[int, int] = (0, 0), ids: list[int] | None = None) -> Row:
+    mask = np.zeros(size, np.bool_)
+    mask[-2:] = True
+    span = RowSpan(1, size - 2, size, "main", True, "", *versions)
+    return Row(
+        ids=np.array(ids or [0] * size, np.int32),
+        mask=mask,
+        logprobs=np.where(mask, -1.0, np.nan).astype(np.float32),
+        spans=(span,),
+        branch=1,
+        weight=1.0,
+        advantage=1.0,
+    )

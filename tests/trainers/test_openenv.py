@@ -1,0 +1,285 @@
+"""OpenEnv: its session API as its clients use it, and training traces that hold what they promise.
+
+That `openenv` itself takes them is in `test_openenv_real.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.kit import Gated, Json, Running, calls, gateway, result, say, tool, until, user, whole
+from turngate.engines.scripted import Turn
+from turngate.errors import Conflict
+from turngate.slots import hinted, new_secret, slot
+from turngate.trainers.openenv import training_trace
+
+
+async def opened(g: Running, **wanted: Json) -> Json:
+    response = await g.admin.post("/sessions", json=wanted)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def ask(g: Running, key: str, messages: Json, **request: Any) -> Any:
+    return whole(await g.client(key).chat.completions.create(model="m", messages=messages, **request))
+
+
+async def told(g: Running, name: str, what: str = "rollout", **query: Any) -> Json:
+    response = await g.admin.get(f"/sessions/{name}/{what}", params=query)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def worked(g: Running, key: str) -> None:
+    """Two turns with a tool, as an agent does them."""
+    history: list[Json] = [user("Fix it")]
+    tools = [tool()]
+    first = await ask(g, key, history, tools=tools)
+    history += [first.message(), result(first.calls[0], "the file")]
+    await ask(g, key, history, tools=tools)
+
+
+WORK = [say(calls(("read_file", {"path": "a"}))), say("Done.")]
+
+
+# ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_session_id_is_all_that_a_client_needs() -> None:
+    async with gateway(WORK) as g:
+        session = await opened(g, purpose="train", metadata={"task": "t"}, sampling={"temperature": 0.7})
+        assert session["capture_level"] == "tokens" and session["rollout_type"] == "train"
+        await worked(g, session["session_id"])
+        status = (await g.admin.get(f"/sessions/{session['session_id']}")).json()
+        assert (status["n_turns"], status["n_roots"], status["n_forks"], status["n_discarded"]) == (2, 1, 0, 0)
+        document = await told(g, session["session_id"])
+        assert document["trainable"] and document["metadata"] == {"task": "t"}
+        [listed] = (await g.admin.get("/sessions")).json()["sessions"]
+        assert listed["session_id"] == session["id"] and listed["turns"] == 2 and listed["task"] == "t"
+        assert g.engine.received[0].sampling.temperature == 0.7
+        assert (await g.admin.delete(f"/sessions/{session['session_id']}")).json() == {"deleted": True}
+        assert (await g.admin.delete(f"/sessions/{session['session_id']}")).json() == {"deleted": False}
+        assert (await g.admin.get(f"/sessions/{session['session_id']}")).status_code == 404
+
+
+async def test_an_id_opens_nothing() -> None:
+    async with gateway(WORK) as g:
+        session = await opened(g, session_id="rollout-1")
+        assert session["id"] == "rollout-1" and session["session_id"] != "rollout-1"
+        with pytest.raises(openai.AuthenticationError):
+            await ask(g, "rollout-1", [user("Hi")])
+        await ask(g, session["session_id"], [user("Hi")])
+        assert (await told(g, "rollout-1"))["stats"]["n_turns"] == 1
+        assert (await g.admin.post("/sessions", json={"session_id": "rollout-1"})).status_code == 409
+
+
+async def test_a_sessions_secret_does_not_open_the_trainers_side() -> None:
+    async with gateway(WORK) as g:
+        session = await opened(g)
+        agent = g.http(session["session_id"])
+        for method, path in (
+            ("GET", "/sessions"),
+            ("POST", "/sessions"),
+            ("GET", f"/sessions/{session['id']}/rollout"),
+        ):
+            assert (await agent.request(method, path)).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        ({"llm_url": "http://somewhere"}, "llm_url"),
+        ({"api_key": "k"}, "api_key"),
+        ({"purpose": "fun"}, "purpose"),
+        ({"max_model_calls": -1}, "max_model_calls"),
+        ({"sampling": {"top_p": 1.0}}, "temperature"),
+        ({"sampling": {"temperature": 0}}, "temperature"),
+        ({"sampling": {"temperature": 1.0, "top_p": 0.9}}, "top_p"),
+        ({"sampling": {"temperature": 1.0, "beams": 3}}, "beams"),
+        ({"eval_sampling": {"top_p": 0.9}}, "eval_sampling"),
+        ({"purpose": "eval", "sampling": {"temperature": 1.0}}, "sampling"),
+        ({"session_id": "a b"}, "id"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(wanted: Json, named: str) -> None:
+    async with gateway() as g:
+        response = await g.admin.post("/sessions", json=wanted)
+        assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
+async def test_neutral_sampling_as_openenv_spells_it() -> None:
+    async with gateway(WORK) as g:
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        session = await opened(g, sampling=sampling, auth_header="Authorization")
+        await ask(g, session["session_id"], [user("Hi")])
+        assert not g.engine.received[0].sampling.biases()
+
+
+async def test_the_budget_of_calls_ends_with_a_message() -> None:
+    async with gateway([say("One."), say("Two.")]) as g:
+        session = await opened(g, max_model_calls=1)
+        await ask(g, session["session_id"], [user("Hi")])
+        last = await ask(
+            g, session["session_id"], [user("Hi"), {"role": "assistant", "content": "One."}, user("Go on")]
+        )
+        assert "limit" in last.content
+        document = await told(g, session["session_id"])
+        assert document["stats"]["n_turns"] == 1 and document["budget_stop_count"] == 1
+
+
+async def test_an_evaluation_has_a_trace_and_nothing_to_train() -> None:
+    async with gateway(WORK) as g:
+        session = await opened(g, purpose="eval", eval_sampling={"temperature": 0.3, "top_p": 0.9})
+        await worked(g, session["session_id"])
+        document = await told(g, session["session_id"], include_messages=True)
+        assert document["rollout_type"] == "eval" and not document["trainable"] and document["sequences"]
+        assert not any(m for row in document["sequences"] for m in row["loss_mask"])
+        assert document["turns"][0]["request_messages"] == [user("Fix it")]
+        response = await g.admin.get(f"/sessions/{session['session_id']}/trace_entries")
+        assert response.status_code == 409
+        assert g.engine.received[0].sampling.top_p == 0.9
+
+
+async def test_an_observed_endpoint_is_for_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway([say("Hello.")]) as endpoint:
+        inner = await endpoint.open()
+        monkeypatch.setenv("KEY_OF_THE_ENDPOINT", inner.key)
+        relayed = {"engine_url": [endpoint.base_url], "engine_key_env": "KEY_OF_THE_ENDPOINT", "capture": "text"}
+        async with gateway(observe="openai", **relayed) as g:
+            refused = await g.admin.post("/sessions", json={"purpose": "train"})
+            assert refused.status_code == 400 and "exact" in refused.text
+            session = await opened(g)
+            assert (session["capture_level"], session["rollout_type"]) == ("text", "eval")
+            await ask(g, session["session_id"], [user("Hi")])
+            document = await told(g, session["session_id"], include_messages=True)
+            assert document["turns"][0]["response_message"]["content"] == "Hello." and not document["trainable"]
+            assert (await g.admin.get(f"/sessions/{session['id']}/trace_entries")).status_code == 409
+
+
+# ── what is trained ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_turns_and_rows_say_the_same() -> None:
+    async with gateway(WORK) as g:
+        session = await opened(g)
+        await worked(g, session["session_id"])
+        [row] = await g.samples(session["id"])
+        trace = training_trace(await g.trace(session["id"]))
+        turns = trace["turns"]
+        assert [t["loss_mask"][-1] for t in turns] == [1, 1] and trace["schema_version"] == 1
+        last = turns[-1]
+        assert last["prompt_token_ids"] + last["completion_token_ids"] == row["ids"]
+        assert [lp for t in turns for lp in t["per_token_logps"]] == [lp for lp in row["logprobs"] if lp is not None]
+        assert sum(sum(t["loss_mask"]) for t in turns) == sum(row["mask"])
+        assert last["request"]["messages"][1]["tool_calls"] and last["request"]["tools"][0]["type"] == "function"
+        assert last["response"]["choices"][0] == {
+            "message": {"role": "assistant", "content": "Done."},
+            "finish_reason": "stop",
+        }
+        [sequence] = (await told(g, session["id"]))["sequences"]
+        assert sequence["input_ids"] == row["ids"] and sequence["loss_mask"] == [int(m) for m in row["mask"]]
+        entries = (await told(g, session["id"], "trace_entries"))["entries"]
+        assert [e["metadata"].pop("node_id") for e in entries] == [t.pop("node_id") for t in turns] and entries == turns
+
+
+async def test_a_token_that_two_branches_share_is_trained_once() -> None:
+    async with gateway([say("A."), say("B."), say("C.")]) as g:
+        session = await opened(g)
+        key = session["session_id"]
+        first = await ask(g, key, [user("Hi")])
+        for more in ("this", "that"):
+            await ask(g, key, [user("Hi"), first.message(), user(more)])
+        view = await g.trace(session["id"])
+        trained = [t for t in training_trace(view)["turns"] if any(t["loss_mask"])]
+        assert len({t["node_id"] for t in trained}) == len(trained)
+        document = await told(g, session["id"], include_discarded=True)
+        assert document["stats"]["n_leaves"] == 2 and document["stats"]["n_forks"] == 1
+        tokens = [(n, t) for row in document["sequences"] for n, t in _trained(row, view)]
+        assert len(tokens) == len(set(tokens)) == document["stats"]["n_trainable_tokens"]
+
+
+def _trained(sequence: Json, view: Json) -> list[tuple[str, int]]:
+    """Each trained token of a sequence: its node, and its place there."""
+    sizes = {str(node["id"]): len(node["ids"]) for node in view["nodes"]}
+    mask, end = sequence["loss_mask"], len(sequence["loss_mask"])
+    found: list[tuple[str, int]] = []
+    parents = {str(n["id"]): str(n["parent"]) for n in view["nodes"]}
+    for node in reversed(sequence["node_ids"]):
+        start = end - sizes[node]
+        found += [(node, at) for at in range(sizes[node]) if mask[start + at]]
+        end = start - sizes[parents[node]]
+    assert end == 0
+    return found
+
+
+async def test_no_log_probability_is_made_up() -> None:
+    ids = say("Hello.").ids
+    async with gateway([Turn(ids, null_logprobs=True), say("Bye.")]) as g:
+        session = await opened(g)
+        first = await ask(g, session["session_id"], [user("Hi")])
+        await ask(g, session["session_id"], [user("Hi"), first.message(), user("Bye")])
+        without, scored = training_trace(await g.trace(session["id"]))["turns"]
+        assert without["completion_token_ids"] == without["per_token_logps"] == []
+        assert without["metadata"]["sampled_token_ids"] == list(ids) and "log-prob" in without["metadata"]["untrained"]
+        assert not any(without["loss_mask"]) and len(without["loss_mask"]) == len(without["prompt_token_ids"])
+        # It is context of what came after it, all the same.
+        assert scored["prompt_token_ids"][: len(without["prompt_token_ids"]) + len(ids)][-len(ids) :] == list(ids)
+        assert scored["loss_mask"][-1] == 1
+        [sequence] = (await told(g, session["id"]))["sequences"]
+        assert sum(sequence["loss_mask"]) == len(scored["completion_token_ids"])
+
+
+async def test_forced_calls_are_answered_and_not_trained() -> None:
+    async with gateway(lambda request, index: say('[{"name": "read_file", "parameters": {"path": "a"}}]')) as g:
+        session = await opened(g, purpose="train")
+        await ask(g, session["session_id"], [user("Hi")], tools=[tool()], tool_choice="required")
+        [turn] = training_trace(await g.trace(session["id"]))["turns"]
+        assert "biased" in turn["metadata"]["untrained"] and not any(turn["loss_mask"])
+        assert len(turn["per_token_logps"]) == len(turn["completion_token_ids"]) > 0
+
+
+async def test_what_was_aborted_is_kept_and_not_trained() -> None:
+    async with gateway(engine=Gated([say("A long answer that nobody waits for.")], tokens=3)) as g:
+        session = await opened(g)
+        stream = await g.client(session["session_id"]).chat.completions.create(
+            model="m", messages=[user("Hi")], stream=True
+        )
+        await anext(aiter(stream))
+        await until(lambda: g.gated.waiting)
+        await stream.close()  # the agent hangs up
+        await until(lambda: list(g.app.control.find(session["id"]).trace.turns()))
+        turns = training_trace(await g.trace(session["id"]))["turns"]
+        [turn] = turns
+        assert turn["metadata"]["role"] == "aborted" and turn["metadata"]["untrained"] and not any(turn["loss_mask"])
+        document = await told(g, session["id"])
+        assert document["sequences"] == [] and document["turns"][0]["discarded"]
+
+
+def test_a_trace_without_ids_is_refused() -> None:
+    view = {
+        "session": "s",
+        "status": "sealed",
+        "stop": "",
+        "config": {"mode": "observe"},
+        "preambles": {},
+        "nodes": [
+            {"id": 1, "parent": None, "kind": "context", "ids": [], "messages": [user("Hi")], "preamble": "", "cause": None,
+             "dialect": "chat", "told": {}},
+            {"id": 2, "parent": 1, "kind": "sampled", "role": "main", "ids": [], "logprobs": None,
+             "message": {"role": "assistant", "content": "Hello."}, "finish": "stop", "cause": None, "version_start": 0,
+             "version_end": 0, "started": 0.0, "ended": 0.0, "sampling": None, "biases": [], "capture": "text", "fault": "",
+             "engine": "", "lost": [], "delivered": True},
+        ],
+    }  # fmt: skip
+    with pytest.raises(Conflict, match="text only"):
+        training_trace(view)
+
+
+def test_a_secret_leads_to_the_worker_of_its_session() -> None:
+    """Several workers: a path that has a session's secret goes where one goes that has its id."""
+    secret = new_secret("rollout-1")
+    heads = [f"GET /sessions/{name}/rollout HTTP/1.1\r\n\r\n".encode() for name in (secret, "rollout-1")]
+    assert hinted(heads[0]) == hinted(heads[1]) == slot(secret) == slot("rollout-1")

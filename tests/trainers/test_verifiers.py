@@ -1,0 +1,100 @@
+"""The real `verifiers` package, in an environment of its own: its loader, its runner and its command evaluate our environment, with a real
+agent; and its own classes run beside our mixin (`inside_verifiers/`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.kit import Running, calls, gateway, say
+from tools import parts
+from turngate.agents import install
+from turngate.agents.spec import find
+
+PART = "verifiers"
+AGENT = "mini-swe-agent"
+ROOT = Path(__file__).parents[2]
+FIX = [
+    say("I look first.\n" + calls(("bash", {"command": "cat main.py"}))),
+    say("I mend it.\n" + calls(("bash", {"command": "sed -i 's/a - b/a + b/' main.py"}))),
+    say(calls(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}))),
+]
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    """Where the programs of verifiers' environment are."""
+    if reason := parts.missing(PART):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    return parts.ensure(PART) / "bin"
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TURNGATE_ADMIN", "PYTEST"))}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples" / "verifiers")])
+    return {**kept, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
+def test_its_own_classes_beside_ours(programs: Path) -> None:
+    """Every test of `inside_verifiers/`, run there."""
+    command = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/trainers/inside_verifiers"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found and int(found[1]) > 25 and "skipped" not in done.stdout
+
+
+async def evaluated(programs: Path, g: Running, folder: Path, task: str, *more: str) -> list[dict[str, object]]:
+    """The traces that `vf-eval` wrote."""
+    command = [
+        str(programs / "vf-eval"),
+        "turngate-env",
+        "--env.taskset.tasks",
+        str(ROOT / "examples" / "tasks" / task),
+    ]
+    command += ["-m", "m", "--no-rich", "--no-push", "-o", str(folder / "runs")]
+    command += ["--env.agent.harness.agent", AGENT, "--env.agent.harness.out", str(folder / "left"), *more]
+    env = environment(TURNGATE_GATEWAY=g.root, TURNGATE_ADMIN_KEY=g.app.admin_key)
+    done = await asyncio.to_thread(
+        subprocess.run, command, cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    [file] = (folder / "runs").rglob("traces.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_its_command_evaluates_a_real_agent(programs: Path, tmp_path: Path) -> None:
+    if (reason := install.missing(find(AGENT).spec)) is not None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    async with gateway(FIX) as g:
+        rollouts = ("-r", "2", "--env.agent.harness.sandbox", "local", "--sampling.temperature", "0.9")
+        traces = await evaluated(programs, g, tmp_path, "fix-add", *rollouts)
+        assert len(traces) == 2
+        for trace in _traces(traces):
+            assert (
+                trace["ok"]
+                and trace["rewards"]["grade"]["score"] == 1.0
+                and trace["info"]["turngate"]["class"] == "graded"
+            )
+            [row] = await g.samples(trace["info"]["turngate"]["session"])
+            nodes = trace["nodes"]
+            assert [token for node in nodes for token in node["token_ids"]] == row["ids"]
+            assert [mask for node in nodes for mask in node["mask"]] == [bool(m) for m in row["mask"]]
+            recorded = [lp for lp in row["logprobs"] if lp is not None]
+            told = [lp for node in nodes for lp in node["logprobs"]]
+            assert told == pytest.approx(
+                recorded, abs=1e-4
+            )  # its files are rounded to four places; what a trainer gets is not
+            assert sum(node["sampled"] for node in nodes) == 3
+        assert {request.sampling.temperature for request in g.engine.received} == {0.9}
+
+
+def _traces(written: list[dict[str, object]]) -> list[dict[str, object]]:
+    """verifiers writes episodes, or traces alone where an episode has one."""
+    return [trace for line in written for trace in line.get("traces", [line])]  # type: ignore[attr-defined]

@@ -1,0 +1,187 @@
+"""Keys and values of the calls under way and of those before them. Used by `decode.py` (the tensors) and `worker.py` (who has which slot).
+
+A *slot* holds one sequence. It stays as it is when its call ends, so a conversation's next turn goes on in it, and calls with a common
+beginning copy that instead of computing it. Nothing is shared between different salts (policy versions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from turngate.engines.local.model import Attend
+from turngate.engines.local.shape import Shape
+from turngate.types import Ids, type_of_ids
+
+Places = NDArray[np.int64]  # numbers of slots, or positions in them
+_WORTH = 16  # ids of a common beginning for which it is worth to wait until they are computed
+_HEAD = 64  # ids by which sequences are told apart before all of them are compared
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Ids that go into one slot, from `start` on."""
+
+    slot: int
+    start: int
+    ids: Ids
+
+
+class KeyValues:
+    """The tensors: (layers, 2, slots, kv_heads, length, head). The last place is where slots write that do not sample."""
+
+    def __init__(self, shape: Shape, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.spare = _rounded(length) - 1
+        size = (shape.layers, 2, slots, shape.kv_heads, self.spare + 1, shape.head)
+        if device.type == "cpu":
+            # Memory that numpy promises as zeros is only taken when it is written; torch would write all of it.
+            raw = np.zeros(size, np.float32 if dtype == torch.float32 else np.uint16)
+            self.tensor = torch.from_numpy(raw) if dtype == torch.float32 else torch.from_numpy(raw).view(dtype)
+        else:
+            self.tensor = torch.zeros(size, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_slot(shape: Shape, length: int, dtype: torch.dtype) -> int:
+        return shape.layers * 2 * shape.kv_heads * _rounded(length) * shape.head * dtype.itemsize
+
+    def copy(self, source: int, target: int, size: int) -> None:
+        self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
+
+    def filling(self, pieces: Sequence[Piece], slots: Tensor, positions: Tensor) -> Attend:
+        """Attention for the ids of several pieces, one after the other in one batch: each sees its own slot."""
+        masks = [_ahead(len(p.ids), p.start, self.tensor.device) for p in pieces]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.tensor[layer]
+            keys[slots, :, positions], values[slots, :, positions] = k, v
+            found, begin = torch.empty_like(q), 0
+            for piece, mask in zip(pieces, masks, strict=True):
+                size, end = len(piece.ids), piece.start + len(piece.ids)
+                mine = slice(begin, begin + size)
+                # (size, heads, head) → (kv_heads, group * size, head): heads that share keys are rows of one query.
+                asked = q[mine].unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
+                group = asked.shape[1] // size
+                got = F.scaled_dot_product_attention(
+                    asked[None],
+                    keys[piece.slot, None, :, :end],
+                    values[piece.slot, None, :, :end],
+                    attn_mask=mask.repeat(group, 1),
+                )
+                found[mine] = got[0].unflatten(1, (group, size)).permute(2, 0, 1, 3).flatten(1, 2)
+                begin += size
+            return found
+
+        return attend
+
+    def stepping(self, slots: Places, positions: Places) -> Attend:
+        """Attention for one id of each of these slots (ascending). Neighbours are read in one go, without copying anything."""
+        index, place = torch.from_numpy(slots), torch.from_numpy(positions)
+        runs = []
+        for rows in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1):
+            span = int(positions[rows].max()) + 1
+            mask = torch.arange(span) <= place[rows[0] : rows[-1] + 1, None]
+            runs.append(
+                (slice(rows[0], rows[-1] + 1), slice(slots[rows[0]], slots[rows[-1]] + 1), span, mask[:, None, None])
+            )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.tensor[layer]
+            keys[index, :, place], values[index, :, place] = k, v
+            asked = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys are rows of one query
+            found = [
+                F.scaled_dot_product_attention(
+                    asked[rows], keys[which, :, :span], values[which, :, :span], attn_mask=mask
+                )
+                for rows, which, span, mask in runs
+            ]
+            return torch.cat(found).flatten(1, 2)
+
+        return attend
+
+
+def _rounded(length: int) -> int:
+    """One place more, and as GPUs like it."""
+    return (length // 64 + 1) * 64
+
+
+def _ahead(size: int, start: int, device: torch.device) -> Tensor:
+    """What `size` ids from `start` on may see: (size, start + size)."""
+    places = torch.arange(start + size, device=device)
+    return places <= places[start:, None]
+
+
+class Slots:
+    """Which ids lie in which slot. `known` of them are computed; up to `wanted` will be. `taken`: a call is in it."""
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.count = slots
+        self.ids = np.zeros((slots, length), type_of_ids)
+        self.known = np.zeros(slots, np.int64)
+        self.wanted = np.zeros(slots, np.int64)
+        self.taken = np.zeros(slots, bool)
+        self._salts = [""] * slots
+        self._used = np.zeros(slots, np.int64)
+        self._clock = 0
+        self.reused = 0  # ids that were found here and not computed again
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that was computed holds any more."""
+        self.known[:] = 0
+        self.wanted[:] = 0
+
+    def take(self, ids: Ids, salt: str) -> tuple[int, int, int] | None:
+        """A slot for a call with these ids: the slot, the one to copy from (itself, where nothing is to be copied), and how many are known.
+
+        None: none is free, or one is being filled with a beginning that is worth waiting for. The last of the ids is never known:
+        it is what the first step is fed with.
+        """
+        free = np.flatnonzero(~self.taken)
+        if not free.size:
+            return None
+        common = self._common(ids, salt)
+        now, later = np.minimum(common, self.known), np.minimum(common, self.wanted)
+        source = int(now.argmax())
+        size = int(now[source])
+        if later.max() > max(size, _WORTH):
+            return None
+        if not size:
+            slot = source = self._stalest(free)
+        elif not self.taken[source] and (2 * size >= self.known[source] or free.size == 1):
+            slot = source
+        else:
+            slot = self._stalest(free[free != source])
+        self._clock += 1
+        self.taken[slot] = True
+        self.ids[slot, : len(ids)] = ids
+        self.known[slot], self.wanted[slot] = size, len(ids) - 1
+        self._salts[slot], self._used[slot] = salt, self._clock
+        self.reused += size
+        return slot, source, size
+
+    def leave(self, slot: int, known: int) -> None:
+        """The call in this slot is over; this many of its ids are computed."""
+        self._clock += 1
+        self.taken[slot] = False
+        self.known[slot] = self.wanted[slot] = known
+        self._used[slot] = self._clock
+
+    def _stalest(self, free: Places) -> int:
+        return int(free[np.where(self.known[free] == 0, -1, self._used[free]).argmin()])
+
+    def _common(self, ids: Ids, salt: str) -> Places:
+        """How many ids each slot has in common with the beginning of these."""
+        most = len(ids) - 1
+        common = np.zeros(self.count, np.int64)
+        candidates = np.array([slot for slot in np.flatnonzero(self.wanted) if self._salts[slot] == salt], np.int64)
+        for size in dict.fromkeys((min(_HEAD, most), most)):
+            if not candidates.size or not size:
+                break
+            same = self.ids[candidates, :size] == ids[:size]
+            common[candidates] = np.where(same.all(axis=1), size, same.argmin(axis=1))
+            candidates = candidates[common[candidates] == size]
+        return common

@@ -1,0 +1,410 @@
+"""The engine seam for a model in this process: calls in, chunks out. Built by `server/app.py` and by trainers; called by `turn.py`.
+
+    engine = LocalEngine("path/to/model")
+    await engine.start()
+    async with engine.updating(version=1):   # nothing is sampled in here; calls under way wait, and go on with the new weights
+        optimizer.step()                     # over engine.model.parameters()
+
+The event loop never computes: `worker.py` has a thread of its own, and this file turns its batches into streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import copy
+import itertools
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from turngate.engines.base import Chunk, Generate, Health
+from turngate.engines.local.cache import KeyValues, Slots
+from turngate.engines.local.decode import Decoder
+from turngate.engines.local.model import Model
+from turngate.engines.local.weights import load as load_model
+from turngate.engines.local.weights import load_into
+from turngate.engines.local.worker import Batch, End, Order, Worker
+from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
+from turngate.types import type_of_ids
+
+if TYPE_CHECKING:
+    from turngate.engines.weights import Load
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SLOTS = {"cpu": 16, "cuda": 256}
+_FILL_TOKENS = {"cpu": 512, "cuda": 16_384}
+_FILL_S = {"cpu": 0.0, "cuda": 0.015}
+
+
+class LocalEngine:
+    """A model that samples here. `model` is a folder, or a model that somebody else trains.
+
+    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. Where the model given has another one, the engine samples from a copy that
+    is renewed after every update; else trainer and engine have the same parameters. `slots` is how many calls are sampled at once; more of
+    them wait. `max_context` is at most the model's own, and what is reserved for each slot.
+    """
+
+    def __init__(
+        self,
+        model: Model | str | Path,
+        *,
+        device: Device = "auto",
+        dtype: Dtype = "auto",
+        slots: int | None = None,
+        max_context: int | None = None,
+        served: str = "",
+        name: str = "local",
+        fill_tokens: int | None = None,
+        flush_s: float = 0.02,
+    ) -> None:
+        self.name = name
+        self.served = served or (Path(model).name if not isinstance(model, Model) else name)
+        kind = model.device.type if isinstance(model, Model) else _device(device)
+        wanted = _dtype(dtype, kind)
+        self.model = model if isinstance(model, Model) else load_model(model, kind, wanted)
+        self.max_context = min(max_context or self.model.shape.context, self.model.shape.context)
+        self._own = None if self.model.dtype == wanted else copy.deepcopy(self.model).requires_grad_(False).to(wanted)
+        sampled = self._own or self.model
+        self.slots = slots or _slots(sampled, self.max_context, kind)
+        self._decoder = _decoder(sampled, self.slots, self.max_context)
+        self._table = Slots(self.slots, self.max_context)
+        self._worker = Worker(
+            self._decoder,
+            self._table,
+            self._deliver,
+            fill_tokens=fill_tokens or _FILL_TOKENS[kind],
+            fill_s=_FILL_S[kind],
+            flush_s=flush_s,
+        )
+        self._serials = itertools.count(1)
+        self._open: dict[int, Generation] = {}
+        self._guard = threading.Lock()  # `_open` is used by the event loops and the thread
+        self._state: Literal["new", "started", "closed"] = "new"
+        self._folder = None if isinstance(model, Model) else model
+        self._paused = False
+        self._version: int | None = None  # of the weights, where it is known
+        self._expected: int | None = None
+
+    def __repr__(self) -> str:
+        return f"LocalEngine({self.served!r}, device={self.model.device}, dtype={self._decoder.model.dtype}, slots={self.slots})"
+
+    @property
+    def reused_tokens(self) -> int:
+        """Ids of prompts that were found in the cache and not computed again."""
+        return self._table.reused
+
+    async def start(self) -> None:
+        if self._state == "new":
+            self._state = "started"
+            self._worker.start()
+            atexit.register(
+                self._worker.end
+            )  # a thread that computes while the interpreter is taken down would crash it
+
+    async def close(self) -> None:
+        started, self._state = self._state == "started", "closed"
+        if started:
+            await asyncio.to_thread(self._worker.end)
+            atexit.unregister(self._worker.end)
+
+    async def health(self) -> list[Health]:
+        detail = self._worker.broken or ("" if self._state == "started" else f"the local engine is {self._state}")
+        wrong = self._expected is not None and self._expected != self._version
+        if wrong:
+            detail = detail or f"has not the weights of version {self._expected}; repeat POST /admin/weights"
+        return [
+            Health(
+                url=self.address,
+                ok=not detail,
+                detail=detail,
+                model=self.served,
+                max_context=self.max_context,
+                in_flight=len(self._open),
+                wrong=wrong,
+            )
+        ]
+
+    def release(self, session: str) -> None:
+        """Nothing to forget: what a session has computed is overwritten when its slot is the stalest."""
+
+    def generate(self, request: Generate) -> Generation:
+        return Generation(self, request)
+
+    @asynccontextmanager
+    async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
+        """Sampling stands still inside. Calls under way go on afterwards, with the new weights; `drain`: they end first, and new ones
+        wait. What was computed with the old weights is computed again, so every log-probability is that of one set of weights over the
+        whole context.
+
+        `version`: the policy's from then on. Chunks then say which version sampled them; else that is for the gateway's fence to say.
+        """
+        reached = self._worker.hold(drain)
+        ends: int | None = self._version
+        try:
+            await asyncio.wrap_future(reached)
+            yield self.model
+            await asyncio.to_thread(self._renew)
+            ends = version
+        finally:
+            self._resume(ends)
+
+    @contextmanager
+    def updating_here(self, version: int | None = None, *, drain: bool = False) -> Iterator[Model]:
+        """The same, for a thread without an event loop."""
+        reached = self._worker.hold(drain)
+        ends: int | None = self._version
+        try:
+            reached.result()
+            yield self.model
+            self._renew()
+            ends = version
+        finally:
+            self._resume(ends)
+
+    def _resume(self, version: int | None) -> None:
+        self._version = version
+        self._worker.resume(version)
+
+    def _renew(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # the trainer's stream is not ours
+        if self._own is not None:
+            with torch.no_grad():
+                for mine, theirs in zip(self._own.parameters(), self.model.parameters(), strict=True):
+                    mine.copy_(theirs)
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)
+
+    # ── weights that come from a folder (`engines/weights.py`) ──────────────────────────────────────────────────────
+
+    @property
+    def address(self) -> str:
+        return f"{self.name}:{self.model.device}"
+
+    async def pause(self) -> None:
+        if not self._paused:
+            self._paused = True
+            await asyncio.wrap_future(self._worker.hold(drain=False))
+
+    async def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._worker.resume(self._version)
+
+    async def load(self, load: Load, *, frozen: bool) -> None:
+        """Calls in flight go on with the new weights over their whole context, frozen or not."""
+        if load.is_adapter:
+            raise EngineRejected(f"{self.name} loads whole models; merge the adapter {load.name!r} into one first")
+        await self._load(load.path, load.version)
+
+    async def original(self, *, frozen: bool) -> None:
+        if self._folder is None:
+            raise EngineRejected(f"{self.name} samples from a model that its trainer changes; load weights there")
+        await self._load(self._folder, None)
+
+    async def abort_all(self) -> None:
+        self._worker.give_up()
+
+    async def unload(self, name: str) -> None:
+        """There are no adapters here."""
+
+    def expect(self, load: Load | None) -> None:
+        self._expected = None if load is None else load.version
+
+    async def _load(self, folder: str | Path, version: int | None) -> None:
+        async with self.updating(version):
+            try:
+                await asyncio.to_thread(load_into, self.model, folder)
+            except ConfigError as error:
+                raise EngineRejected(f"{self.name}: {error.message}") from None
+
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def order(self, request: Generate) -> Order:
+        """What the thread is asked for; refused here where it cannot be done."""
+        if self._state != "started" or self._worker.broken:
+            why = self._worker.broken or ("it was closed" if self._state == "closed" else "it was not started")
+            raise EngineUnavailable(f"{self.name} does not sample: {why}")
+        if request.constraint is not None:
+            raise EngineRejected(
+                f"{self.name} cannot force an output into a shape ({request.constraint.kind}); "
+                "use vLLM or SGLang, or let the model answer freely"
+            )
+        prompt = np.ascontiguousarray(request.prompt, type_of_ids)
+        if not prompt.size:
+            raise EngineRejected(f"{self.name} was asked to go on from an empty prompt")
+        vocabulary = self.model.shape.vocabulary
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
+            raise EngineRejected(
+                f"{self.name}: id {wrong} is not one of the model's {vocabulary}: the tokenizer is another's"
+            )
+        room = self.max_context - prompt.size
+        if room < 1:
+            raise ContextOverflow(
+                f"{self.name}: the prompt has {prompt.size} tokens, and the context is {self.max_context}",
+                most=self.max_context,
+                size=int(prompt.size),
+            )
+        if request.max_tokens < 1:
+            raise EngineRejected(f"{self.name} was asked for {request.max_tokens} tokens")
+        stop_ids = tuple(i for i in request.stop_ids if 0 <= i < vocabulary)
+        most = min(request.max_tokens, room)
+        return Order(next(self._serials), prompt, most, request.sampling, stop_ids, request.cache_salt)
+
+    def submit(self, order: Order, generation: Generation) -> None:
+        with self._guard:
+            self._open[order.serial] = generation
+        self._worker.submit(order)
+
+    def leave(self, serial: int, *, over: bool) -> None:
+        with self._guard:
+            self._open.pop(serial, None)
+        if not over:
+            self._worker.abort(serial)
+
+    def _deliver(self, batch: Batch) -> None:
+        """In the thread: to the event loop of each call, in one go."""
+        with self._guard:
+            loops = {generation.loop for generation in self._open.values()}
+        for loop in loops:
+            try:
+                loop.call_soon_threadsafe(self._hand_out, loop, batch)
+            except RuntimeError:  # a loop that was closed over its calls
+                self._abandon(loop)
+
+    def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._guard:
+            left = [serial for serial, generation in self._open.items() if generation.loop is loop]
+        for serial in left:
+            self.leave(serial, over=False)
+
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, batch: Batch) -> None:
+        """In the event loop."""
+        bounds = np.flatnonzero(np.diff(batch.serials)) + 1
+        for serials, ids, logprobs in zip(
+            np.split(batch.serials, bounds), np.split(batch.ids, bounds), np.split(batch.logprobs, bounds), strict=True
+        ):
+            found = self._open.get(int(serials[0])) if serials.size else None
+            if found is not None and found.loop is loop:
+                found.take(ids.tolist(), logprobs.tolist(), batch.version)
+        for serial, end in batch.ends.items():
+            found = self._open.get(serial)
+            if found is not None and found.loop is loop:
+                found.finish(end)
+
+
+class Generation:
+    """One call: entered, it is a stream of chunks; left before its end, it is aborted. Nothing happens before the first is asked for."""
+
+    def __init__(self, engine: LocalEngine, request: Generate) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._engine, self._request = engine, request
+        self._serial = 0
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: tuple[int | None, int | None] = (None, None)
+        self._end: End | None = None
+        self._told = False  # the last chunk was given
+        self._news: asyncio.Future[None] | None = None
+        self._echo = request.echo_prompt
+        self._in_pieces = request.stream or bool(request.stop)  # whoever looks for stop strings may leave early
+
+    async def __aenter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._serial:
+            self._engine.leave(self._serial, over=self._end is not None)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._told:
+            raise StopAsyncIteration
+        if not self._serial:
+            order = self._engine.order(self._request)
+            self._serial = order.serial
+            self._engine.submit(order, self)
+        while self._end is None and not (self._ids and self._in_pieces):
+            self._news = self.loop.create_future()
+            await self._news
+        if self._end is not None and not isinstance(self._end, str) and not self._ids:
+            self._told = True
+            raise type(self._end)(self._end.message)  # one of its own for each call
+        return self._chunk()
+
+    def take(self, ids: list[int], logprobs: list[float], version: int | None) -> None:
+        if not self._ids:
+            self._versions = (version, version)
+        self._versions = (self._versions[0], version)
+        self._ids += ids
+        self._logprobs += logprobs
+        if self._in_pieces:
+            self._wake()
+
+    def finish(self, end: End) -> None:
+        self._end = end
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _chunk(self) -> Chunk:
+        ids, self._ids = self._ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        finish = self._end if isinstance(self._end, str) else None
+        self._told = finish is not None
+        prompt = self._request.prompt.tolist() if self._echo else None
+        self._echo = False
+        return Chunk(ids, logprobs, finish, prompt, self._span())
+
+    def _span(self) -> tuple[int, int] | None:
+        """The versions at the first and last of these tokens. What was sampled before any is known is of the version asked for."""
+        first, last = self._versions
+        return None if last is None else (self._request.version if first is None else first, last)
+
+
+def _device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted not in ("cpu", "cuda"):
+        raise ConfigError(f"device: {wanted!r} is not auto, cpu or cuda", param="device")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch sees no CUDA device here; choose cpu", param="device")
+    return wanted
+
+
+def _dtype(wanted: str, kind: str) -> torch.dtype:
+    if wanted == "auto":
+        return torch.bfloat16 if kind == "cuda" else torch.float32
+    if wanted not in _DTYPES:
+        raise ConfigError(f"dtype: {wanted!r} is not auto, float32 or bfloat16", param="dtype")
+    return _DTYPES[wanted]
+
+
+def _slots(model: Model, length: int, kind: str) -> int:
+    """As many as usual, or as fit into half of the memory that is there."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
+    return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))
+
+
+def _decoder(model: Model, slots: int, length: int) -> Decoder:
+    if model.device.type == "cuda":
+        from turngate.engines.local.graphs import GraphDecoder
+
+        return GraphDecoder(model, slots, length)
+    return Decoder(model, slots, length)

@@ -1,0 +1,116 @@
+"""Scores → ids, with the log-probabilities of the distribution that was really drawn from. Called by `decode.py`.
+
+A row is drawn with one number between 0 and 1 that follows from the call's seed and how many tokens it has: what else is in the batch
+changes nothing. `draw` is all that a plain call needs, and runs inside a GPU's graph; what bends the distribution (`Bent`) is done
+before it, row by row.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from turngate.types import Ids, Sampling
+
+_BITS = 48  # of a number between 0 and 1; few enough that no rounding makes it a 1
+_MASK = (1 << 63) - 1
+_BLOCKS = (256, 128, 64)
+
+
+class Bent(msgspec.Struct, frozen=True):
+    """A row whose scores are changed before it is drawn: by its sampling, and by what it holds so far."""
+
+    row: int
+    sampling: Sampling
+    prompt: Ids
+    sampled: Ids
+    stop_ids: tuple[int, ...]
+
+
+def draw(
+    scores: Tensor, temperature: Tensor, seed: Tensor, drawn: Tensor, *, some_greedy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """One id per row of `scores` (rows, vocabulary; float32, and changed), and its log-probability.
+
+    Temperature 0 takes the likeliest, for certain; `some_greedy` False promises that there is no such row.
+    """
+    greedy = temperature == 0
+    likely = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
+    ids = _reach(likely, uniform(seed, drawn)).clamp_(
+        max=scores.shape[-1] - 1
+    )  # beyond it only where scores are no numbers
+    if some_greedy:
+        ids = torch.where(greedy, likely.argmax(dim=-1), ids)
+    found = likely.gather(-1, ids[:, None])[:, 0].log()
+    return ids, torch.where(greedy & found.isfinite(), 0.0, found)
+
+
+def _reach(likely: Tensor, share: Tensor) -> Tensor:
+    """The id at which the probabilities of a row, added up from its start, exceed this share of them all.
+
+    First the block of ids, then the id in it: adding up a whole vocabulary exactly is the dearest part of a step on a CPU.
+    """
+    width = next((size for size in _BLOCKS if likely.shape[-1] % size == 0), 0)
+    if not width:
+        width = _BLOCKS[0]
+        likely = F.pad(likely, (0, -likely.shape[-1] % width))
+    blocks = likely.unflatten(-1, (-1, width))
+    ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    wanted = share[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, wanted, right=True).clamp_(max=ends.shape[-1] - 1)
+    before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, width))[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    # The two sums differ in their last bits, and an id of probability 0 must never be reached.
+    wanted = torch.minimum(wanted - before, inside[:, -1:] * (1 - 2.0**-50))
+    place = torch.searchsorted(inside, wanted, right=True).clamp_(max=width - 1)
+    return (block * width + place)[:, 0]
+
+
+def uniform(seed: Tensor, index: Tensor) -> Tensor:
+    """A number in [0, 1) for each pair: whole-number arithmetic, the same on every device."""
+    x = seed + (index + 1) * -7046029254386353131  # wraps around, as do the products below
+    x = (x ^ _right(x, 30)) * -4658895280553007687
+    x = (x ^ _right(x, 27)) * -7723592293110705685
+    x = x ^ _right(x, 31)
+    return _right(x, 64 - _BITS).double() / (1 << _BITS)
+
+
+def _right(x: Tensor, by: int) -> Tensor:
+    """A shift that brings in zeros, whatever the sign."""
+    return (x >> by) & (_MASK >> (by - 1))
+
+
+def bend(scores: Tensor, bent: Bent) -> None:
+    """Change one row of scores in place so that drawing from it is drawing as asked: penalties, then what is cut off."""
+    row, sampling = scores[bent.row], bent.sampling
+    _penalise(row, bent)
+    if len(bent.sampled) < sampling.min_tokens and bent.stop_ids:
+        row[torch.tensor(bent.stop_ids, device=row.device)] = -torch.inf
+    if sampling.temperature == 0:
+        return
+    if sampling.min_p > 0:
+        likely = F.log_softmax(row / sampling.temperature, dim=-1)
+        row[likely < likely.max() + float(np.log(sampling.min_p))] = -torch.inf
+    if 0 < sampling.top_k < row.shape[0]:
+        row[row < row.topk(sampling.top_k).values[-1]] = -torch.inf
+    if sampling.top_p < 1:
+        likely, order = F.softmax(row / sampling.temperature, dim=-1).sort(descending=True)
+        beyond = likely.double().cumsum(dim=-1) - likely >= sampling.top_p
+        beyond[0] = False  # the likeliest always stays
+        row[order[beyond]] = -torch.inf
+
+
+def _penalise(row: Tensor, bent: Bent) -> None:
+    """Repetition counts what is in the prompt too; presence and frequency count what was sampled."""
+    sampling = bent.sampling
+    if sampling.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(np.concatenate((bent.prompt, bent.sampled))).astype(np.int64)).to(row.device)
+        was = row[seen]
+        row[seen] = torch.where(was > 0, was / sampling.repetition_penalty, was * sampling.repetition_penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(bent.sampled):
+        ids, counts = np.unique(bent.sampled, return_counts=True)
+        cost = sampling.presence_penalty + sampling.frequency_penalty * counts
+        row[torch.from_numpy(ids.astype(np.int64)).to(row.device)] -= torch.from_numpy(cost).to(row)

@@ -1,0 +1,134 @@
+"""What a model folder's config.json says about the network. Read by `weights.py`; everything else in this folder asks the `Shape`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turngate.errors import ConfigError
+
+_KNOWN = ("llama", "qwen2", "qwen3")
+_ROPES = ("default", "linear", "llama3")
+
+
+class Rope(msgspec.Struct, frozen=True):
+    """How positions are turned into angles. `factor` and what follows only count where `kind` says so."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0  # llama3: wavelengths above original / low are stretched whole,
+    high: float = 4.0  # those below original / high not at all
+    original: int = 8192
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """The network's sizes."""
+
+    kind: str
+    vocabulary: int
+    hidden: int
+    inner: int  # of the feed-forward part
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int  # size of one
+    epsilon: float
+    context: int  # the longest that the model was made for
+    rope: Rope
+    tied: bool  # the output layer is the embedding
+    qkv_bias: bool
+    out_bias: bool
+    inner_bias: bool
+    head_norm: bool  # queries and keys are normalised (Qwen3)
+
+
+class _Config(msgspec.Struct, kw_only=True):
+    """The fields of config.json that shape the network, as `transformers` 4 and 5 write them."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+def read_shape(folder: Path) -> Shape:
+    """The shape of the model in `folder`. What this engine cannot compute exactly is refused."""
+    path = folder / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except OSError as error:
+        raise ConfigError(f"model folder: {path} cannot be read ({error.strerror})", param="model_folder") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"model folder: {path}: {error}", param="model_folder") from None
+    if config.model_type not in _KNOWN:
+        raise _refused(path, f"model_type {config.model_type!r}; it knows {', '.join(_KNOWN)}")
+    if config.hidden_act != "silu":
+        raise _refused(path, f"hidden_act {config.hidden_act!r}")
+    if config.use_sliding_window:
+        raise _refused(path, "use_sliding_window")
+    qwen2 = config.model_type == "qwen2"
+    return Shape(
+        kind=config.model_type,
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head=config.head_dim or config.hidden_size // config.num_attention_heads,
+        epsilon=config.rms_norm_eps,
+        context=config.max_position_embeddings,
+        rope=_rope(path, config),
+        tied=config.tie_word_embeddings,
+        qkv_bias=qwen2 or config.attention_bias,
+        out_bias=not qwen2 and config.attention_bias,
+        inner_bias=config.mlp_bias,
+        head_norm=config.model_type == "qwen3",
+    )
+
+
+def _rope(path: Path, config: _Config) -> Rope:
+    given = config.rope_parameters or config.rope_scaling or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in _ROPES:
+        raise _refused(path, f"rope type {kind!r}; it knows {', '.join(_ROPES)}")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refused(path, "partial_rotary_factor")
+    theta = float(given.get("rope_theta") or config.rope_theta or 10_000.0)
+    if kind == "default":
+        return Rope(theta)
+    factor = float(given.get("factor", 1.0))
+    if kind == "linear":
+        return Rope(theta, kind, factor)
+    return Rope(
+        theta,
+        kind,
+        factor,
+        low=float(given.get("low_freq_factor", 1.0)),
+        high=float(given.get("high_freq_factor", 4.0)),
+        original=int(given.get("original_max_position_embeddings", config.max_position_embeddings)),
+    )
+
+
+def _refused(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"model folder: {path}: the local engine cannot compute {what}; serve this model with vLLM or SGLang",
+        param="model_folder",
+    )

@@ -1,0 +1,157 @@
+"""Parameters from and to a Hugging Face folder. Called by `LocalEngine`, and by trainers that save what they trained.
+
+The network holds matrices of the same input in one piece (see `model.py`); a folder has them apart. `named` gives a model's
+parameters under the folder's names without copying any: for whoever sends weights to another engine.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from turngate.engines.local.model import Model
+from turngate.engines.local.shape import Shape, read_shape
+from turngate.errors import ConfigError
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_LAYER = {
+    "before": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "out": ("self_attn.o_proj",),
+    "between": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
+    """The model in `folder` (config.json and model.safetensors, in one file or several)."""
+    folder = Path(folder)
+    with torch.device("meta"):
+        model = Model(read_shape(folder))
+    model.load_state_dict(_state(model, folder, dtype), assign=True)
+    return model.requires_grad_(True).to(device)
+
+
+def load_into(model: Model, folder: str | Path) -> None:
+    """Other weights for a model, in place. All of them are read before the first is changed."""
+    folder = Path(folder)
+    if (other := read_shape(folder)) != model.shape:
+        wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
+        raise ConfigError(f"model folder: {folder} is of another shape: {', '.join(wrong)}", param="model_folder")
+    state = _state(model, folder, model.dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+
+
+def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    given = _Folder(folder)
+    expected = dict(model.named_parameters())
+    state = {ours: _joined(given, theirs, dtype) for ours, theirs in _names(model)}
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            raise ConfigError(
+                f"model folder: {folder}: {name} is {tuple(tensor.shape)}, and config.json means "
+                f"{tuple(expected[name].shape)}",
+                param="model_folder",
+            )
+    return state
+
+
+def fresh(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    """A model of this shape that has learnt nothing: for tests and for measuring."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = Model(shape).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02)
+    return model
+
+
+def named(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The parameters under the names of a Hugging Face folder. Views: they change with the model."""
+    parameters = dict(model.named_parameters())
+    for ours, theirs in _names(model):
+        pieces = parameters[ours].detach().split(_sizes(model.shape, len(theirs), ours)) if len(theirs) > 1 else None
+        for index, name in enumerate(theirs):
+            yield name, parameters[ours].detach() if pieces is None else pieces[index]
+
+
+def save(model: Model, folder: str | Path, source: str | Path | None = None) -> None:
+    """Write the model as a folder that every other engine can load. `source`: the folder it came from, for config and tokenizer."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _BESIDE if source is not None else ():
+        if (found := Path(source or "") / name).is_file() and found.resolve() != (folder / name).resolve():
+            shutil.copyfile(found, folder / name)
+    new = folder / (_WEIGHTS + ".new")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in named(model)}, new, metadata={"format": "pt"})
+    new.replace(folder / _WEIGHTS)  # whoever looks meanwhile sees the old file or the new one
+
+
+class _Folder:
+    """The tensors of a folder by name, from whichever file holds them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, str] = {}
+        index = folder / _INDEX
+        try:
+            if index.is_file():
+                self._files = json.loads(index.read_text())["weight_map"]
+            else:
+                with safe_open(folder / _WEIGHTS, "pt") as file:
+                    self._files = dict.fromkeys(file.keys(), _WEIGHTS)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"model folder: {folder} has no {_WEIGHTS} that can be read ({error})", param="model_folder"
+            ) from None
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ConfigError(f"model folder: {self._folder} has no weights {name}", param="model_folder")
+        try:
+            with safe_open(self._folder / self._files[name], "pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"model folder: {self._folder / self._files[name]} cannot be read ({error})", param="model_folder"
+            ) from None
+
+
+def _joined(given: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    found = [given.get(name).to(dtype) for name in names]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _names(model: Model) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each parameter's own name, and the names that its pieces have in a folder."""
+    for name, _ in model.named_parameters():
+        part, _, rest = name.partition(".")
+        if part == "layers":
+            index, piece, kind = rest.split(".")
+            yield name, tuple(f"model.layers.{index}.{theirs}.{kind}" for theirs in _LAYER[piece])
+        else:
+            yield (
+                name,
+                ({"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}[part] + "." + rest,),
+            )
+
+
+def _sizes(shape: Shape, pieces: int, name: str) -> tuple[int, ...]:
+    if pieces == 2:
+        return (shape.inner, shape.inner)
+    return (shape.heads * shape.head, shape.kv_heads * shape.head, shape.kv_heads * shape.head)

@@ -1,0 +1,69 @@
+"""Which groups of a batch are complete, and that the gateway is told so: trainers that follow it wait for no more rollouts of those.
+
+Owned by `batch.py`. A group that is closed twice is closed once, so a batch that is taken up again tells of all that are complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+
+from turngate.errors import TurngateError
+from turngate.rollout.client import GatewayClient, Unreachable
+from turngate.rollout.ledger import Finished
+
+log = logging.getLogger("turngate")
+_AGAIN_S = 0.5  # between two tries, while the gateway does not answer
+_HEARD_OF = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
+
+
+class Closing:
+    """Of one batch. `run` is a task for as long as it goes on; nobody else waits for the gateway."""
+
+    def __init__(self, gateway: GatewayClient, n: int) -> None:
+        self._gateway = gateway
+        self._n = n
+        self._finished: defaultdict[str, list[bool]] = defaultdict(list)  # by group, whether each is heard of
+        self._complete: asyncio.Queue[str] = asyncio.Queue()
+        self.barren = 0  # groups that are complete, and of which no trainer will hear
+        self.another_barren = asyncio.Event()
+
+    def finished(self, one: Finished) -> None:
+        """One rollout is, for good, whatever came of it."""
+        group = one.rollout.rpartition(".")[0]
+        members = self._finished[group]
+        members.append(bool(one.session) and one.kind in _HEARD_OF)
+        if len(members) < self._n:
+            return
+        del self._finished[group]
+        self._complete.put_nowait(group)
+        if not any(members):
+            self.barren += 1
+            self.another_barren.set()
+
+    async def run(self) -> None:
+        while True:
+            group = await self._complete.get()
+            await self._close(group)
+            self._complete.task_done()
+
+    async def told(self, limit_s: float) -> bool:
+        """Whether the gateway knows of all that are complete, within so many seconds."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._complete.join()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _close(self, group: str) -> None:
+        """A gateway that is being started again is waited for."""
+        while True:
+            try:
+                return await self._gateway.close_group(group)
+            except Unreachable:
+                await asyncio.sleep(_AGAIN_S)
+            except TurngateError as error:
+                log.warning("group %s is complete, but the gateway does not take that: %s", group, error.message)
+                return None

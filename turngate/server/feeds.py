@@ -1,0 +1,97 @@
+"""The API of feeds, under `/admin/feeds` and `/admin/groups`: how trainers are handed what they train on. Needs the admin key.
+
+Deliveries are sent as msgpack with raw little-endian arrays (`feed.py` says what is in it); everything else is JSON, errors too. Any worker
+serves it, since all of it is in the store.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.control import Control
+from turngate.errors import BadRequest
+from turngate.feed import FeedConfig
+from turngate.server.auth import Auth
+from turngate.server.http import body, reply, route, whole_number
+
+
+class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reader: str
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class FeedRoutes:
+    def __init__(self, control: Control, auth: Auth) -> None:
+        self._feeds = control.feeds
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        one = "/admin/feeds/{name}"
+        table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
+            ("/admin/feeds", "GET", self.listing),
+            (one, "PUT", self.open),
+            (one, "GET", self.show),
+            (one, "DELETE", self.delete),
+            (f"{one}/reader", "POST", self.take_over),
+            (f"{one}/deliveries", "GET", self.deliveries),
+            (f"{one}/commit", "POST", self.commit),
+            ("/admin/groups/{group:path}/close", "POST", self.close_group),
+        ]
+        return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
+
+    async def listing(self, request: Request) -> Response:
+        return reply({"feeds": self._feeds.listing()})
+
+    async def open(self, request: Request) -> Response:
+        return reply(self._feeds.open(request.path_params["name"], await body(request, FeedConfig)))
+
+    async def show(self, request: Request) -> Response:
+        return reply(self._feeds.show(request.path_params["name"]))
+
+    async def delete(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._feeds.delete(name)
+        return reply({"name": name, "deleted": True})
+
+    async def take_over(self, request: Request) -> Response:
+        view, reader = self._feeds.take_over(request.path_params["name"])
+        return reply({"reader": reader, "feed": view})
+
+    async def deliveries(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        reader = request.query_params.get("reader", "")
+        if not reader:
+            raise BadRequest(f"reader: is missing; POST /admin/feeds/{name}/reader gives one", param="reader")
+        page = await self._feeds.page(
+            name,
+            reader,
+            after=whole_number(request, "after"),
+            wait=_seconds(request, "wait"),
+            limit=whole_number(request, "limit", 1) or 1,
+        )
+        return Response(page, media_type="application/msgpack")
+
+    async def commit(self, request: Request) -> Response:
+        wanted = await body(request, CommitBody)
+        return reply(self._feeds.commit(request.path_params["name"], wanted.reader, wanted.number))
+
+    async def close_group(self, request: Request) -> Response:
+        group = request.path_params["group"]
+        return reply({"group": group, "deliveries": self._feeds.close_group(group)})
+
+
+def _seconds(request: Request, name: str) -> float:
+    text = request.query_params.get(name, "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(f"{name}: {text!r} is not a number of seconds", param=name)
+    return seconds

@@ -1,0 +1,192 @@
+"""The gate for a trainer in another process: take calls, answer, fail, give back, keep. Under `/admin/gate`, behind the admin key.
+
+Only where the gateway's engine is a gate (`--engine gate`). Bodies and replies are msgpack; token ids are raw 32-bit integers and
+log-probabilities raw 32-bit floats (not a number: not known), both little-endian. `trainers/gate.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.engines.gate import Gate
+from turngate.engines.gatecall import End, Fault, GateCall
+from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge
+from turngate.server.asgi import Watch
+from turngate.server.auth import Auth
+from turngate.server.http import reply, route
+from turngate.types import Constraint, Sampling, type_of_ids, type_of_logprobs
+
+T = TypeVar("T")
+MSGPACK = "application/msgpack"
+MAX_BODY = 32_000_000  # four million tokens
+MAX_WAIT_S = 60.0
+
+
+class Take(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 20.0
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
+
+
+class Handed(msgspec.Struct, frozen=True, kw_only=True):
+    """One call, as a trainer gets it. Who has its `lease` may answer it."""
+
+    id: str
+    lease: str
+    session: str
+    version: int
+    prompt: bytes
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    stream: bool = True
+
+
+class Taken(msgspec.Struct, frozen=True):
+    calls: list[Handed]
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A piece of an answer past its first `at` tokens; with `finish` it is the last one, and may be the only one."""
+
+    lease: str
+    ids: bytes
+    logprobs: bytes | None
+    at: Annotated[int, msgspec.Meta(ge=0)] = 0
+    finish: End | None = None
+    version: int | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    lease: str
+    message: str
+    fault: Fault = "unavailable"
+
+
+class Leased(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    lease: str
+
+
+class Renew(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    leases: dict[str, str]  # by call
+
+
+class Renewed(msgspec.Struct, frozen=True):
+    over: dict[str, str]  # calls that are no longer theirs, and why
+
+
+class GateRoutes:
+    def __init__(self, gate: Gate, auth: Auth) -> None:
+        self._gate = gate
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        one = "/admin/gate/calls/{call}"
+        return [
+            route("/admin/gate", "GET", self.show, self._auth),
+            route("/admin/gate/take", "POST", self.take, self._auth),
+            route("/admin/gate/renew", "POST", self.renew, self._auth),
+            route(f"{one}/answer", "POST", self.answer, self._auth),
+            route(f"{one}/fail", "POST", self.fail, self._auth),
+            route(f"{one}/give_back", "POST", self.give_back, self._auth),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        return reply(self._gate.waiting())
+
+    async def take(self, request: Request) -> Response:
+        wanted = await packed(request, Take)
+        calls: list[GateCall] = []
+        if self._gate.closed:
+            raise Stopping("the gateway is being stopped; come back in a moment")
+        with Watch(request.receive) as watch:
+            try:
+                calls = await self._gate.take(wanted.limit, wait_s=wanted.wait_s, lease_s=wanted.lease_s)
+            except asyncio.CancelledError:
+                if not watch.gone:
+                    raise
+        if watch.gone:  # whoever asked will not get them
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            for call in calls:
+                self._gate.give_back_of(call.id, call.lease)
+            return Response(status_code=499)
+        return _pack(Taken([_handed(call) for call in calls]))
+
+    async def answer(self, request: Request) -> Response:
+        given = await packed(request, Answer)
+        ids = _array(given.ids, type_of_ids, "ids")
+        logprobs = None if given.logprobs is None else _array(given.logprobs, type_of_logprobs, "logprobs")
+        call = request.path_params["call"]
+        self._gate.piece_of(call, given.lease, given.at, ids, logprobs, given.finish, given.version)
+        return _pack({})
+
+    async def fail(self, request: Request) -> Response:
+        given = await packed(request, Failed)
+        self._gate.fail_of(request.path_params["call"], given.lease, given.message, given.fault)
+        return _pack({})
+
+    async def give_back(self, request: Request) -> Response:
+        given = await packed(request, Leased)
+        self._gate.give_back_of(request.path_params["call"], given.lease)
+        return _pack({})
+
+    async def renew(self, request: Request) -> Response:
+        """Says for each call whether it is still worth working on."""
+        given = await packed(request, Renew)
+        over: dict[str, str] = {}
+        for call, lease in given.leases.items():
+            try:
+                self._gate.renew_of(call, lease)
+            except (Gone, Conflict, NotFound) as error:
+                over[call] = error.message
+        return _pack(Renewed(over))
+
+
+async def packed(request: Request, kind: type[T]) -> T:
+    """The body as `kind`; an empty one has only defaults."""
+    raw = b""
+    async for part in request.stream():
+        raw += part
+        if len(raw) > MAX_BODY:
+            raise TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
+    try:
+        return msgspec.msgpack.decode(raw or b"\x80", type=kind)
+    except msgspec.DecodeError as error:  # a body of another shape, too
+        raise BadRequest(f"the body is not the msgpack that is expected here: {error}") from None
+
+
+def _pack(value: object) -> Response:
+    return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
+
+
+def _array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:
+    little = np.dtype(kind).newbyteorder("<")
+    if len(raw) % little.itemsize:
+        raise BadRequest(f"{field}: {len(raw)} bytes are no whole number of {little.itemsize}-byte ones", param=field)
+    return np.frombuffer(raw, little).astype(kind)
+
+
+def _handed(call: GateCall) -> Handed:
+    return Handed(
+        id=call.id,
+        lease=call.lease,
+        session=call.session,
+        version=call.version,
+        prompt=np.ascontiguousarray(call.prompt, "<i4").tobytes(),
+        max_tokens=call.max_tokens,
+        sampling=call.sampling,
+        stop=call.stop,
+        stop_ids=call.stop_ids,
+        constraint=call.constraint,
+        stream=call.stream,
+    )

@@ -1,0 +1,208 @@
+"""What is kept of feeds: which there are, which rollouts wait for the rest of their group, and which make up each delivery.
+
+Numbers are given in the transaction that records the outcome which completes a group, so there is no moment at which a group is
+complete and has none, whoever is killed when; and since all workers write to one file, none is given twice. Reached through
+`Store`; `feed.py` makes deliveries of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import time
+
+import msgspec
+
+from turngate.store.beside import Connected, happened, insert_event
+from turngate.store.outcome import Recorded
+
+FEED_TABLES = """
+CREATE TABLE IF NOT EXISTS feeds (
+    key INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL UNIQUE,
+    config BLOB NOT NULL,         -- JSON of FeedConfig
+    n INTEGER NOT NULL,           -- of it: rollouts that make a group complete
+    prefix TEXT NOT NULL,         -- of it: of the groups that it takes
+    opened REAL NOT NULL,
+    reader TEXT NOT NULL DEFAULT '',  -- the token of who reads it; whoever had another one was taken over from
+    newest INTEGER NOT NULL DEFAULT 0,     -- the last number given; 0: none
+    handed INTEGER NOT NULL DEFAULT 0,     -- the highest that was handed out
+    committed INTEGER NOT NULL DEFAULT 0   -- the highest that its trainer is done with
+);
+CREATE TABLE IF NOT EXISTS rolled (
+    place INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order in which they were recorded
+    feed INTEGER NOT NULL,        -- its key
+    session INTEGER NOT NULL,     -- its key; the session itself may be deleted since
+    id TEXT NOT NULL,             -- its id
+    team TEXT NOT NULL,           -- the name of its group
+    number INTEGER,               -- of its delivery; NULL: its group is not complete
+    outcome BLOB NOT NULL,        -- JSON of Recorded, as it was when the number was given
+    UNIQUE (feed, session)        -- no rollout is in a feed twice
+);
+CREATE INDEX IF NOT EXISTS rolled_waiting ON rolled (feed, team) WHERE number IS NULL;
+CREATE INDEX IF NOT EXISTS rolled_delivered ON rolled (feed, number);
+"""
+_FEED = "key, name, config, opened, reader, newest, handed, committed"
+
+
+class FeedRow(msgspec.Struct, frozen=True):
+    """A feed as it stands."""
+
+    key: int
+    name: str
+    config: bytes
+    opened: float
+    reader: str
+    newest: int
+    handed: int
+    committed: int
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One rollout of a delivery."""
+
+    session: int
+    id: str
+    group: str
+    outcome: Recorded
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A group that is not complete."""
+
+    group: str
+    rollouts: int
+
+
+class FeedLog:
+    def __init__(self, writing: Connected, reading: Connected, *, there: bool = True) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._there = there  # False: a folder of an older version, looked at and not touched
+
+    # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, name: str, config: bytes, n: int, prefix: str, *, from_start: bool) -> FeedRow:
+        """The feed of that name, which is made if there is none."""
+        with self._writing() as db:
+            if (known := _find(db, name)) is not None:
+                return known
+            row = (name, config, n, prefix, time.time())
+            db.execute("INSERT INTO feeds (name, config, n, prefix, opened) VALUES (?,?,?,?,?)", row)
+            made = _find(db, name)
+            assert made is not None
+            if from_start:
+                before = "SELECT session, id, outcome FROM outcomes JOIN sessions ON sessions.key=session ORDER BY recorded, session"
+                for session, session_id, outcome in db.execute(before).fetchall():
+                    _take(db, (made.key, name, n, prefix), session, session_id, outcome)
+                made = _find(db, name)
+                assert made is not None
+            return made
+
+    def find(self, name: str) -> FeedRow | None:
+        with self._reading() as db:
+            return _find(db, name) if self._there else None
+
+    def listing(self) -> list[FeedRow]:
+        if not self._there:
+            return []
+        with self._reading() as db:
+            return [FeedRow(*row) for row in db.execute(f"SELECT {_FEED} FROM feeds ORDER BY key").fetchall()]
+
+    def waiting(self, feed: int, limit: int) -> list[Waiting]:
+        """Groups that are not complete, the oldest first."""
+        query = "SELECT team, count(*) FROM rolled WHERE feed=? AND number IS NULL GROUP BY team ORDER BY min(place) LIMIT ?"
+        with self._reading() as db:
+            return [Waiting(*row) for row in db.execute(query, (feed, limit)).fetchall()]
+
+    def delete(self, feed: int) -> None:
+        with self._writing() as db:
+            db.execute("DELETE FROM rolled WHERE feed=?", (feed,))
+            db.execute("DELETE FROM feeds WHERE key=?", (feed,))
+
+    # ── what comes in ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def enter(self, db: sqlite3.Connection, session: int, session_id: str, outcome: bytes) -> None:
+        """An outcome was recorded or replaced, in this very transaction: every feed that wants it has it from here on."""
+        for feed in db.execute("SELECT key, name, n, prefix FROM feeds").fetchall():
+            _take(db, feed, session, session_id, outcome)
+
+    def close_group(self, group: str) -> list[tuple[str, int]]:
+        """No more of it will come: what waits is complete as it is. Names of the feeds, and the numbers that it has there."""
+        closed = []
+        with self._writing() as db:
+            feeds = "SELECT DISTINCT key, name FROM feeds JOIN rolled ON feed=key WHERE number IS NULL AND team=?"
+            for key, name in db.execute(feeds, (group,)).fetchall():
+                closed.append((name, _number(db, key, name, group)))
+        return closed
+
+    # ── what goes out ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def members(self, feed: int, number: int) -> list[Member]:
+        """Of one delivery, in the order in which they were recorded."""
+        query = "SELECT session, id, team, outcome FROM rolled WHERE feed=? AND number=? ORDER BY place"
+        with self._reading() as db:
+            rows = db.execute(query, (feed, number)).fetchall()
+        return [Member(key, name, group, _recorded(outcome)) for key, name, group, outcome in rows]
+
+    def take_over(self, name: str) -> FeedRow | None:
+        """A new reader, with a token of its own. None: there is no such feed."""
+        with self._writing() as db:
+            db.execute("UPDATE feeds SET reader=? WHERE name=?", (secrets.token_hex(12), name))
+            return _find(db, name)
+
+    def hand_out(self, feed: int, reader: str, number: int) -> bool:
+        """Whether this reader may have what it is about to be given, up to a number, which is then known to have been given."""
+        with self._writing() as db:
+            query = "UPDATE feeds SET handed=max(handed, ?) WHERE key=? AND reader=?"
+            return db.execute(query, (number, feed, reader)).rowcount == 1
+
+    def commit(self, feed: int, reader: str, number: int) -> FeedRow | None:
+        """The feed afterwards: `committed` has grown to the number if that was handed out, to this reader or one before it. None: another
+        reads it, or it is gone."""
+        with self._writing() as db:
+            query = "UPDATE feeds SET committed=max(committed, iif(?1<=handed, ?1, 0)) WHERE key=?2 AND reader=?3"
+            if db.execute(query, (number, feed, reader)).rowcount != 1:
+                return None
+            return FeedRow(*db.execute(f"SELECT {_FEED} FROM feeds WHERE key=?", (feed,)).fetchone())
+
+
+def _find(db: sqlite3.Connection, name: str) -> FeedRow | None:
+    row = db.execute(f"SELECT {_FEED} FROM feeds WHERE name=?", (name,)).fetchone()
+    return None if row is None else FeedRow(*row)
+
+
+def _take(
+    db: sqlite3.Connection, feed: tuple[int, str, int, str], session: int, session_id: str, outcome: bytes
+) -> None:
+    """One rollout into one feed, and a number for its group if that is complete now."""
+    key, name, n, prefix = feed
+    recorded = _recorded(outcome)
+    # One that is there already either waits, and is replaced, or has a number, after which nothing about it changes.
+    db.execute("DELETE FROM rolled WHERE feed=? AND session=? AND number IS NULL", (key, session))
+    if recorded.kind == "infrastructure fault" or not recorded.group.startswith(prefix):
+        return
+    added = db.execute(
+        "INSERT OR IGNORE INTO rolled (feed, session, id, team, outcome) VALUES (?,?,?,?,?)",
+        (key, session, session_id, recorded.group, outcome),
+    ).rowcount
+    if not added:
+        return
+    query = "SELECT count(*) FROM rolled WHERE feed=? AND team=? AND number IS NULL"
+    (waiting,) = db.execute(query, (key, recorded.group)).fetchone()
+    if waiting >= n or not recorded.group:  # one that is of no group is a group of its own
+        _number(db, key, name, recorded.group)
+
+
+def _number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:
+    """The next number, for all of a group that wait."""
+    db.execute("UPDATE feeds SET newest=newest+1 WHERE key=?", (feed,))
+    (number,) = db.execute("SELECT newest FROM feeds WHERE key=?", (feed,)).fetchone()
+    query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
+    count = db.execute(query, (number, feed, group)).rowcount
+    insert_event(db, happened("", "delivery", {"feed": name, "number": number, "group": group, "rollouts": count}))
+    return int(number)
+
+
+def _recorded(outcome: bytes) -> Recorded:
+    return msgspec.json.decode(outcome, type=Recorded)

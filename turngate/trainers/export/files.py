@@ -1,0 +1,209 @@
+"""Files that are there whole or not at all: JSON lines, Parquet, or a folder with one JSON file per record. Written record by record."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from turngate.errors import ConfigError
+from turngate.types import Json
+
+_BATCH = 2_000_000  # tokens that are kept for a row group of a Parquet file
+_ODD = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what a record is made. `columns`: by name, the kind of each; none: it does not fit into columns."""
+
+    what: str  # for messages
+    columns: Mapping[str, str] = {}
+    folder: str = ""  # the field that a file of its own is named after, where the format is one file per record
+
+
+class Unwritable(Exception):
+    """One record, because of what an agent has put into it. It costs no other."""
+
+
+class File(ABC):
+    records = 0
+
+    @abstractmethod
+    def add(self, record: Mapping[str, Json]) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+@contextmanager
+def written(out: Path, layout: Layout) -> Iterator[File]:
+    """A file under its name when the block ends well, and nothing otherwise."""
+    if not out.suffix and layout.folder:
+        yield _Folder(_made(out), layout.folder)
+        return
+    if out.suffix not in (".jsonl", ".parquet"):
+        more = ", or a folder's name" if layout.folder else ""
+        raise ConfigError(f"out: {out} has to end in .jsonl or .parquet{more}", param="out")
+    if out.suffix == ".parquet" and not layout.columns:
+        raise ConfigError(f"out: {layout.what} do not fit into columns; write a .jsonl file", param="out")
+    _made(out.absolute().parent)
+    if out.is_dir():
+        raise ConfigError(f"out: {out} is a folder", param="out")
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    try:
+        with _opened(unfinished) as raw:
+            file = _Parquet(raw, layout.columns) if out.suffix == ".parquet" else _Lines(raw)
+            try:
+                yield file
+            finally:
+                file.close()
+            raw.flush()
+            os.fsync(raw.fileno())
+        unfinished.replace(out)
+    except OSError as error:
+        raise ConfigError(f"out: {out} cannot be written ({error.strerror or error})", param="out") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: {folder} cannot be made ({error.strerror})", param="out") from None
+    return folder
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    # What agents said and did is nobody else's business until its owner says so.
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        yield file
+
+
+def as_json(record: object) -> bytes:
+    """Arrays become lists, with null where there is no number."""
+    try:
+        return orjson.dumps(record, default=_plain)
+    except TypeError:  # half characters, which some agents make of text that they cut
+        try:
+            return json.dumps(record, default=_listed).encode()
+        except RecursionError:
+            raise Unwritable("it is nested more deeply than readers of JSON can follow") from None
+
+
+def _plain(value: object) -> Json:
+    return orjson.Fragment(_array(value)) if isinstance(value, np.ndarray) else msgspec.to_builtins(value)
+
+
+def _listed(value: object) -> Json:
+    return orjson.loads(_array(value)) if isinstance(value, np.ndarray) else msgspec.to_builtins(value)
+
+
+def _array(value: np.ndarray) -> bytes:
+    # As 64-bit numbers: the shortest spelling of a 32-bit one would read back as another 64-bit one.
+    wide = value.astype(np.float64) if value.dtype.kind == "f" else value
+    return orjson.dumps(np.ascontiguousarray(wide), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+class _Lines(File):
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+
+    def add(self, record: Mapping[str, Json]) -> None:
+        self._raw.write(as_json(record) + b"\n")
+        self.records += 1
+
+    def close(self) -> None:
+        pass
+
+
+class _Folder(File):
+    """Each file is whole or not there; those of records that came before a failure stay."""
+
+    def __init__(self, folder: Path, named_after: str) -> None:
+        self._folder = folder
+        self._named_after = named_after
+
+    def add(self, record: Mapping[str, Json]) -> None:
+        name = _ODD.sub("_", str(record[self._named_after]))
+        unfinished = self._folder / f".{name}.{os.getpid()}.unfinished"
+        try:
+            with _opened(unfinished) as file:
+                file.write(as_json(record) + b"\n")
+            unfinished.replace(self._folder / f"{name}.json")
+        except OSError as error:
+            raise ConfigError(f"out: {self._folder} cannot be written ({error.strerror})", param="out") from None
+        finally:
+            unfinished.unlink(missing_ok=True)
+        self.records += 1
+
+    def close(self) -> None:
+        pass
+
+
+class _Parquet(File):
+    def __init__(self, raw: IO[bytes], columns: Mapping[str, str]) -> None:
+        if find_spec("pyarrow") is None:
+            raise ConfigError(
+                "out: writing parquet needs pyarrow: pip install 'turngate[parquet]', or write a .jsonl file",
+                param="out",
+            )
+        self._arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        self._schema = self._arrow.schema([(name, self._type(kind)) for name, kind in columns.items()])
+        self._writer = parquet.ParquetWriter(raw, self._schema, compression="zstd")
+        self._waiting: list[Mapping[str, Json]] = []
+        self._tokens = 0
+
+    def _type(self, kind: str) -> Any:
+        arrow = self._arrow
+        if kind.endswith("[]"):
+            return arrow.list_(self._type(kind[:-2]))
+        return {
+            "text": arrow.string(),
+            "json": arrow.string(),
+            "int": arrow.int64(),
+            "id": arrow.int32(),
+            "bit": arrow.int8(),
+            "flag": arrow.bool_(),
+            "number": arrow.float64(),
+            "logprob": arrow.float32(),
+        }[kind]
+
+    def add(self, record: Mapping[str, Json]) -> None:
+        self._waiting.append(record)
+        self._tokens += 1000 + sum(len(value) for value in record.values() if isinstance(value, np.ndarray))
+        self.records += 1
+        if self._tokens > _BATCH:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            columns = [[record[field.name] for record in self._waiting] for field in self._schema]
+            arrays = [self._array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
+            self._writer.write_table(self._arrow.Table.from_arrays(arrays, schema=self._schema))
+        self._waiting, self._tokens = [], 0
+
+    def _array(self, values: list[Json], kind: Any) -> Any:
+        if self._arrow.types.is_string(kind):  # also what is no text: as JSON
+            values = [v if v is None or isinstance(v, str) else as_json(v).decode() for v in values]
+            values = [v if v is None else v.encode("utf-8", "backslashreplace").decode() for v in values]
+        elif self._arrow.types.is_list(kind) and any(isinstance(v, np.ndarray) and v.dtype.kind == "f" for v in values):
+            # Where there is no number there is null, not one that some programs would go on with.
+            values = [self._arrow.array(v, type=kind.value_type, from_pandas=True) for v in values]
+        return self._arrow.array(values, type=kind)

@@ -1,0 +1,199 @@
+"""Rollouts of a data folder, group by group, the oldest group first; of those that are wanted.
+
+The folder is read as `turngate show` does, so a gateway may serve it meanwhile. What is known of every session at once is its key, its
+group and whether it is wanted; traces are read one group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from turngate.errors import ConfigError, StoreError
+from turngate.store.outcome import NO_REWARD, Recorded
+from turngate.store.sqlite import SessionRow, Store
+from turngate.trace.sample import Sample, samples
+from turngate.trace.session import Session
+from turngate.trace.tree import Context, Node, Sampled
+
+if TYPE_CHECKING:
+    from turngate.trainers.export.base import Left
+
+_PAGE = 500
+_recorded = msgspec.json.Decoder(Recorded)
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rollouts. Names may have * and ? in them; several are any of them; nothing given is all."""
+
+    groups: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    sessions: tuple[str, ...] = ()
+    min_reward: float | None = None
+    resolved: bool = False  # only those
+    unscored: Literal["keep", "drop"] = "keep"  # those whose reward is not known
+    unfinished: bool = False  # also sessions that are open, or were cancelled
+
+    def fits(self, row: SessionRow, outcome: Recorded | None) -> bool:
+        reward = None if outcome is None else outcome.reward
+        return (
+            _like(row.id, self.sessions)
+            and _like(group_of(row, outcome), self.groups)
+            and _like(task_of(row, outcome), self.tasks)
+            and (reward is not None or (self.unscored == "keep" and self.min_reward is None))
+            and (self.min_reward is None or (reward is not None and reward >= self.min_reward))
+            and (not self.resolved or (outcome is not None and outcome.resolved is True))
+        )
+
+
+class Rollout:
+    """One session with its trace and its outcome."""
+
+    def __init__(self, store: Store, row: SessionRow, session: Session, outcome: Recorded | None) -> None:
+        self._store = store
+        self.row = row
+        self.session = session
+        self.outcome = outcome
+        self.id = row.id
+        self.reward = None if outcome is None else outcome.reward
+        self.resolved = None if outcome is None else outcome.resolved
+        self.kind = "" if outcome is None else outcome.kind
+        self.group = group_of(row, outcome)
+        self.task = task_of(row, outcome)
+
+    @cached_property
+    def rows(self) -> list[Sample]:
+        """What a trainer is handed: each with something to train."""
+        return samples(self.session.trace, self.session.config.policy)
+
+    @cached_property
+    def branches(self) -> list[Sample]:
+        """Every one, also those in which nothing may be trained."""
+        return samples(self.session.trace, self.session.config.policy, keep_empty=True)
+
+    @cached_property
+    def nodes(self) -> dict[int, Node]:
+        return {node.id: node for node in self.session.trace.nodes}
+
+    def turn(self, node: int) -> Sampled:
+        found = self.nodes[node]
+        assert isinstance(found, Sampled), "only turns have spans"
+        return found
+
+    @cached_property
+    def messages(self) -> Mapping[int, bytes]:
+        return self._store.messages(self.row.key)
+
+    @cached_property
+    def _preambles(self) -> Mapping[bytes, tuple[bytes, bytes]]:
+        return self._store.preambles(self.row.key)
+
+    def tools(self, context: Context) -> bytes:
+        """JSON, as the agent sent them."""
+        return self._preambles.get(context.info.preamble, (b"[]", b""))[0]
+
+    @property
+    def agents_fault_at_most(self) -> bool:
+        """Nothing but the agent decided how it went, as far as anybody said."""
+        return self.kind not in NO_REWARD
+
+    def metadata(self, name: str) -> str:
+        return _text(self.row.config.metadata.get(name))
+
+    @property
+    def truncated(self) -> bool:
+        """A limit ended it, or its time, or a turn was cut short."""
+        status = self.outcome.data.get("status") if self.outcome and isinstance(self.outcome.data, dict) else None
+        return self.session.truncated or status in ("limit", "timed out")
+
+
+class Group:
+    """The rollouts of one group. `wanted` is what to write; `others` are there where a format looks at whole groups."""
+
+    def __init__(self, name: str, wanted: list[Rollout], others: list[Rollout]) -> None:
+        self.name = name  # empty: a rollout that is of none
+        self.wanted = wanted
+        self.others = others
+
+
+class Source(AbstractContextManager["Source"]):
+    def __init__(self, data: Path, wanted: Wanted, left: Left, *, whole: bool = False) -> None:
+        self._wanted = wanted
+        self._left = left
+        self._whole = whole
+        self._store = Store.reading(data)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store.close()
+
+    def groups(self) -> Iterator[Group]:
+        found = self._index()
+        if not any(fits for members in found.values() for _, fits in members):
+            raise ConfigError(
+                "data: no rollout there is wanted; ask for others, or look with `turngate show`", param="data"
+            )
+        for (name, _), members in found.items():
+            if not any(fits for _, fits in members):
+                continue
+            wanted = [one for key, fits in members if fits and (one := self._load(key)) is not None]
+            others = [one for key, fits in members if self._whole and not fits and (one := self._load(key)) is not None]
+            yield Group(name, wanted, others)
+
+    def _index(self) -> dict[tuple[str, int], list[tuple[int, bool]]]:
+        """By group the keys of its sessions, and whether each is wanted. A session that is of no group has one of its own."""
+        found: dict[tuple[str, int], list[tuple[int, bool]]] = {}
+        before: int | None = None
+        newest_first = []
+        while page := self._store.sessions(before=before, limit=_PAGE):
+            before = page[-1].key
+            outcomes = self._store.outcomes.of(page[-1].key, page[0].key)
+            for row in page:
+                outcome = None if row.key not in outcomes else _recorded.decode(outcomes[row.key])
+                fits = self._wanted.fits(row, outcome)
+                if row.status != "sealed" and not self._wanted.unfinished:
+                    if fits:
+                        self._left.out(f"its session is {row.status} (--unfinished takes it)")
+                    continue
+                newest_first.append((group_of(row, outcome), row.key, fits))
+        for name, key, fits in reversed(newest_first):
+            found.setdefault((name, 0 if name else key), []).append((key, fits))
+        return found
+
+    def _load(self, key: int) -> Rollout | None:
+        row = self._store.find_key(key)
+        if row is None:  # it was deleted meanwhile
+            self._left.out("its session was deleted meanwhile")
+            return None
+        outcome = self._store.outcomes.of(key, key).get(key)
+        try:
+            session = self._store.load(row)
+        except StoreError:
+            self._left.out("its trace is damaged on disk")
+            return None
+        return Rollout(self._store, row, session, None if outcome is None else _recorded.decode(outcome))
+
+
+def group_of(row: SessionRow, outcome: Recorded | None) -> str:
+    return outcome.group if outcome is not None else _text(row.config.metadata.get("group"))
+
+
+def task_of(row: SessionRow, outcome: Recorded | None) -> str:
+    told = "" if outcome is None else outcome.task
+    return told or _text(row.config.metadata.get("task"))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _like(name: str, patterns: tuple[str, ...]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,19 @@
+"""Which rollouts a training format takes: those in which nothing but the agent decided how it went, and something may be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from turngate.trainers.export.base import Left
+from turngate.trainers.export.source import Group, Rollout
+
+
+def usable(group: Group, left: Left, *, untrained: bool = False) -> Iterator[Rollout]:
+    """`untrained`: whether something may be trained is the caller's to say."""
+    for rollout in group.wanted:
+        if not rollout.agents_fault_at_most:
+            left.out(f"{rollout.kind}: not the agent's doing")
+        elif not untrained and not rollout.rows:
+            left.out("nothing of it may be trained")
+        else:
+            yield rollout

@@ -1,0 +1,193 @@
+"""A whole training run in one process: gateway, in-process engine, agents in their sandboxes, trainer. Called by `turngate train` and by
+the demo.
+
+    runner (a batch whose tasks come round) → agents → gateway → engine
+          ▲ pace                                  └→ feed → trainer → new weights for the engine
+          └─────────────────────────────────────────────────┘
+
+The runner is never further ahead of the trainer than `ahead` groups, so with as many as make an update every rollout is sampled with
+the newest weights. Everything is durable: killed at any moment, the same call on the same folder goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from turngate.config import ServeConfig
+from turngate.engines.base import Chunk, Generate
+from turngate.engines.local import LocalEngine
+from turngate.errors import ConfigError, TurngateError
+from turngate.rollout.batch import BatchResult, run_batch
+from turngate.rollout.client import GatewayClient
+from turngate.rollout.pace import Ahead
+from turngate.rollout.plan import BatchPlan
+from turngate.rollout.tally import Tally
+from turngate.rollout.wayout import WayOut
+from turngate.server.run import embedded
+from turngate.trainers.feed import Feed, FeedConfig
+from turngate.trainers.local.grpo import Settings, Step, Trainer
+
+FEED = "grpo"
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of what. Where it lies and who runs is the batch's."""
+
+    batch: BatchPlan  # tasks, agent, n; its `rounds` follow from the steps
+    steps: int
+    settings: Settings = Settings()
+    feed: FeedConfig | None = None  # None: groups of the batch's n, normalised
+    ahead: int | None = None  # groups that agents may be ahead of the trainer; None: those of one update
+    every: int = 1  # steps between checkpoints
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps: {self.steps} must be at least 1", param="steps")
+
+    def plan(self) -> BatchPlan:
+        """Tasks come round until there are groups enough."""
+        groups = self.steps * self.settings.groups
+        return msgspec.structs.replace(self.batch, rounds=-(-groups // len(self.batch.tasks)))
+
+    def feed_config(self) -> FeedConfig:
+        return self.feed or FeedConfig(n=self.batch.n)
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to tell what while it goes on."""
+
+    rollouts: Callable[[Tally], None] = lambda tally: None
+    step: Callable[[Step, Shares], None] = lambda step, shares: None
+
+
+class Shares(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the seconds of a step went. Agents are what is left: their processes, sandboxes and graders, and waiting for a core."""
+
+    whole: float
+    training: float
+    sampling: float  # seconds in which at least one call was being sampled
+    turngate: float  # seconds of a core that gateway, runner and feed used themselves
+
+    @property
+    def agents(self) -> float:
+        return max(0.0, self.whole - self.training - self.sampling - self.turngate)
+
+
+class Clocked(LocalEngine):
+    """The in-process engine, and for how long somebody waited for it."""
+
+    busy_s = 0.0
+    _calls = 0
+    _since = 0.0
+
+    @asynccontextmanager
+    async def _timed(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        if not self._calls:
+            self._since = time.monotonic()
+        self._calls += 1
+        try:
+            async with super().generate(request) as chunks:
+                yield chunks
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self.busy_s += time.monotonic() - self._since
+
+    def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:  # type: ignore[override]
+        return self._timed(request)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Everything that a run of agents needs, for as long as it is open."""
+
+    engine: Clocked
+    gateway: GatewayClient
+    wayout: WayOut
+
+
+@asynccontextmanager
+async def opened(config: ServeConfig, engine: Clocked) -> AsyncIterator[Place]:
+    """A gateway of our own around the engine."""
+    async with (
+        embedded(config, engine=engine) as address,
+        GatewayClient(address.url, address.admin_key) as gateway,
+        WayOut(gateway.url) as wayout,
+    ):
+        yield Place(engine, gateway, wayout)
+
+
+async def evaluate(place: Place, plan: BatchPlan, watch: Callable[[Tally], None] = lambda tally: None) -> BatchResult:
+    """Rollouts that nobody is trained on: run while no feed is open that takes their groups."""
+    result = await run_batch(plan, place.gateway, place.wayout, watch)
+    if result.stopped:
+        raise TurngateError(f"the evaluation stopped: {result.stopped}")
+    return result
+
+
+async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told: Told = Told()) -> list[Step]:
+    """To the last step. The feed is removed at the end: what follows is not training."""
+    clock = _Clock(place.engine)
+    pace: Ahead | None = None
+
+    def watched(step: Step) -> None:
+        if pace is not None:
+            pace.trained(step.last)
+        told.step(step, clock.lap(step))
+
+    trainer = Trainer(
+        place.engine,
+        place.gateway,
+        goal.settings,
+        folder=folder / "checkpoints",
+        source=source,
+        every=goal.every,
+        watch=watched,
+    )
+    await trainer.restore()
+    if trainer.state.step >= goal.steps:
+        return trainer.steps
+    pace = Ahead(goal.ahead or goal.settings.groups, trained=trainer.state.number)
+    feed = await Feed.open(place.gateway, FEED, goal.feed_config(), after=trainer.state.number)
+    async with feed:
+        running = asyncio.create_task(
+            run_batch(goal.plan(), place.gateway, place.wayout, told.rollouts, pace=pace), name="agents"
+        )
+        training = asyncio.create_task(trainer.run(feed, goal.steps), name="trainer")
+        try:
+            done, _ = await asyncio.wait({running, training}, return_when=asyncio.FIRST_COMPLETED)
+            if running in done:
+                result = running.result()
+                if result.stopped:
+                    raise TurngateError(f"the agents' batch stopped: {result.stopped}")
+            await training
+        finally:
+            for task in (running, training):
+                task.cancel()
+            await asyncio.gather(running, training, return_exceptions=True)
+    await place.gateway.delete_feed(FEED)
+    return trainer.steps
+
+
+class _Clock:
+    """What each step took of the time."""
+
+    def __init__(self, engine: Clocked) -> None:
+        self._engine = engine
+        self._at, self._busy, self._own = time.monotonic(), engine.busy_s, time.thread_time()
+
+    def lap(self, step: Step) -> Shares:
+        at, busy, own = time.monotonic(), self._engine.busy_s, time.thread_time()
+        shares = Shares(
+            whole=at - self._at,
+            training=step.seconds["train"],
+            sampling=busy - self._busy,
+            turngate=own - self._own,
+        )
+        self._at, self._busy, self._own = at, busy, own
+        return shares

@@ -1,0 +1,31 @@
+"""verifiers (0.4, whose one API is `verifiers.v1`) and, through it, prime-rl.
+
+    environment   any of our tasks, done by any agent of the catalogue in any of our sandboxes, as an environment of verifiers'
+    gateway       a mixin for verifiers' own harnesses: their model calls go to this gateway, by prime-rl's rollout API
+    graft         what the gateway recorded, as a trace of verifiers': its message graph, with ids, masks and log-probabilities
+
+Needs `pip install 'turngate[verifiers]'`; nothing else of Turngate imports this.
+"""
+
+from turngate.trainers.verifiers.environment import (
+    TurngateEnv,
+    TurngateEnvConfig,
+    TurngateHarness,
+    TurngateHarnessConfig,
+    TurngateTask,
+    TurngateTaskset,
+    TurngateTasksetConfig,
+)
+from turngate.trainers.verifiers.gateway import GatewayConfig, RolloutGatewayMixin
+
+__all__ = [
+    "GatewayConfig",
+    "RolloutGatewayMixin",
+    "TurngateEnv",
+    "TurngateEnvConfig",
+    "TurngateHarness",
+    "TurngateHarnessConfig",
+    "TurngateTask",
+    "TurngateTaskset",
+    "TurngateTasksetConfig",
+]

@@ -1,0 +1,341 @@
+"""Any of our tasks, done by any agent of the catalogue in any of our sandboxes, as an environment of verifiers'.
+
+    taskset   what `tasks/read.py` reads: Harbor folders, SWE rows, JSONL, a function …
+    harness   one rollout of ours (`rollout/one.py`), with the gateway that is named; its turns become the trace's message graph
+    env       both together, and one way to the gateway for all rollouts
+
+verifiers' own runtime holds nothing but an empty folder: the agent runs in our sandbox, and its model calls come to our gateway
+rather than to verifiers' server. The reward is the host's grade. Where there is none (an invalid task, a fault of the
+infrastructure), there is none there either: the trace has an error, which says whose fault it was, and `rewards["grade"]` is null.
+`examples/verifiers` is such an environment as a package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import verifiers.v1 as vf
+from pydantic import Field, model_validator
+
+from turngate.agents.install import ensure
+from turngate.agents.launch import Limits as Told
+from turngate.agents.spec import find
+from turngate.errors import Boundary, TurngateError
+from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.rollout.one import Rollout
+from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome
+from turngate.rollout.wayout import WayOut
+from turngate.sandboxes import backend
+from turngate.sandboxes.base import Network
+from turngate.sandboxes.posix import to_the_end
+from turngate.tasks import Task, read
+from turngate.trainers.verifiers.gateway import gateway_url
+from turngate.trainers.verifiers.graft import graft, turns_of
+from turngate.types import Json, Sampling
+from turngate.viewed import read as read_view
+
+GRADE = "grade"  # the name of the one reward
+_FETCH_S = 60.0
+# Whose fault it was, in verifiers' words.
+_FAULTS: Mapping[Boundary, type[Exception]] = {
+    "engine": vf.ProviderError,
+    "sandbox": vf.SandboxError,
+    "agent": vf.HarnessError,
+    "task": vf.TaskError,
+}
+# What a session's limit is called there: these count as truncated.
+_LIMITS = {"turns": "max_turns", "sampled_tokens": "max_output_tokens", "context_tokens": "max_total_tokens"}
+
+
+# ── tasks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TurngateData(vf.TaskData):
+    """Enough to find the task again wherever the rollout is run."""
+
+    tasks: str
+    task: str
+
+
+class TurngateTask(vf.Task[TurngateData]):
+    @property
+    def key(self) -> str:
+        return str(self.data.task)
+
+    async def score(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> None:
+        """The host's grade, which is known by now. None stays None."""
+        await super().score(trace, runtime)
+        if self.scoring_deferred:
+            return
+        reward = trace.info.get("turngate", {}).get("reward")
+        trace.rewards.setdefault(GRADE, None)
+        if reward is not None:
+            trace.record_reward(GRADE, reward)
+
+
+class TurngateTasksetConfig(vf.TasksetConfig):
+    tasks: str = ""
+    """Where the tasks are: a folder, a file, hf://org/name, module:function; as for `turngate batch --tasks`."""
+
+
+class TurngateTaskset(vf.Taskset[TurngateTask, TurngateTasksetConfig]):
+    def load(self) -> Iterator[TurngateTask]:
+        if not self.config.tasks:
+            raise ValueError("taskset.tasks: is not set; it has to say where the tasks are")
+        where = _whole(self.config.tasks)
+        for task in read(where):
+            data = TurngateData(id=task.id, name=task.id, prompt=task.instruction, tasks=where, task=task.id)
+            yield TurngateTask(data, self.config.task)
+
+
+def _whole(where: str) -> str:
+    """A path that is also one for a worker that was started elsewhere."""
+    return str(Path(where).absolute()) if Path(where).exists() else where
+
+
+@lru_cache(maxsize=1024)
+def asked(where: str, task: str) -> Task:
+    return next(iter(read(where, only=[task])))
+
+
+# ── one rollout ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TurngateHarnessConfig(vf.HarnessConfig):
+    gateway: str = ""
+    """URL of the gateway; else $TURNGATE_GATEWAY. Its admin key comes from $TURNGATE_ADMIN_KEY."""
+    agent: str = "mini-swe-agent"
+    """A name of `turngate agents list`, or the path of an agent's own TOML file."""
+    sandbox: str = "bubblewrap"
+    """local, bubblewrap, docker, e2b or huggingface."""
+    image: str = ""
+    network: Network = "none"
+    timeout_s: float | None = Field(None, gt=0)
+    """The agent's time; else the task's own, else half an hour."""
+    options: dict[str, str] = Field(default_factory=dict)
+    """The agent's own, as `turngate run --set`."""
+    context_tokens: int | None = Field(None, gt=0)
+    on_timeout: AtEnd = "grade"
+    on_failure: AtEnd = "grade"
+    on_limit: AtEnd = "grade"
+    on_lost: Literal["exclude", "zero"] = "zero"
+    out: Path = Path("turngate-rollouts")
+    """Where what agents leave is kept."""
+    keep_work: bool = False
+    public_url: str = ""
+    """Where a remote sandbox reaches the gateway …"""
+    tunnel: str = ""
+    """… or the command that makes such a way, and prints its URL. It is made once for all rollouts of the environment."""
+
+
+class Ground(msgspec.Struct, frozen=True):
+    """What all rollouts of an environment share."""
+
+    gateway: GatewayClient
+    wayout: WayOut
+
+
+_ground: ContextVar[Ground | None] = ContextVar("turngate_ground", default=None)
+
+
+@asynccontextmanager
+async def _grounds(config: TurngateHarnessConfig) -> AsyncIterator[Ground]:
+    try:
+        async with (
+            GatewayClient(gateway_url(config), admin_key_given()) as gateway,
+            WayOut(gateway.url, config.public_url, config.tunnel) as wayout,
+        ):
+            await gateway.check()
+            yield Ground(gateway, wayout)
+    except TurngateError as error:
+        raise vf.InterceptionError(error.message) from error
+
+
+class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
+    """One rollout of ours, from sandbox to grade."""
+
+    EXECUTES_CODE: ClassVar[bool] = False  # not in verifiers' runtime
+    NEEDS_CONTAINER: ClassVar[bool] = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        if not isinstance(trace.task.data, TurngateData):
+            raise vf.TaskError("the turngate harness does turngate tasks; use them with --env.taskset.id turngate-env")
+        trace.rewards.setdefault(GRADE, None)  # not known, whatever happens before it is
+        async with AsyncExitStack() as stack:
+            ground = _ground.get()
+            if ground is None:
+                ground = await stack.enter_async_context(_grounds(self.config))
+            _, prompt = self.resolve_text_prompt(data)  # which the run may have changed, or put something before
+            return await self._rolled(ground, ctx, trace, trace.task.data, prompt or "")
+
+    async def _rolled(
+        self, ground: Ground, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str
+    ) -> vf.ProgramResult:
+        try:
+            order = await asyncio.to_thread(self._order, ctx, trace, data, prompt)
+            await order.backend.check()
+        except TurngateError as error:
+            raise _fault(error.boundary, error.message) from error
+        rollout = Rollout(order, ground.gateway, ground.wayout, session=trace.id)
+        try:
+            outcome = await rollout.run()
+        except asyncio.CancelledError:  # the run's deadline, or its end: what was recorded stays
+            await to_the_end(_grafted(ground.gateway, trace, rollout.outcome))
+            raise
+        await _grafted(ground.gateway, trace, outcome)
+        _conclude(trace, outcome)
+        return vf.ProgramResult(exit_code=0, stdout=outcome.collected.stdout, stderr=outcome.collected.stderr)
+
+    def _order(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str) -> Order:
+        config = self.config
+        task = msgspec.structs.replace(asked(data.tasks, data.task), instruction=prompt)
+        spec = find(config.agent).spec
+        return Order(
+            task=task,
+            agent=spec,
+            installed=ensure(spec, lambda line: None),
+            backend=backend(config.sandbox),
+            model=ctx.model,
+            timeout_s=config.timeout_s or task.timeout_s or 1800.0,
+            image=config.image,
+            network=config.network,
+            env=config.resolved_env,
+            session=_session(ctx, trace),
+            told=Told() if config.context_tokens is None else Told(context_tokens=config.context_tokens),
+            options=config.options,
+            folder=config.out,
+            keep_work=config.keep_work,
+            policy=EndPolicy(
+                timed_out=config.on_timeout, failed=config.on_failure, limit=config.on_limit, lost=config.on_lost
+            ),
+        )
+
+
+def _session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
+    """The run's sampling and limits, which here the gateway sees to."""
+    given = ctx.sampling.model_dump(exclude_none=True)
+    known = {field.name for field in msgspec.structs.fields(Sampling)}
+    agent = trace.agent.config
+    limits = {
+        "turns": agent.max_turns,
+        "sampled_tokens": agent.max_output_tokens,
+        "context_tokens": agent.max_total_tokens,
+    }
+    return {
+        "sampling": {name: value for name, value in given.items() if name in known},
+        "limits": {name: value for name, value in limits.items() if value is not None},
+        "metadata": {"verifiers": trace.id},
+        **({"max_tokens": given["max_tokens"]} if "max_tokens" in given else {}),
+    }
+
+
+async def _grafted(gateway: GatewayClient, trace: vf.Trace, outcome: Outcome) -> None:
+    """The turns that were recorded, and what is known about the rollout."""
+    trace.info["turngate"] = {
+        "session": outcome.session,
+        "gateway": gateway.url,
+        "status": outcome.status,
+        "class": outcome.kind,
+        "reward": outcome.reward,
+        "agent": f"{outcome.agent} {outcome.version}".strip(),
+        "sandbox": outcome.sandbox,
+        "turns": outcome.turns,
+        "sampled_tokens": outcome.sampled_tokens,
+        "rows": outcome.rows,
+        "seconds": dict(outcome.seconds),
+        "notes": list(outcome.notes),
+    }
+    if not outcome.session:
+        return
+    try:
+        async with asyncio.timeout(_FETCH_S):
+            view = await gateway.trace(outcome.session)
+    except TurngateError as error:
+        raise vf.InterceptionError(f"the trace of session {outcome.session} cannot be had: {error.message}") from error
+    viewed = read_view(view)
+    trace.info["turngate"]["untrained"] = {str(turn.id): turn.untrained for turn in viewed.turns if turn.untrained}
+    graft(trace, turns_of(viewed))
+
+
+def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
+    """How it ended, in verifiers' words. What has no reward that could be trained on is an error, never a 0."""
+    if outcome.fault is not None:
+        raise _fault(outcome.fault.boundary, f"{outcome.fault.stage}: {outcome.fault.message}")
+    if outcome.kind in ("invalid task", "infrastructure fault"):
+        message = outcome.grade.message if outcome.grade is not None else ""
+        raise _fault("task" if outcome.kind == "invalid task" else "sandbox", f"{outcome.kind}: {message}")
+    if outcome.status == "cancelled":
+        raise vf.HarnessError(f"the rollout was cancelled: {outcome.stop}")
+    if outcome.kind is not None and outcome.reward is None:
+        raise vf.HarnessError(f"{outcome.status}, and so excluded (on_timeout, on_failure, on_limit, on_lost)")
+    if outcome.status == "timed out" or outcome.stop == "seconds":
+        trace.record_timeout("agent")
+    elif outcome.status == "limit":
+        trace.stop(_LIMITS.get(outcome.stop, "max_total_tokens"))
+    elif outcome.status == "failed":
+        trace.stop("agent_failed")
+
+
+def _fault(boundary: Boundary, message: str) -> Exception:
+    return _FAULTS.get(boundary, vf.InterceptionError)(message)
+
+
+# ── the environment ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TurngateEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
+    """The one seat. Its harness says which agent, which sandbox and which gateway."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_harness(cls, data: Any) -> Any:
+        """The harness is the one that comes with the taskset, unless another is named: its settings can be given without its name."""
+        if not isinstance(data, dict) or not isinstance(data.get("taskset"), dict) or not data["taskset"].get("id"):
+            return data
+        agent = data.get("agent") or {}
+        if not isinstance(agent, dict) or not isinstance(agent.get("harness") or {}, dict):
+            return data
+        harness = {"id": data["taskset"]["id"], **(agent.get("harness") or {})}
+        return {**data, "agent": {**agent, "harness": harness}}
+
+
+class TurngateEnv(vf.Env[TurngateEnvConfig]):
+    """One agent per task, with one way to the gateway for all of them."""
+
+    def __init__(self, config: TurngateEnvConfig) -> None:
+        super().__init__(config)
+        self._stack = AsyncExitStack()
+        self._shared: Ground | None = None
+
+    async def start(self) -> None:
+        harness: Any = self._agent_harness(self.config.agent)
+        if isinstance(harness, TurngateHarnessConfig):
+            self._shared = await self._stack.enter_async_context(_grounds(harness))
+
+    async def stop(self) -> None:
+        self._shared = None
+        await self._stack.aclose()
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        token = _ground.set(self._shared)
+        try:
+            await agents.agent.run(task)
+        finally:
+            _ground.reset(token)

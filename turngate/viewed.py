@@ -1,0 +1,192 @@
+"""A trace's JSON view (`GET /admin/sessions/{id}/trace`), read back call by call: what each was asked, in ids and in words.
+
+The bridges to formats that want a record per model call use it, here in the gateway (`server/openenv.py`) and on the trainer's side
+(`trainers/`), so that both say the same. What may be trained is decided by the rule that makes rows (`trace/sample.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from turngate.dialects import recorded
+from turngate.dialects.chat import wire_message
+from turngate.errors import BadRequest
+from turngate.trace.roles import TurnRole
+from turngate.trace.sample import Policy, untrainable
+from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
+from turngate.types import Json, Message, type_of_ids, type_of_logprobs
+
+_CHAT = "chat"
+
+
+class ViewedContext(msgspec.Struct, frozen=True):
+    """Messages that were added, and their ids."""
+
+    id: int
+    parent: int | None
+    ids: list[int]
+    messages: list[Json]  # in OpenAI's form
+    tools: list[Json]  # as the agent sent them, in its dialect
+    dialect: str
+    cause: str | None
+    told: Mapping[str, str]
+
+
+class ViewedTurn(msgspec.Struct, frozen=True):
+    """One model call. `untrained` says why it may not be trained; empty if it may."""
+
+    id: int
+    parent: int  # its context
+    root: int  # the context that its conversation began with
+    ids: list[int]
+    logprobs: list[float] | None  # None: not one for each id, whatever the reason
+    message: Json  # in OpenAI's form
+    role: TurnRole
+    untrained: str
+    finish: str
+    version_start: int
+    version_end: int
+    started: float
+    ended: float
+    sampling: Json
+    biases: list[str]
+    cause: str | None
+    capture: str
+    fault: str
+    delivered: bool
+
+
+class Viewed:
+    """The tree of one session."""
+
+    def __init__(self, view: Mapping[str, Any]) -> None:
+        self.session: str = view["session"]
+        self.status: str = view["status"]
+        self.stop: str = view["stop"]
+        self.config: Mapping[str, Json] = view["config"]
+        self.contexts: dict[int, ViewedContext] = {}
+        self.turns: list[ViewedTurn] = []  # oldest first
+        self._turns: dict[int, ViewedTurn] = {}
+        policy = msgspec.convert(self.config.get("policy", {}), Policy)
+        for node in view["nodes"]:
+            if node["kind"] == "context":
+                self.contexts[node["id"]] = _context(node, view["preambles"])
+            else:
+                root = self._root(node["parent"])
+                turn = _turn(node, root, policy)
+                self._turns[turn.id] = turn
+                self.turns.append(turn)
+
+    def _root(self, context: int) -> int:
+        parent = self.contexts[context].parent
+        return context if parent is None else self._turns[parent].root
+
+    def path(self, turn: ViewedTurn) -> list[ViewedContext | ViewedTurn]:
+        """From the root to `turn`."""
+        found: list[ViewedContext | ViewedTurn] = [turn]
+        while True:
+            context = self.contexts[found[-1].parent]  # type: ignore[index]  # a turn always has one
+            found.append(context)
+            if context.parent is None:
+                return found[::-1]
+            found.append(self._turns[context.parent])
+
+    def prompt(self, turn: ViewedTurn) -> list[int]:
+        """The ids that were sent to the engine."""
+        return [token for node in self.path(turn)[:-1] for token in node.ids]
+
+    def messages(self, turn: ViewedTurn) -> list[Json]:
+        """The conversation that it answers, in OpenAI's form."""
+        found: list[Json] = []
+        for node in self.path(turn)[:-1]:
+            found += [node.message] if isinstance(node, ViewedTurn) else node.messages
+        return found
+
+    def tools(self, turn: ViewedTurn) -> list[Json]:
+        return self.contexts[turn.parent].tools
+
+
+def read(view: Mapping[str, Any]) -> Viewed:
+    """A view as the admin API tells it."""
+    missing = [name for name in ("session", "status", "stop", "config", "preambles", "nodes") if name not in view]
+    if missing:
+        raise BadRequest(f"trace: {', '.join(missing)}: missing; give what GET /admin/sessions/ID/trace answers")
+    return Viewed(view)
+
+
+def told_apart(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
+    """The role of a turn, in the words of those who know three."""
+    if role in ("main", "subagent"):
+        return "agent"
+    return "auxiliary" if role == "side" else "discarded"
+
+
+def _context(node: Mapping[str, Any], preambles: Mapping[str, Any]) -> ViewedContext:
+    messages = node["messages"]
+    if node["dialect"] != _CHAT:
+        messages = [wire_message(m) for m in recorded(node["dialect"], msgspec.json.encode(messages))]
+    tools = preambles.get(node["preamble"], {}).get("tools") or []
+    return ViewedContext(
+        node["id"], node["parent"], node["ids"], messages, tools, node["dialect"], node["cause"], node["told"]
+    )
+
+
+def _turn(node: Mapping[str, Any], root: int, policy: Policy) -> ViewedTurn:
+    reason = untrainable(_as_recorded(node), node["role"], policy)
+    logprobs = node["logprobs"]
+    if logprobs is not None and (len(logprobs) != len(node["ids"]) or not all(map(_is_one, logprobs))):
+        logprobs = None
+        reason = reason or "log-probabilities that are none"
+    message = msgspec.convert(node["message"], Message)
+    return ViewedTurn(
+        id=node["id"],
+        parent=node["parent"],
+        root=root,
+        ids=node["ids"],
+        logprobs=logprobs,
+        message=wire_message(message),
+        role=node["role"],
+        untrained=reason,
+        finish=node["finish"],
+        version_start=node["version_start"],
+        version_end=node["version_end"],
+        started=node["started"],
+        ended=node["ended"],
+        sampling=node["sampling"],
+        biases=node["biases"],
+        cause=node["cause"],
+        capture=node["capture"],
+        fault=node["fault"],
+        delivered=node["delivered"],
+    )
+
+
+def _is_one(value: float | None) -> bool:
+    """A log-probability is a number, and never above 0."""
+    return value is not None and math.isfinite(value) and value <= 0
+
+
+def _as_recorded(node: Mapping[str, Any]) -> Sampled:
+    """As much of the node as the rule about training looks at."""
+    context = Context(node["parent"], None, np.empty(0, type_of_ids), ContextInfo(b"", b"", "", False))
+    given = node["logprobs"]
+    logprobs = None if given is None else np.array([np.nan if v is None else v for v in given], type_of_logprobs)
+    info = SampledInfo(
+        b"",
+        b"",
+        b"",
+        node["finish"],
+        node["version_start"],
+        node["version_end"],
+        node["started"],
+        node["ended"],
+        biases=tuple(node["biases"]),
+        capture=node["capture"],
+        fault=node["fault"],
+    )
+    return Sampled(node["id"], context, np.array(node["ids"], type_of_ids), logprobs, info)
