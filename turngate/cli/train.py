@@ -141,12 +141,7 @@ class Watching(Showing):
     def _line(self) -> str:
         seconds = int(time.monotonic() - self._began)
         done = 0 if self._tally is None else self._tally.done
-        places = {} if self._tally is None else self._tally.places
-        where = ", ".join(
-            f"{places[place]} {name}"
-            for place, name in (("start", "starting"), ("run", "running"), ("grade", "grading"))
-            if places.get(place)  # type: ignore[call-overload]
-        )
+        where = "" if self._tally is None else _where(self._tally)
         return f"{seconds // 60}:{seconds % 60:02d}  {self._phase}: {done}/{self._total} rollouts" + (
             f" ({where})" if where else ""
         )
@@ -158,6 +153,11 @@ class Watching(Showing):
         total = self._steps if training else self._total
         head.add_row(ProgressBar(total=max(1, total), completed=done, width=40), Text(self._line()))
         return Group(head)
+
+
+def _where(tally: Tally) -> str:
+    counts = {"starting": tally.places["start"], "running": tally.places["run"], "grading": tally.places["grade"]}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def told(step: Step, share: Shares) -> str:
