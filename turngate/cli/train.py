@@ -233,10 +233,10 @@ def ordered(given: Mapping[str, Any]) -> int:
 
 def _run(given: Mapping[str, Any]) -> Run:
     wanted = tuple(tasks.read(given["tasks"]))
-    chosen: Chosen = chosen_agent(given, max((task.instruction for task in wanted), key=len))
     model_folder = Path(given["model_folder"])
     if not (model_folder / "config.json").is_file():
         raise ConfigError(f"model_folder: {model_folder} holds no model (config.json)", param="model_folder")
+    chosen: Chosen = chosen_agent(given, max((task.instruction for task in wanted), key=len))
     folder = writable(given["out"])
     temperature = positive(given, "temperature")
     limits: dict[str, Any] = {} if given["max_turns"] is None else {"limits": {"turns": positive(given, "max_turns")}}
