@@ -209,8 +209,9 @@ async def trained(given: argparse.Namespace, model: Path, network: Model, out: P
     with Gateway(model, out / "data", engine) as address:
         if given.held_out:
             await held_out(given, address, out, "before")
-        await learn(given, address, engine, out)
-        if given.held_out:
+        if given.steps:
+            await learn(given, address, engine, out)
+        if given.steps and given.held_out:
             await held_out(given, address, out, "after")
             await held_out(given, address, out, "after_greedy", 0.0)
     if given.save:
@@ -351,10 +352,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="no step is begun after so many")
     parser.add_argument("--groups", type=int, default=4, help="of one step")
     parser.add_argument("--n", type=int, default=8, help="rollouts of a group")
-    parser.add_argument("--rate", type=float, default=1e-5)
+    parser.add_argument("--rate", type=float, default=2e-5)
     parser.add_argument("--ahead", type=int, default=3, help="steps whose groups may have begun")
     parser.add_argument("--stale", type=int, default=6, help="policy versions that a row may be behind")
-    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--tolerance", type=float, default=0.05)
     parser.add_argument("--held-out", type=int, default=63, help="tasks; 0: none are tried")
     parser.add_argument("--running", type=int, default=48, help="agents at once")
