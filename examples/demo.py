@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,6 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    began = time.monotonic()
     try:
         asyncio.run(main(options()))
     except (TurngateError, parts.PartError) as error:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,7 @@ async def _opened(run: Run, console: Console, data: str) -> Came | None:
         return None
 
 
-def ready(run: Run, data: str | Path = "") -> Any:
+def ready(run: Run, data: str | Path = "") -> AbstractAsyncContextManager[Place]:
     """Gateway and engine for a run, in this process."""
     config = ServeConfig(
         host="127.0.0.1",
