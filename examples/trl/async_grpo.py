@@ -35,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 from trl.experimental.async_grpo import AsyncGRPOConfig  # noqa: E402
 
 from turngate import tasks  # noqa: E402
@@ -104,7 +105,14 @@ def worker(given: argparse.Namespace, ran: BatchPlan, url: str, key: str) -> Tur
         max_staleness=given.staleness,
         on_truncated=given.on_truncated,  # a rollout that filled its context: train it, mask it, or leave it out
     )
-    config = WorkerConfig(gateway=url, feed=given.feed, choices=choices, plan=ran, longest_row=given.context)
+    config = WorkerConfig(
+        gateway=url,
+        feed=given.feed,
+        choices=choices,
+        plan=ran,
+        longest_row=given.context,
+        adapter="trl-policy" if given.lora else "",  # as TRL calls them
+    )
     return TurngateWorker(config, admin_key=key, checkpoint=given.resume)
 
 
@@ -136,6 +144,7 @@ def train(
         train_dataset=Dataset.from_list(asked),  # TRL counts its epochs by it; the rows come from the worker
         rollout_worker=rollouts,
         weight_transfer=transfer,  # None: TRL's own, over NCCL into vLLM
+        peft_config=LoraConfig(r=given.lora, target_modules="all-linear") if given.lora else None,
     )
     fenced(trainer, url, admin_key=key)
     trainer.train(resume_from_checkpoint=given.resume and str(given.resume))
@@ -163,6 +172,7 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rows", type=int, help="of a step, on each GPU")
     parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--lora", type=int, help="the rank of an adapter to train, instead of all weights")
     parser.add_argument("--save-steps", type=int)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", type=Path, help="a checkpoint's folder")

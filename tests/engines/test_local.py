@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -480,6 +482,28 @@ def test_the_gateway_is_told_what_the_local_engine_needs(tmp_path: Any) -> None:
         if torch.cuda.is_available():
             raise ConfigError("torch sees no CUDA device: this machine has one")
         LocalEngine(tmp_path, device="cuda")
+
+
+def test_torch_is_only_needed_where_it_is_asked_for(tmp_path: Any) -> None:
+    program = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import turngate.cli
+from turngate.config import ServeConfig
+from turngate.errors import ConfigError
+from turngate.server.app import Gateway
+try:
+    Gateway(ServeConfig(data=sys.argv[1], engine="local", tokenizer=sys.argv[2]))
+except ConfigError as error:
+    print(error.message)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), str(kit.BUILTIN_TOKENIZER)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "needs torch: pip install 'turngate[local]'" in done.stdout, done.stderr
 
 
 async def _chunks(engine: LocalEngine, request: Any) -> list[Chunk]:

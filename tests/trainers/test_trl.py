@@ -29,7 +29,7 @@ def python() -> str:
     return str(parts.ensure(PART) / "bin" / "python")
 
 
-def ran(*command: str, limit_s: float = 400) -> str:
+def ran(*command: str, limit_s: float = 600) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TURNGATE_ADMIN", "PYTEST"))}
     env = {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)

@@ -282,6 +282,49 @@ def batch(
 
 
 @app.command()
+def train(
+    tasks: Annotated[str, typer.Option(help="What to train on: a folder, a file of rows, file.py:function.")],
+    model_folder: Annotated[Path, typer.Option(help="The model: a Hugging Face folder (Llama, Qwen2, Qwen3).")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; a run that is there is gone on with.")],
+    agent: options.Agent = "mini-swe-agent",
+    held_out: Annotated[
+        Optional[str], typer.Option(help="Tasks that are only tried, before training and after.")
+    ] = None,
+    held_out_n: Annotated[int, typer.Option(help="Rollouts of each held-out task.")] = 1,
+    steps: Annotated[int, typer.Option(help="Updates.")] = 100,
+    n: Annotated[int, typer.Option("--n", "-n", help="Rollouts of each task: a group.")] = 8,
+    groups: Annotated[int, typer.Option(help="Groups that make an update.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-5,
+    temperature: Annotated[float, typer.Option(help="With which agents sample.")] = 1.0,
+    every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
+    concurrency: Annotated[int, typer.Option(help="Agents that run at the same time.")] = 8,
+    seed: Annotated[
+        Optional[int], typer.Option(help="The order of the tasks, and the sampling, follow from it.")
+    ] = None,
+    tokenizer: Annotated[Optional[str], typer.Option(help="Another tokenizer folder than the model's.")] = None,
+    sandbox: options.Sandbox = "bubblewrap",
+    data: Annotated[str, typer.Option(help="Folder for everything recorded. [OUT/data]")] = "",
+    timeout: options.Timeout = None,
+    max_turns: options.MaxTurns = None,
+    context_tokens: Annotated[Optional[int], typer.Option(help="Tokens of context that the engine reserves.")] = None,
+    option: options.Set = None,
+) -> None:
+    """Train a model with an agent, in this process: GRPO on what the tasks' graders decide (extra `local`).
+
+    Exit codes: 0 trained to the last step; 2 something that was given is wrong; 130 stopped by Ctrl-C.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    given = dict(locals())
+
+    def trained() -> int:
+        from turngate.cli.train import ordered
+
+        return ordered(given)
+
+    raise typer.Exit(_or_exit(trained))
+
+
+@app.command()
 def verify(
     session: Annotated[str, typer.Argument(help="A session's id, the beginning of it, or `last`.")] = "last",
     every: Annotated[bool, typer.Option("--all", help="Every session of the folder.")] = False,

@@ -64,6 +64,11 @@ class _Hold(msgspec.Struct):
     reached: Future[None]
     drain: bool
 
+    def tell(self) -> None:
+        """That nothing is sampled any more; whoever asked may have gone."""
+        if not self.reached.done() and self.reached.set_running_or_notify_cancel():
+            self.reached.set_result(None)
+
 
 class _Running:
     """A call in the thread's hands. `ids` is its prompt, and what it sampled before it was put back among those that wait (`begun`)."""
@@ -138,8 +143,8 @@ class Worker:
         """Done when nothing is sampled any more; `resume` must follow."""
         hold = _Hold(Future(), drain)
         self._commands.put(lambda: self._holds.append(hold))
-        if not self._thread.is_alive():
-            hold.reached.set_result(None)
+        if self._over or not self._thread.is_alive():
+            hold.tell()
         return hold.reached
 
     def resume(self, version: int | None = None) -> None:
@@ -205,9 +210,7 @@ class Worker:
             self._over = True
             self._obey_all()
             self._fail_all(EngineUnavailable("the local engine was closed"), waiting=True)
-            for hold in self._holds:
-                if not hold.reached.done():
-                    hold.reached.set_result(None)
+            self._reach()
             self._flush(now=True)
 
     def _turn(self) -> None:
@@ -216,13 +219,15 @@ class Worker:
             self._collect(leave=0)
             self._flush(now=True)
             self._decoder.settle()
-            for hold in self._holds:
-                if not hold.reached.done():
-                    hold.reached.set_result(None)
+            self._reach()
             return
         self._place()
         self._fill()
         self._step()
+
+    def _reach(self) -> None:
+        for hold in self._holds:
+            hold.tell()
 
     def _draining(self) -> bool:
         """Calls that were begun are to end first. Some may have been interrupted by an update just before."""

@@ -136,7 +136,7 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
     pace: Ahead | None = None
 
     def watched(step: Step) -> None:
-        if pace is not None:
+        if pace is not None and step.step < goal.steps:  # after the last one nobody needs more
             pace.trained(step.last)
         told.step(step, clock.lap(step))
 

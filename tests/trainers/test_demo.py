@@ -1,0 +1,51 @@
+"""`make demo FAST=1`, as somebody runs it who has just cloned this: a real agent, a real model, a real sandbox, GRPO."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines import local_kit  # noqa: F401  # skips where there is no torch
+from tools import base_image, parts
+from turngate.agents import install
+from turngate.agents.spec import find
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_fast_demo_trains_a_real_agent(tmp_path: Path) -> None:
+    for reason in (
+        parts.missing("smollm2"),
+        install.missing(find("mini-swe-agent").spec),
+        base_image.missing_bubblewrap(),
+    ):
+        if reason:
+            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    out = tmp_path / "demo"
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "demo.py"),
+        "--fast",
+        "--out",
+        str(out),
+        "--sandbox",
+        "bubblewrap",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = json.loads((out / "steps.json").read_text())
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        measured = step["measured"]
+        assert measured["compared"] == measured["rows"] == 8 and not measured["refused"]
+        assert measured["difference"] < 1e-3  # the trainer computes what the engine sampled with
+    assert any(step["measured"]["signal"] for step in steps), "no errand was done by some and failed by others"
+    assert (out / "reward.svg").read_text().startswith("<svg")
+    assert [one.name for one in (out / "checkpoints").iterdir()] == ["step-00003"]
+    for told in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Picture:"):
+        assert told in done.stdout

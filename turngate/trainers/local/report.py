@@ -1,0 +1,97 @@
+"""What came of a training run: a reward curve as a picture (SVG) and as lines for a terminal. Called by `turngate train` and the demo.
+
+Pure: numbers in, text out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+import msgspec
+
+from turngate.rollout.plot import Bar, Panel, lines
+
+_WIDTH, _HEIGHT = 900, 420
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 620, 70, 360
+_INK, _SOFT, _LINE, _SECOND = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
+_ENDS = 3  # steps at either end that are compared
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One measure, before training and after."""
+
+    name: str
+    before: float
+    after: float
+
+
+def gain(rewards: Sequence[float]) -> Compared | None:
+    """The mean of the first steps and of the last; None where those would be the same ones."""
+    ends = min(_ENDS, len(rewards) // 2)
+    if not ends:
+        return None
+    return Compared(
+        f"reward, first and last {ends} steps" if ends > 1 else "reward, first and last step",
+        sum(rewards[:ends]) / ends,
+        sum(rewards[-ends:]) / ends,
+    )
+
+
+def curve(rewards: Sequence[float]) -> list[str]:
+    """One bar per step."""
+    bars = tuple(Bar(f"step {n}", reward, f"{reward:.2f}") for n, reward in enumerate(rewards, 1))
+    return lines(Panel("mean reward of each step's rollouts", bars, whole=1.0))
+
+
+def svg(title: str, rewards: Sequence[float], compared: Sequence[Compared], note: str = "") -> str:
+    """The curve, and beside it what was compared. Rewards are between 0 and 1."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="system-ui, sans-serif">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        _text(_LEFT - 30, 30, title, size=16, weight="bold"),
+        _text(_LEFT - 30, 50, "mean reward of each step's rollouts", colour=_SOFT),
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        at = _BOTTOM - share * (_BOTTOM - _TOP)
+        parts.append(f'<path d="M{_LEFT} {at:.1f}H{_RIGHT}" stroke="#e3e7ee"/>')
+        parts.append(_text(_LEFT - 8, at + 4, f"{share:g}", size=11, anchor="end", colour=_SOFT))
+    count = len(rewards)
+    places = [
+        (_LEFT + (_RIGHT - _LEFT) * ((n + 0.5) / count), _BOTTOM - reward * (_BOTTOM - _TOP))
+        for n, reward in enumerate(rewards)
+    ]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{_LINE}" stroke-width="2.5"/>')
+    every = max(1, -(-count // 15))
+    for n, (x, y) in enumerate(places):
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_LINE}"/>')
+        if n % every == 0 or n == count - 1:
+            parts.append(_text(x, _BOTTOM + 18, str(n + 1), size=11, anchor="middle", colour=_SOFT))
+    parts.append(_text((_LEFT + _RIGHT) / 2, _BOTTOM + 38, "step", size=11, anchor="middle", colour=_SOFT))
+    parts += _bars(compared)
+    if note:
+        parts.append(_text(_LEFT - 30, _HEIGHT - 8, note, size=11, colour=_SOFT))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _bars(compared: Sequence[Compared]) -> list[str]:
+    x, width, parts = _RIGHT + 40, _WIDTH - _RIGHT - 110, []
+    for n, one in enumerate(compared):
+        y = _TOP + 90 * n
+        parts.append(_text(x, y, one.name, size=12, weight="bold"))
+        for row, (label, value, colour) in enumerate((("before", one.before, _SECOND), ("after", one.after, _LINE))):
+            at = y + 14 + 26 * row
+            parts.append(f'<rect x="{x}" y="{at}" width="{max(1.0, value * width):.1f}" height="18" fill="{colour}"/>')
+            parts.append(_text(x + max(1.0, value * width) + 6, at + 14, f"{value:.2f} {label}", size=11))
+    return parts
+
+
+def _text(
+    x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", colour: str = _INK, weight: str = "normal"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )
