@@ -20,7 +20,7 @@ from turngate.trace import fork
 from turngate.trace.meaning import DIGEST, Reading, tools_meaning
 from turngate.trace.session import Session
 from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
-from turngate.types import NO_IDS, Call, Ids, LongIds, Message, Tool, type_of_ids
+from turngate.types import NO_IDS, Call, Ids, Json, LongIds, Message, Tool
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _MESSAGES = {"responses": "input", "gemini": "contents"}  # what dialects call them, if not messages
@@ -37,6 +37,7 @@ class Preamble(msgspec.Struct, frozen=True):
     tools: tuple[Tool, ...]
     raw_tools: bytes
     raw_kwargs: bytes
+    kwargs: dict[str, object]  # what that spells
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -55,12 +56,23 @@ class Prompt(msgspec.Struct, frozen=True):
         return 0 if self.parent is None else self.located.start
 
 
+class _Tools(msgspec.Struct):
+    """A set of tools, decoded."""
+
+    tools: tuple[Tool, ...]
+    meaning: bytes
+    # What the last call with them began with, and what followed from what: calls that share a frame share their hints.
+    preamble: Preamble | None = None
+    hints: dict[str, Json] | None = None
+    renderer: Renderer | None = None
+
+
 class Prompts:
     """Renders calls. Keeps tools decoded, since agents send the same ones with every call."""
 
     def __init__(self) -> None:
-        # dialect, raw tools and whether later ones replace earlier ones → decoded, and their meaning
-        self._tools: dict[tuple[str, bytes, bool], tuple[tuple[Tool, ...], bytes]] = {}
+        # by dialect, raw tools and whether later ones replace earlier ones
+        self._tools: dict[tuple[str, bytes, bool], _Tools] = {}
 
     def locate(
         self, session: Session, call: Call, renderer: Renderer | None = None
@@ -95,16 +107,24 @@ class Prompts:
         known = self._tools.get(key)
         if known is None:
             tools = call.tools.decode() if call.tools is not None else ()
-            known = tools, tools_meaning([tool.wire for tool in tools])
+            known = _Tools(tools, tools_meaning([tool.wire for tool in tools]))
             if len(raw) <= _LARGE_TOOLS:  # an agent must not be able to fill our memory with its tools
                 if len(self._tools) >= _KNOWN_TOOLS:
                     self._tools.pop(next(iter(self._tools)))
                 self._tools[key] = known
+        outright = call.template_kwargs or session.config.template_kwargs
+        same = known.hints is call.template_hints and known.renderer is renderer
+        if known.preamble is not None and same and not outright:
+            return known.preamble
         # What the wire format implies counts only where the template knows it; what was said outright always does.
         implied = {k: v for k, v in call.template_hints.items() if renderer is not None and renderer.knows(k)}
         arguments = {**implied, **call.template_kwargs, **session.config.template_kwargs}
         kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
-        return Preamble(blake2b(known[1] + kwargs, digest_size=DIGEST).digest(), known[0], raw, kwargs)
+        digest = blake2b(known.meaning + kwargs, digest_size=DIGEST).digest()
+        preamble = Preamble(digest, known.tools, raw, kwargs, json.loads(kwargs))
+        if not outright:
+            known.preamble, known.hints, known.renderer = preamble, call.template_hints, renderer
+        return preamble
 
 
 class _followed:  # used like a function
@@ -161,11 +181,10 @@ def _render(session: Session, located: Located, preamble: Preamble, cause: Cause
     for message in located.reading.all(located.start):
         if message.beyond:
             raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
-    kwargs = json.loads(preamble.raw_kwargs) if preamble.raw_kwargs != b"{}" else {}
+    kwargs = preamble.kwargs
     bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
     if bridged is not None:
-        added = np.array(bridged, type_of_ids)
-        return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
+        return Prompt(located, located.node, bridged, prompt_ids(located.node, bridged), preamble, cause)
     parent, added = _whole(renderer, located, preamble.tools, kwargs)
     if parent is None and located.node is not None and cause in (None, "branch"):
         cause = "template"
@@ -174,7 +193,7 @@ def _render(session: Session, located: Located, preamble: Preamble, cause: Cause
 
 def _bridge(
     session: Session, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object], renderer: Renderer
-) -> list[int] | None:
+) -> Ids | None:
     """The new messages alone, where they go on from a sampled turn and nothing forbids it."""
     node = located.node
     if node is None or not renderer.bridges or session.config.thinking == "drop":
@@ -186,7 +205,7 @@ def _bridge(
     assert message is not None, "a located turn is an assistant's message"
     system = next((m.content for m in located.reading.messages(0) if m.role == "system"), "")
     last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open, system)
-    return renderer.bridge(last, in_call_order([message, *new])[1:], tools, kwargs)
+    return renderer.bridge_ids(last, in_call_order([message, *new])[1:], tools, kwargs)
 
 
 def in_call_order(messages: Sequence[Message]) -> list[Message]:
@@ -211,7 +230,7 @@ def _whole(
     renderer: Renderer, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object]
 ) -> tuple[Sampled | None, Ids]:
     """Everything rendered anew. It still extends the located turn if that is a prefix of it, token for token."""
-    ids = np.array(renderer.render(in_call_order(located.reading.all()), tools, kwargs), type_of_ids)
+    ids = renderer.render_ids(in_call_order(located.reading.all()), tools, kwargs)
     node = located.node
     if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):
         return node, ids[node.length :]

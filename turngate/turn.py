@@ -67,6 +67,9 @@ from turngate.types import (
 )
 
 T = TypeVar("T")
+# Tokens that come with the end of a turn and are told together with it: one write less. More of them are told before, so that the end waits
+# until the agent has taken them: else it would count as delivered while it is still on the wire.
+_SHORT_END = 256
 # Takes a batch of events that came at once; returns when they are on their way to the agent. What it raises ends the turn.
 Tell = Callable[[Sequence[ReplyEvent]], Awaitable[None]]
 
@@ -267,15 +270,20 @@ class Turns:
             False  # the engine was left in order; it can still be cancelled while what is left of a reply is drained
         )
         fault = ""
+        last: list[Delta | CallDelta] = []  # what came with the end and goes out with it
         try:
             async with engine.generate(request) as chunks:
                 async for chunk in _until(session.deadline(), chunks):
                     _check(chunk, request)
-                    if events := self._sampled(session, draft, chunk, reader, call):
+                    events = self._sampled(session, draft, chunk, reader, call)
+                    over = reader.satisfied or session.tokens_left == 0 or chunk.finish is not None
+                    if over and chunk.finish != "abort" and len(chunk.ids) <= _SHORT_END:
+                        last = events
+                    elif events:
                         await tell(events)
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the engine gave this generation up")
-                    if reader.satisfied or session.tokens_left == 0 or chunk.finish is not None:
+                    if over:
                         finish = "stop" if reader.satisfied else chunk.finish or "length"
                         break
             whole = finish != "abort"
@@ -299,7 +307,7 @@ class Turns:
         )
         session.last_error = None
         usage = Usage(len(prompt.ids), len(draft.ids))
-        await tell([*rest, Done(finish, parsed.message, usage, node, reader.stopped_by)])
+        await tell([*last, *rest, Done(finish, parsed.message, usage, node, reader.stopped_by)])
 
     def _room(self, session: Session, call: Call, size: int) -> int:
         """How many tokens may be sampled after a prompt of `size`."""

@@ -44,20 +44,24 @@ class LongIds:
     """The ids of a whole prompt, spelled as the JSON list that engines want: a turn adds a hundredth to it, and only that is new. An
     array, where somebody needs one."""
 
-    __slots__ = ("_array", "json", "size")
+    __slots__ = ("_array", "inside", "size")
 
     def __init__(self, parts: Sequence[bytes], size: int) -> None:
         """`parts`: as `ids_as_json` has them."""
-        self.json = b"[%b]" % b",".join([part for part in parts if part])
+        self.inside = b",".join([part for part in parts if part])  # of the list
         self.size = size
         self._array: Ids | None = None
+
+    @property
+    def json(self) -> bytes:
+        return b"[%b]" % self.inside
 
     def __len__(self) -> int:
         return self.size
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Ids:
         if self._array is None:
-            self._array = ids_of_json(self.json[1:-1])
+            self._array = ids_of_json(self.inside)
         return self._array
 
     def __getitem__(self, index: slice) -> Ids:

@@ -656,6 +656,17 @@ def streamed(*events: Any, **body: Json) -> list[Json]:
     return found
 
 
+def test_signs_that_templates_use_are_only_text() -> None:
+    odd = '%b %d %% {"a": 1} \n"'
+    call = ToolCall("toolu_%d", "run%b", json.dumps({"x": odd}))
+    message = Message("assistant", odd, odd, (call,))
+    events = [Delta("reasoning", odd), Delta("content", odd), CallDelta(0, call)]
+    got = joined(streamed(*events, Done("stop", message, Usage(1, 2)), model="%b"))
+    thinking, text, use = got["content"]
+    assert thinking["thinking"] == odd == text["text"] and got["model"] == "%b"
+    assert (use["id"], use["name"], use["input"]) == (call.id, call.name, {"x": odd})
+
+
 def joined(events: list[Json]) -> Json:
     """What a client makes of the events."""
     message: Json = {}

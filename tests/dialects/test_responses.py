@@ -539,6 +539,18 @@ def types(events: list[Json]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
+def test_signs_that_templates_use_are_only_text() -> None:
+    odd = '%b %d %% {"a": 1} \n"'
+    call = ToolCall("call_%d", "run%b", json.dumps({"x": odd}))
+    events = (Delta("reasoning", odd), Delta("content", odd), CallDelta(0, call))
+    request = {"instructions": odd, "metadata": {"m": "%d%b"}, "model": "%b"}
+    for given in (streamed(*events, **request)[-1]["response"], whole(*events, **request)):
+        thinking, answer, called = given["output"]
+        assert thinking["content"][0]["text"] == odd == answer["content"][0]["text"] == given["instructions"]
+        assert (called["call_id"], called["name"], called["arguments"]) == (call.id, call.name, call.arguments)
+        assert given["model"] == "%b" and given["metadata"] == request["metadata"]
+
+
 def test_the_events_of_an_answer() -> None:
     events = streamed(Delta("content", "Hel"), Delta("content", ""), Delta("content", "lo."))
     assert types(events) == [

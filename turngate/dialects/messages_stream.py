@@ -1,7 +1,8 @@
 """Anthropic Messages, the way back: replies, streamed and whole, models and errors. Called by `messages.py` alone.
 
 What is handed out here comes back with the next request: call ids, signatures of thinking, and arguments that are no JSON object
-have one place each that writes them and reads them again.
+have one place each that writes them and reads them again. Events of a stream are templates with holes, since a reply has ten of them
+besides its text.
 """
 
 from __future__ import annotations
@@ -134,6 +135,29 @@ def whole(call: Call, done: Done) -> bytes:
     return orjson.dumps({**message, **_applied(asked)})
 
 
+def _event(name: str, fields: bytes = b"") -> bytes:
+    """A template. `%b` is JSON that is put in as it is, `%d` a number."""
+    event = name.encode()
+    return b'event: %b\ndata: {"type":"%b"%b}\n\n' % (event, event, fields)
+
+
+_MESSAGE_START = _event("message_start", b',"message":%b')
+_PING = _event("ping")
+_TEXT_START = _event("content_block_start", b',"index":%d,"content_block":{"type":"text","text":""}')
+_TEXT_DELTA = _event("content_block_delta", b',"index":%d,"delta":{"type":"text_delta","text":%b}')
+_THINKING_START = _event(
+    "content_block_start", b',"index":%d,"content_block":{"type":"thinking","thinking":"","signature":""}'
+)
+_THINKING_DELTA = _event("content_block_delta", b',"index":%d,"delta":{"type":"thinking_delta","thinking":%b}')
+_SIGNATURE = _event("content_block_delta", b',"index":%d,"delta":{"type":"signature_delta","signature":%b}')
+_TOOL_USE = (  # all of it, with its arguments in one piece
+    _event("content_block_start", b',"index":%d,"content_block":{"type":"tool_use","id":%b,"name":%b,"input":{}}')
+    + _event("content_block_delta", b',"index":%d,"delta":{"type":"input_json_delta","partial_json":%b}')
+)
+_BLOCK_STOP = _event("content_block_stop", b',"index":%d')
+_MESSAGE_STOP = _event("message_delta", b",%b") + _event("message_stop")
+
+
 class MessagesStream:
     """One streamed reply as server-sent events."""
 
@@ -148,22 +172,22 @@ class MessagesStream:
 
     def begin(self) -> bytes:
         # How long the prompt is turns out when it is rendered; the last event but one tells it.
-        return _event("message_start", {"message": {**_message(self._call), "usage": _usage(None)}})
+        return _MESSAGE_START % orjson.dumps({**_message(self._call), "usage": _usage(None)})
 
     def event(self, event: ReplyEvent) -> bytes:
         match event:
             case Delta(kind="content", text=text):
-                return self._opened("text") + self._delta({"type": "text_delta", "text": text})
+                return self._opened("text") + _TEXT_DELTA % (self._index, orjson.dumps(text))
             case Delta(kind="reasoning", text=text):
                 opened = self._opened("thinking")
                 self._thought.append(text)
-                return opened if self._asked.hidden else opened + self._delta(_thinking_delta(text))
+                return opened if self._asked.hidden else opened + _THINKING_DELTA % (self._index, orjson.dumps(text))
             case Delta(text=text):  # a seal
                 return self._opened("thinking") + self._closed(text)
             case CallDelta(call=call):
                 return self._closed() + self._tool_use(call)
             case Alive():
-                return _event("ping", {})
+                return _PING
             case Done() as done:
                 return self._closed() + self._over(done)
 
@@ -175,10 +199,7 @@ class MessagesStream:
             return b""
         closed = self._closed()
         self._open = kind
-        block = (
-            {"type": "text", "text": ""} if kind == "text" else {"type": "thinking", "thinking": "", "signature": ""}
-        )
-        return closed + self._start(block)
+        return closed + (_TEXT_START if kind == "text" else _THINKING_START) % self._index
 
     def _closed(self, seal: str = "") -> bytes:
         if not self._open:
@@ -186,32 +207,22 @@ class MessagesStream:
         signed = b""
         if self._open == "thinking":
             seal = seal or sealed("".join(self._thought), hidden=self._asked.hidden)
-            signed = self._delta({"type": "signature_delta", "signature": seal})
+            signed = _SIGNATURE % (self._index, orjson.dumps(seal))
         self._open, self._thought = "", []
         return signed + self._stop()
 
     def _tool_use(self, call: ToolCall) -> bytes:
-        block = {"type": "tool_use", "id": wire_id(call.id), "name": call.name, "input": {}}
-        delta = {"type": "input_json_delta", "partial_json": wrapped(call.arguments)}
-        return self._start(block) + self._delta(delta) + self._stop()
-
-    def _start(self, block: Json) -> bytes:
-        return _event("content_block_start", {"index": self._index, "content_block": block})
-
-    def _delta(self, delta: Json) -> bytes:
-        return _event("content_block_delta", {"index": self._index, "delta": delta})
+        name, arguments = orjson.dumps(call.name), orjson.dumps(wrapped(call.arguments))
+        used = _TOOL_USE % (self._index, orjson.dumps(wire_id(call.id)), name, self._index, arguments)
+        return used + self._stop()
 
     def _stop(self) -> bytes:
         self._index += 1
-        return _event("content_block_stop", {"index": self._index - 1})
+        return _BLOCK_STOP % (self._index - 1)
 
     def _over(self, done: Done) -> bytes:
         end = {"delta": _end(done), "usage": _usage(done.usage), **_applied(self._asked)}
-        return _event("message_delta", end) + _event("message_stop", {})
-
-
-def _event(name: str, fields: dict[str, Json]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **fields}) + b"\n\n"
+        return _MESSAGE_STOP % orjson.dumps(end)[1:-1]
 
 
 def _asked(call: Call) -> Asked:
@@ -228,10 +239,6 @@ def _message(call: Call) -> dict[str, Json]:
         "stop_reason": None,
         "stop_sequence": None,
     }
-
-
-def _thinking_delta(text: str) -> Json:
-    return {"type": "thinking_delta", "thinking": text}
 
 
 def _content(message: Message, asked: Asked) -> list[Json]:

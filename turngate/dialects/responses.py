@@ -15,7 +15,7 @@ import orjson
 from turngate.dialects.base import Route, Wire
 from turngate.dialects.openai import PASSED, error_body, model_list, one_model
 from turngate.dialects.responses_items import Items
-from turngate.dialects.responses_stream import Asked, ResponsesStream, told
+from turngate.dialects.responses_stream import Asked, Offered, ResponsesStream, told
 from turngate.dialects.responses_tools import ResponsesTools, flat, left_out
 from turngate.dialects.wire import (
     ABSENT,
@@ -141,7 +141,7 @@ class Responses:
             body=wire.sent,
             wire=Asked(
                 echo=_echo(request, reasoning),
-                tools=(*((offered,) if offered is not None else ()), *items.searched()),
+                tools=Offered((*((offered,) if offered is not None else ()), *items.searched())),
                 summary=bool(reasoning.summary or reasoning.generate_summary),
                 seal=_ENCRYPTED in (request.include or ()),
             ),
@@ -341,13 +341,14 @@ def _shape(text: _Text) -> Constraint | None:
     return Constraint("json_schema", shallow(form.schema, "text.format.schema"))
 
 
-def _echo(request: _Request, reasoning: _Reasoning) -> dict[str, Json]:
-    """The request as the response repeats it; where it did otherwise than it was asked, what it did."""
+def _echo(request: _Request, reasoning: _Reasoning) -> bytes:
+    """The request as the response repeats it; where it did otherwise than it was asked, what it did. Spelled as JSON, without its
+    braces: calls that share a frame share this too."""
 
     def as_sent(raw: msgspec.Raw, default: Json) -> Json:
         return orjson.Fragment(one_line(bytes(raw).decode())) if given(raw) else default
 
-    return {
+    echo = {
         "background": False,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -369,3 +370,4 @@ def _echo(request: _Request, reasoning: _Reasoning) -> dict[str, Json]:
         "truncation": "disabled",
         "user": None,
     }
+    return orjson.dumps(echo)[1:-1]

@@ -4,13 +4,16 @@
 
 An item is open while text of its kind comes; a call comes whole. Ids of items carry the mark of their reply, by which the turn is
 known again when the agent sends it back (`responses_items`).
+
+A reply has a dozen events besides its text, and three of them repeat the request. So events are templates with holes: what never changes
+is written once, the request's part once for all calls that share it, and a text or an item once for all events that tell it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Literal
+from functools import cached_property
 
 import msgspec
 import orjson
@@ -22,20 +25,128 @@ from turngate.errors import ContextOverflow, TurngateError
 from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, ReplyEvent, ToolCall, Usage
 
 
+class Offered:
+    """Lists of tools, by which calls are told apart; read when the first call comes."""
+
+    def __init__(self, lists: tuple[bytes, ...] = ()) -> None:
+        self._lists = lists
+
+    @cached_property
+    def named(self) -> dict[str, Named]:
+        return named(self._lists)
+
+
 class Asked(msgspec.Struct, frozen=True):
     """What of the request its reply needs."""
 
-    echo: dict[str, Json]  # fields of the response that repeat the request
-    tools: tuple[bytes, ...] = ()  # lists of tools, by which calls are told apart
+    echo: bytes  # fields of the response that repeat the request, as the inside of a JSON object
+    tools: Offered
     summary: bool = False  # reasoning is given as a summary
     seal: bool = False  # reasoning is given in a form that the agent keeps for us
+
+
+# ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# `%b` is JSON that is put in as it is (or, between quotes, an id), `%d` a number. The first hole of an event is its own number.
+
+
+def _event(name: str, fields: bytes) -> bytes:
+    event = name.encode()
+    return b'event: response.%b\ndata: {"type":"response.%b","sequence_number":%%d,%b}\n\n' % (event, event, fields)
+
+
+_HEAD = b'{"id":"resp_tg%b","object":"response","created_at":%d,"model":%b,%b'
+_RESPONSE = b'%b,"status":"%b","completed_at":%b,"error":%b,"incomplete_details":%b,"output":[%b],"usage":%b}'
+_USAGE = (
+    b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":%d,"cache_write_tokens":0},'
+    b'"output_tokens":%d,"output_tokens_details":{"reasoning_tokens":%d},"total_tokens":%d}'
+)
+_CUT = b'{"reason":"max_output_tokens"}'
+_CREATED = _event("created", b'"response":%b')
+_TOLD = {status: _event(status, b'"response":%b') for status in ("in_progress", "completed", "incomplete", "failed")}
+
+_ADDED = _event("output_item.added", b'"output_index":%d,"item":%b')
+_DONE = _event("output_item.done", b'"output_index":%d,"item":%b')
+_PLACE = b'"item_id":"%b","output_index":%d,'  # of an event inside an item
+
+
+class _Text(msgspec.Struct, frozen=True):
+    """How one kind of text is told. The events have their place and what they tell as holes."""
+
+    prefix: bytes  # of the item's id
+    item: bytes  # of a message: its id, its status, its parts; of reasoning: its id, its parts, its seal
+    part: bytes
+    part_added: bytes
+    delta: bytes
+    done: bytes
+    part_done: bytes
+
+
+def _text(prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b"") -> _Text:
+    """`events`: what those of the text and those of the part are called. `index`: of the part, which is the only one."""
+    place = _PLACE + b'"%b":0,' % index
+    of_text, of_part = events
+    return _Text(
+        prefix,
+        item,
+        part,
+        part_added=_event(f"{of_part}.added", place + b'"part":%b'),
+        delta=_event(f"{of_text}.delta", place + b'"delta":%b' + more),
+        done=_event(f"{of_text}.done", place + b'"text":%b' + more),
+        part_done=_event(f"{of_part}.done", place + b'"part":%b'),
+    )
+
+
+_MESSAGE = _text(
+    b"msg",
+    b'{"id":"%b","type":"message","role":"assistant","status":"%b","content":[%b]}',
+    b'{"type":"output_text","text":%b,"annotations":[],"logprobs":[]}',
+    ("output_text", "content_part"),
+    b"content_index",
+    b',"logprobs":[]',
+)
+_REASONING = _text(
+    b"rs",
+    b'{"id":"%b","type":"reasoning","summary":[],"content":[%b]%b}',
+    b'{"type":"reasoning_text","text":%b}',
+    ("reasoning_text", "content_part"),
+    b"content_index",
+)
+_SUMMARY = _text(
+    b"rs",
+    b'{"id":"%b","type":"reasoning","summary":[%b]%b}',
+    b'{"type":"summary_text","text":%b}',
+    ("reasoning_summary_text", "reasoning_summary_part"),
+    b"summary_index",
+)
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """How one kind of call is told."""
+
+    item: bytes  # its id, its status, what it is called, what it is given
+    delta: bytes
+    done: bytes
+
+
+def _calling(kind: bytes, event: str, field: bytes) -> _Call:
+    return _Call(
+        b'{"id":"%%b","type":"%b","status":"%%b",%%b,"%b":%%b}' % (kind, field),
+        delta=_event(f"{event}.delta", _PLACE + b'"delta":%b'),
+        done=_event(f"{event}.done", _PLACE + b'"%b":%%b' % field),
+    )
+
+
+_FUNCTION = _calling(b"function_call", "function_call_arguments", b"arguments")
+_CUSTOM = _calling(b"custom_tool_call", "custom_tool_call_input", b"input")
+_CALLED = b'"call_id":%b,"name":%b'
+_SEARCH = b'{"id":"%b","type":"tool_search_call","status":"completed","call_id":%b,"execution":"client","arguments":%b}'
 
 
 class _Open(msgspec.Struct):
     """The item that is being written."""
 
-    kind: Literal["reasoning", "message"]
-    id: str
+    form: _Text
+    id: bytes
     text: list[str] = []
     seal: str = ""
 
@@ -46,40 +157,32 @@ class ResponsesStream:
     def __init__(self, call: Call) -> None:
         assert isinstance(call.wire, Asked), "a call of this dialect"
         self._asked = call.wire
-        self._mark = os.urandom(12).hex()
+        self._mark = os.urandom(12).hex().encode()
         self._sequence = 2  # the beginning is written last, when there is something to follow it
-        self._output: list[Json] = []  # items that are whole
+        self._output: list[bytes] = []  # items that are whole
         self._item: _Open | None = None
-        self._named: dict[str, Named] | None = None
-        self._head: dict[str, Json] = {
-            "id": f"resp_tg{self._mark}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": call.model,
-            **self._asked.echo,
-        }
+        self._head = _HEAD % (self._mark, int(time.time()), orjson.dumps(call.model), self._asked.echo)
 
     def begin(self) -> bytes:
-        response = {**self._response("in_progress"), "output": []}
-        return _event("created", 0, response=response) + _event("in_progress", 1, response=response)
+        response = _RESPONSE % (self._head, b"in_progress", b"null", b"null", b"null", b"", b"null")
+        return _CREATED % (0, response) + _TOLD["in_progress"] % (1, response)
 
     def event(self, event: ReplyEvent) -> bytes:
         match event:
             case Delta(kind="seal", text=seal):
                 return self._sealed(seal)
             case Delta(kind=kind, text=text):
-                return self._text("reasoning" if kind == "reasoning" else "message", text) if text else b""
+                return self._text(_MESSAGE if kind == "content" else self._thought(), text) if text else b""
             case CallDelta(call=call):
                 return self._close() + self._call(call)
             case Alive():
-                return self._event("in_progress", response=self._response("in_progress"))
+                return self._told("in_progress")
             case Done() as done:
-                data, response = self._finish(done)
-                return data + self._event(response["status"], response=response)
+                data, status, response = self._finish(done)
+                return data + _TOLD[status] % (self._next(), response)
 
     def error(self, error: TurngateError) -> bytes:
-        failed = self._response("failed", error={"code": _code(error), "message": told(error)})
-        return self._event("failed", response=failed)
+        return self._told("failed", error=orjson.dumps({"code": _code(error), "message": told(error)}))
 
     def whole(self, done: Done) -> bytes:
         """The reply at once."""
@@ -91,153 +194,115 @@ class ResponsesStream:
             *(CallDelta(n, call) for n, call in enumerate(message.tool_calls)),
         ):
             self.event(event)
-        return orjson.dumps(self._finish(done)[1])
+        return self._finish(done)[2]
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _text(self, kind: Literal["reasoning", "message"], text: str) -> bytes:
-        opening = b"" if self._item is not None and self._item.kind == kind else self._close() + self._open(kind)
-        assert self._item is not None
-        self._item.text.append(text)
-        if kind == "message":
-            return opening + self._in_item("output_text.delta", content_index=0, delta=text, logprobs=[])
-        if self._asked.summary:
-            return opening + self._in_item("reasoning_summary_text.delta", summary_index=0, delta=text)
-        return opening + self._in_item("reasoning_text.delta", content_index=0, delta=text)
+    def _thought(self) -> _Text:
+        return _SUMMARY if self._asked.summary else _REASONING
+
+    def _text(self, form: _Text, text: str) -> bytes:
+        item, opening = self._item, b""
+        if item is None or item.form is not form:
+            opening = self._close()
+            item, added = self._open(form)
+            opening += added
+        item.text.append(text)
+        return opening + form.delta % (self._next(), item.id, len(self._output), orjson.dumps(text))
 
     def _sealed(self, seal: str) -> bytes:
-        opening = b""
-        if self._item is None or self._item.kind != "reasoning":  # sealed reasoning of which nothing was shown
-            opening = self._close() + self._open("reasoning")
-        assert self._item is not None
-        self._item.seal = seal
+        item, opening = self._item, b""
+        if item is None or item.form is _MESSAGE:  # sealed reasoning of which nothing was shown
+            opening = self._close()
+            item, added = self._open(self._thought())
+            opening += added
+        item.seal = seal
         return opening + self._close()  # what follows is sealed apart
 
-    def _open(self, kind: Literal["reasoning", "message"]) -> bytes:
-        self._item = _Open(kind, self._id("rs" if kind == "reasoning" else "msg"))
-        data = self._event(
-            "output_item.added", output_index=len(self._output), item=self._written(self._item, "in_progress", [])
-        )
-        if kind == "reasoning" and self._asked.summary:
-            return data + self._in_item("reasoning_summary_part.added", summary_index=0, part=self._part(""))
-        return data + self._in_item("content_part.added", content_index=0, part=self._part(""))
+    def _open(self, form: _Text) -> tuple[_Open, bytes]:
+        self._item = item = _Open(form, self._id(form.prefix))
+        place = len(self._output)
+        added = _ADDED % (self._next(), place, form.item % (item.id, b"in_progress" if form is _MESSAGE else b"", b""))
+        return item, added + form.part_added % (self._next(), item.id, place, form.part % b'""')
 
-    def _close(self, status: str = "completed") -> bytes:
-        if self._item is None:
+    def _close(self, status: bytes = b"completed") -> bytes:
+        item = self._item
+        if item is None:
             return b""
-        text = "".join(self._item.text)
-        part = self._part(text)
-        if self._item.kind == "message":
-            data = self._in_item("output_text.done", content_index=0, text=text, logprobs=[])
-            data += self._in_item("content_part.done", content_index=0, part=part)
-        elif self._asked.summary:
-            data = self._in_item("reasoning_summary_text.done", summary_index=0, text=text)
-            data += self._in_item("reasoning_summary_part.done", summary_index=0, part=part)
-        else:
-            data = self._in_item("reasoning_text.done", content_index=0, text=text)
-            data += self._in_item("content_part.done", content_index=0, part=part)
-        item = self._written(self._item, status, [part] if text or self._item.kind == "message" else [])
         self._item = None
-        return data + self._done(item)
+        form, place = item.form, len(self._output)
+        said = "".join(item.text)
+        text = orjson.dumps(said)
+        part = form.part % text
+        data = form.done % (self._next(), item.id, place, text)
+        data += form.part_done % (self._next(), item.id, place, part)
+        if form is _MESSAGE:
+            return data + self._done(form.item % (item.id, status, part))
+        return data + self._done(form.item % (item.id, part if said else b"", self._kept(item, said)))
 
-    def _written(self, item: _Open, status: str, parts: list[Json]) -> dict[str, Json]:
-        """An item as the agent reads it."""
-        if item.kind == "message":
-            return {"id": item.id, "type": "message", "role": "assistant", "status": status, "content": parts}
-        wire: dict[str, Json] = {"id": item.id, "type": "reasoning", "summary": parts if self._asked.summary else []}
-        if not self._asked.summary:
-            wire["content"] = parts
-        if item.seal or (parts and self._asked.seal):
-            wire["encrypted_content"] = item.seal or sealed("".join(item.text))
-        return wire
-
-    def _part(self, text: str) -> dict[str, Json]:
-        assert self._item is not None
-        if self._item.kind == "message":
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        return {"type": "summary_text" if self._asked.summary else "reasoning_text", "text": text}
+    def _kept(self, item: _Open, said: str) -> bytes:
+        """What the agent keeps of reasoning for whoever sealed it."""
+        seal = item.seal or (sealed(said) if said and self._asked.seal else "")
+        return b',"encrypted_content":' + orjson.dumps(seal) if seal else b""
 
     def _call(self, call: ToolCall) -> bytes:
         """A call as the kind of item that its tool asks for."""
-        if self._named is None:
-            self._named = named(self._asked.tools)
-        known = self._named.get(call.name, Named("function", call.name))
-        named_as: dict[str, Json] = {"call_id": call.id, "name": known.name}
+        known = self._asked.tools.named.get(call.name) or Named("function", call.name)
+        called = _CALLED % (orjson.dumps(call.id), orjson.dumps(known.name))
         if known.namespace:
-            named_as["namespace"] = known.namespace
+            called += b',"namespace":' + orjson.dumps(known.namespace)
         if known.kind == "custom":
             text = _free_text(call.arguments)
-            item_id = self._id("ctc" if text is not None else WHOLE_INPUT)
-            head = {"id": item_id, "type": "custom_tool_call", "status": "completed", **named_as}
-            return self._called(head, "custom_tool_call_input", "input", call.arguments if text is None else text)
+            item_id = self._id(b"ctc" if text is not None else WHOLE_INPUT.encode())
+            return self._called(_CUSTOM, item_id, called, call.arguments if text is None else text)
         if known.kind == "function":
-            head = {"id": self._id("fc"), "type": "function_call", "status": "completed", **named_as}
-            return self._called(head, "function_call_arguments", "arguments", call.arguments)
-        item = {
-            "id": self._id("tsc"),
-            "type": "tool_search_call",
-            "status": "completed",
-            "call_id": call.id,
-            "execution": "client",
-            "arguments": _value(call.arguments),
-        }
-        return self._event("output_item.added", output_index=len(self._output), item=item) + self._done(item)
+            return self._called(_FUNCTION, self._id(b"fc"), called, call.arguments)
+        item = _SEARCH % (self._id(b"tsc"), orjson.dumps(call.id), _value(call.arguments))
+        return _ADDED % (self._next(), len(self._output), item) + self._done(item)
 
-    def _called(self, head: dict[str, Json], event: str, field: str, text: str) -> bytes:
-        place: dict[str, Json] = {"item_id": head["id"], "output_index": len(self._output)}
-        begun = {**head, "status": "in_progress", field: ""}
-        data = self._event("output_item.added", output_index=len(self._output), item=begun)
+    def _called(self, form: _Call, item_id: bytes, called: bytes, text: str) -> bytes:
+        place, given = len(self._output), orjson.dumps(text)
+        data = _ADDED % (self._next(), place, form.item % (item_id, b"in_progress", called, b'""'))
         if text:
-            data += self._event(f"{event}.delta", **place, delta=text)
-        data += self._event(f"{event}.done", **place, **{field: text})
-        return data + self._done({**head, field: text})
+            data += form.delta % (self._next(), item_id, place, given)
+        data += form.done % (self._next(), item_id, place, given)
+        return data + self._done(form.item % (item_id, b"completed", called, given))
 
-    def _done(self, item: Json) -> bytes:
+    def _done(self, item: bytes) -> bytes:
         self._output.append(item)
-        return self._event("output_item.done", output_index=len(self._output) - 1, item=item)
+        return _DONE % (self._next(), len(self._output) - 1, item)
 
-    def _id(self, kind: str) -> str:
-        return f"{kind}_tg{self._mark}{len(self._output):02x}"
+    def _id(self, kind: bytes) -> bytes:
+        return b"%b_tg%b%02x" % (kind, self._mark, len(self._output))
+
+    def _next(self) -> int:
+        """The number of an event."""
+        self._sequence += 1
+        return self._sequence - 1
 
     # ── the response ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _finish(self, done: Done) -> tuple[bytes, dict[str, Json]]:
+    def _finish(self, done: Done) -> tuple[bytes, str, bytes]:
+        """What is still to be told, how it ended, and the whole response."""
         cut = done.finish == "length"
         data = b""
         if self._item is None and not self._output:
-            data = self._open(
-                "message"
-            )  # an answer of nothing is one too: the agent has to have something to send back
-        data += self._close("incomplete" if cut else "completed")
+            # An answer of nothing is one too: the agent has to have something to send back.
+            data = self._open(_MESSAGE)[1]
+        data += self._close(b"incomplete" if cut else b"completed")
         if cut:
-            return data, self._response("incomplete", usage=done.usage, incomplete={"reason": "max_output_tokens"})
-        return data, self._response("completed", usage=done.usage)
+            return data, "incomplete", self._response("incomplete", usage=done.usage, incomplete=_CUT)
+        return data, "completed", self._response("completed", usage=done.usage)
 
     def _response(
-        self, status: str, *, usage: Usage | None = None, error: Json = None, incomplete: Json = None
-    ) -> dict[str, Json]:
-        return {
-            **self._head,
-            "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "error": error,
-            "incomplete_details": incomplete,
-            "output": list(self._output),
-            "usage": _usage(usage),
-        }
+        self, status: str, *, usage: Usage | None = None, error: bytes = b"null", incomplete: bytes = b"null"
+    ) -> bytes:
+        ended = b"%d" % time.time() if status == "completed" else b"null"
+        output = b",".join(self._output)
+        return _RESPONSE % (self._head, status.encode(), ended, error, incomplete, output, _usage(usage))
 
-    def _in_item(self, event: str, **fields: Json) -> bytes:
-        assert self._item is not None
-        return self._event(event, item_id=self._item.id, output_index=len(self._output), **fields)
-
-    def _event(self, event: str, **fields: Json) -> bytes:
-        self._sequence += 1
-        return _event(event, self._sequence - 1, **fields)
-
-
-def _event(event: str, sequence: int, **fields: Json) -> bytes:
-    body = orjson.dumps({"type": f"response.{event}", "sequence_number": sequence, **fields})
-    return b"event: response.%b\ndata: %b\n\n" % (event.encode(), body)
+    def _told(self, status: str, *, error: bytes = b"null") -> bytes:
+        return _TOLD[status] % (self._next(), self._response(status, error=error))
 
 
 def told(error: TurngateError) -> str:
@@ -271,21 +336,17 @@ def _free_text(arguments: str) -> str | None:
     return None
 
 
-def _value(arguments: str) -> Json:
+def _value(arguments: str) -> bytes:
     """Arguments as the object that they spell; what spells none stays text."""
     try:
-        return orjson.Fragment(one_line(arguments)) if isinstance(orjson.loads(arguments), dict) else arguments
+        spelled: Json = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return arguments
+        spelled = None
+    return one_line(arguments).encode() if isinstance(spelled, dict) else orjson.dumps(arguments)
 
 
-def _usage(usage: Usage | None) -> Json:
+def _usage(usage: Usage | None) -> bytes:
     if usage is None:
-        return None
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+        return b"null"
+    sent, sampled = usage.prompt_tokens, usage.completion_tokens
+    return _USAGE % (sent, usage.cached_tokens, sampled, usage.reasoning_tokens, sent + sampled)

@@ -20,6 +20,8 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _DEEPEST = 200  # levels of a schema; encoders give up at 254
 
 
+_SHORT = 4_000  # bytes; in less, an ordinary search is over before the other has begun
+_HALF = re.compile(rb"\\u[dD]")
 _ESCAPE = int.from_bytes(b"\\u", "little")
 _SURROGATES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
@@ -34,7 +36,10 @@ def without_lone_surrogates(body: bytes) -> bytes:
 
 
 def _has_surrogates(body: bytes) -> bool:
-    r"""Whether there is a `\ud` in it, in either case. Looked for two bytes at a time, which is far faster than Python's own search."""
+    r"""Whether there is a `\ud` in it, in either case. In a long one looked for two bytes at a time, which is far faster than Python's
+    own search."""
+    if len(body) < _SHORT:
+        return _HALF.search(body) is not None
     for start in (0, 1):
         if len(body) < start + 2:
             return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import orjson
@@ -32,11 +32,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # under which the engine knows that version; empty: the engine's own
     echo_prompt: bool = False  # ask the engine which prompt ids it saw, as a check
 
-    def prompt_json(self) -> orjson.Fragment:
-        """The prompt, for a body that `orjson` writes. The ids never become Python numbers on the way."""
-        return orjson.Fragment(
-            self.prompt.json if isinstance(self.prompt, LongIds) else b"[%b]" % ids_as_json(self.prompt)
-        )
+    def body(self, field: str, others: dict[str, Any]) -> bytes:
+        """A JSON object that begins with the prompt. The ids never become Python numbers on the way, and are copied once."""
+        inside = self.prompt.inside if isinstance(self.prompt, LongIds) else ids_as_json(self.prompt)
+        return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -241,7 +241,6 @@ class SGLang:
     def _body(self, request: Generate, rid: str) -> bytes:
         body: dict[str, Any] = {
             "rid": rid,
-            "input_ids": request.prompt_json(),
             "sampling_params": _sampling(request),
             "return_logprob": True,
             "logprob_start_len": -1,  # of what is sampled only: the prompt's would cost a prefill without the cache
@@ -258,7 +257,7 @@ class SGLang:
             body["return_prompt_token_ids"] = True
         if request.model:
             body["lora_path"] = request.model
-        return orjson.dumps(body)
+        return request.body("input_ids", body)
 
     async def _chunks(self, reply: Reply, request: Generate) -> AsyncIterator[Chunk]:
         batches = reply.events() if request.stream else reply.whole()

@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import Client, Reply, happened, known, unbegun
@@ -244,13 +243,13 @@ class VLLM:
         return {name: value for name, value in headers.items() if value}
 
     def _body(self, request: Generate) -> bytes:
-        body = _completions(request) if self._api == "completions" else _generate(request)
+        prompt, body = _completions(request) if self._api == "completions" else _generate(request)
         body["stream"] = request.stream
         if model := request.model or self.model:
             body["model"] = model
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
-        return orjson.dumps(body)
+        return request.body(prompt, body)
 
     def post(self, request: Generate) -> Reply:
         return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
@@ -376,9 +375,9 @@ def _prompt(event: _Event) -> list[int] | None:
     return next((ids for ids in given if ids), event.prompt_token_ids)
 
 
-def _completions(request: Generate) -> dict[str, Any]:
-    return {
-        "prompt": request.prompt_json(),
+def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
+    """What the prompt is called, and everything else."""
+    return "prompt", {
         # `return_token_ids` would send the whole prompt back, 300 KB of it in a long rollout; the ids as names of the
         # log-probabilities say the same without.
         **({"return_token_ids": True} if request.echo_prompt else {"return_tokens_as_token_ids": True}),
@@ -386,9 +385,8 @@ def _completions(request: Generate) -> dict[str, Any]:
     }
 
 
-def _generate(request: Generate) -> dict[str, Any]:
-    return {
-        "token_ids": request.prompt_json(),
+def _generate(request: Generate) -> tuple[str, dict[str, Any]]:
+    return "token_ids", {
         "return_token_ids": request.echo_prompt,  # here it means the prompt's; the sampled ones always come
         "sampling_params": {**_sampling(request), "detokenize": bool(request.stop)},  # only stop strings need the text
     }

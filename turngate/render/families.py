@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, create_renderer, template_field_names
 from renderers.base import MODEL_RENDERER_MAP
@@ -19,7 +20,7 @@ from turngate.render.hermes import declare, with_declaration
 from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect
 from turngate.render.renderer import LastTurn, Reader
 from turngate.render.tokenizer import Tokenizer
-from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
+from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall, type_of_ids
 
 _PROBE = ToolCall("call00001", "probe_tool", '{"k": "v"}')
 _PROBE_TOOL = Tool(
@@ -82,6 +83,15 @@ class FamilyRenderer:
         known = len(context) + len(sampled)
         # The package promises this prefix; a promise that breaks must not reach a trace.
         return ids[known:] if ids[:known] == context + sampled else None
+
+    def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
+        return np.array(self.render(messages, tools, kwargs), type_of_ids)
+
+    def bridge_ids(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> Ids | None:
+        ids = self.bridge(last, new, tools, kwargs)
+        return None if ids is None else np.array(ids, type_of_ids)
 
     def knows(self, name: str) -> bool:
         return name in self._knows

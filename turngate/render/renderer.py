@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import orjson
 
 from turngate.errors import BadRequest, ConfigError
 from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect
 from turngate.render.template import SENTINEL, Template
 from turngate.render.tokenizer import Tokenizer
-from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
+from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall, type_of_ids
 
 _KNOWN_FORMS = 256
 _LONGEST_FORM = 64  # messages; finding a form renders them twenty times, which more of them would not be worth
@@ -68,6 +70,14 @@ class Renderer(Protocol):
     ) -> list[int] | None:
         """The ids between the last sampled id and the next generation. None where these messages cannot be rendered alone."""
 
+    def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
+        """`render`, as the array that a trace keeps."""
+
+    def bridge_ids(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> Ids | None:
+        """`bridge`, likewise."""
+
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
     ) -> Reader: ...
@@ -77,10 +87,9 @@ class Reader:
     """Sampled ids → events, incrementally: detokenise, drop stop and special tokens, cut at stop strings, parse."""
 
     def __init__(
-        self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: Sequence[int], parser: Parser, stop: Sequence[str]
+        self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...], parser: Parser, stop: Sequence[str]
     ) -> None:
-        markers = {tokenizer.added.get(marker) for marker in syntax.markers()}
-        self._hidden = (tokenizer.special_ids - markers) | frozenset(stop_ids)
+        self._hidden = _hidden(tokenizer, syntax, stop_ids)
         self._decoder = tokenizer.decoder()
         self._parser = parser
         self._stops = StopStrings(stop)
@@ -107,6 +116,13 @@ class Reader:
         return events + more, parsed
 
 
+@lru_cache(maxsize=4)  # a gateway has one; every turn asks
+def _hidden(tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...]) -> frozenset[int]:
+    """Tokens that are never shown."""
+    markers = {tokenizer.added.get(marker) for marker in syntax.markers()}
+    return (tokenizer.special_ids - markers) | frozenset(stop_ids)
+
+
 class Form(msgspec.Struct, frozen=True):
     """The text around new messages: one part before each, and one after the last."""
 
@@ -117,6 +133,7 @@ class Form(msgspec.Struct, frozen=True):
         return "".join(part for pair in zip(self.parts, contents, strict=False) for part in pair) + self.parts[-1]
 
 
+_spelled = json.JSONEncoder(sort_keys=True).encode  # made once: that takes longer than the spelling
 _UNKNOWN = Form(0, ())  # a form that was not looked for yet; None is one that there is not
 
 
@@ -153,21 +170,30 @@ class TemplateRenderer:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
     ) -> list[int]:
-        # Rollouts of one task begin alike: their system prompt, tools and question are encoded once.
         return self.tokenizer.encode(self.text(messages, tools, kwargs, generate=generate), remember=True)
+
+    def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
+        # Rollouts of one task begin alike: their system prompt, tools and question are encoded once.
+        return self.tokenizer.ids(self.text(messages, tools, kwargs), remember=True)
 
     def bridge(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> list[int] | None:
+        ids = self.bridge_ids(last, new, tools, kwargs)
+        return None if ids is None else ids.tolist()
+
+    def bridge_ids(
+        self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
+    ) -> Ids | None:
         after = self._after_turn(last, new, tools, kwargs)
         if after is None:
             return None
-        ids = self.tokenizer.encode(after[1])
+        ids = self.tokenizer.ids(after[1])
         if len(last.sampled) and int(last.sampled[-1]) in self.stop_ids:
             return ids
         # Cut short: what closes the turn was not sampled, so it is context.
-        close = [after[0], *ids]
-        return [*self.tokenizer.encode(self.syntax.reasoning_close), *close] if last.reasoning_open else close
+        open_still = self.tokenizer.encode(self.syntax.reasoning_close) if last.reasoning_open else []
+        return np.concatenate([np.array([*open_still, after[0]], type_of_ids), ids])
 
     def knows(self, name: str) -> bool:
         return name in self.template.variables
@@ -186,7 +212,7 @@ class TemplateRenderer:
         if len(new) > _LONGEST_FORM:
             return self._render_after(last.message, last.system, new, tools, kwargs)
         speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
-        arguments = json.dumps(kwargs, sort_keys=True) if kwargs else ""
+        arguments = _spelled(kwargs) if kwargs else ""
         shape = len(last.message.tool_calls), speakers, bool(tools), arguments, last.system
         form = self._forms.get(shape, _UNKNOWN)
         if form is _UNKNOWN:

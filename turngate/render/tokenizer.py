@@ -14,7 +14,7 @@ import re
 import threading
 import unicodedata
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tokenizers.normalizers import NFC
 
 from turngate.errors import ConfigError
 from turngate.render.vocabulary import Vocabulary, read_json, read_vocabulary
-from turngate.types import Json, type_of_ids
+from turngate.types import Ids, Json, type_of_ids
 
 _NFC = NFC()
 _NO_TOKEN = -1
@@ -101,8 +101,13 @@ class Tokenizer:
 
         `remember`: its long pieces will be asked for again.
         """
-        fast = self._fast.encode(text, remember=remember) if self._fast is not None else None
-        return self._slow(text) if fast is None else fast
+        ids: list[int] = self.ids(text, remember=remember).tolist()
+        return ids
+
+    def ids(self, text: str, *, remember: bool = False) -> Ids:
+        """The same as an array: what is remembered never becomes Python numbers, which takes longer than finding it."""
+        fast = self._fast.ids(text, remember=remember) if self._fast is not None else None
+        return np.array(self._slow(text), type_of_ids) if fast is None else fast
 
     def _slow(self, text: str) -> list[int]:
         # The batch call gives up the interpreter lock, the single one does not: a megabyte would stop everything for a second.
@@ -152,6 +157,9 @@ class Tokenizer:
         return token_id in self.special_ids
 
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
 class Decoder:
     """Ids → text as they come: what is not yet whole UTF-8 is held back until it is, or until `flush`."""
 
@@ -159,7 +167,7 @@ class Decoder:
         """`backend`: None where the vocabulary is of bytes."""
         self._tokenizer = tokenizer
         self._backend = backend
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8("replace")
         self._stream = None if backend is None else DecodeStream(skip_special_tokens=False)
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -201,8 +209,9 @@ class _FastEncoder:
         self._identity = rank_to_id == list(range(len(rank_to_id)))
         self._gaps = _NO_TOKEN in rank_to_id
         self._nfc = nfc
-        self._added = added
-        self._memory: OrderedDict[str, list[int]] = OrderedDict()
+        self._added = {token: np.array([token_id], type_of_ids).tobytes() for token, token_id in added.items()}
+        # Ids are kept as the bytes of their array.
+        self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._remembers = 0  # characters in it
         self._by_lines = encoding._pat_str in _BY_LINES
         # Lines and their ids. Rollouts of one task read the same files and see the same errors, again and again.
@@ -210,20 +219,27 @@ class _FastEncoder:
         self._older_lines: dict[str, bytes] = {}
         self._lock = threading.Lock()  # large prompts are rendered in threads
 
-    def encode(self, text: str, *, remember: bool = False) -> list[int] | None:
+    def encode(self, text: str) -> list[int] | None:
+        ids = self.ids(text)
+        return None if ids is None else ids.tolist()
+
+    def ids(self, text: str, *, remember: bool = False) -> Ids | None:
         """None: this text is for the slow encoder."""
-        ids: list[int] = []
-        for piece in self._pieces(text):
-            if piece in self._added:
-                ids.append(self._added[piece])
+        parts: list[bytes] = []
+        # Added tokens are cut out first, and what is between them is encoded piece by piece.
+        for n, piece in enumerate(self._added_pattern.split(text)):
+            if not piece:
+                continue
+            if n % 2:
+                parts.append(self._added[piece])
                 continue
             part = self._remembered(piece) if remember and len(piece) >= _LONG else self._plain(piece)
             if part is None:
                 return None
-            ids += part
-        return ids
+            parts.append(part)
+        return np.frombuffer(b"".join(parts), type_of_ids)
 
-    def _remembered(self, piece: str) -> list[int] | None:
+    def _remembered(self, piece: str) -> bytes | None:
         with self._lock:
             known = self._memory.get(piece)
             if known is not None:
@@ -240,59 +256,47 @@ class _FastEncoder:
                 self._remembers -= len(self._memory.popitem(last=False)[0])
         return known
 
-    def _plain(self, piece: str) -> list[int] | None:
+    def _plain(self, piece: str) -> bytes | None:
         """A piece without added tokens in it."""
+        if (known := self._lines.get(piece)) is not None:  # between added tokens there is often but a word
+            return known
         if self._nfc and not piece.isascii() and not _surely_nfc(piece):
             piece = _NFC.normalize_str(piece)
         if not self._by_lines or len(piece) > _MANY_LINES:
             return self._unknown(piece)
-        lines = []
-        for line in _LINE.findall(piece):
-            known = self._lines.get(line) or self._line(line)
-            if known is None:
+        lines = _LINE.findall(piece)
+        ids = list(map(self._lines.get, lines))
+        if None in ids:
+            ids = [found or self._line(line) for line, found in zip(lines, ids, strict=True)]
+            if None in ids:
                 return None
-            lines.append(known)
-        ids: list[int] = np.frombuffer(b"".join(lines), type_of_ids).tolist()
-        return ids
+        return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
     def _line(self, line: str) -> bytes | None:
         """The ids of a line that was not seen of late. Threads may do so at the same time: what they add is the same."""
         known = self._older_lines.get(line)
         if known is None:
-            ids = self._unknown(line)
-            if ids is None:
+            known = self._unknown(line)
+            if known is None:
                 return None
-            known = np.array(ids, type_of_ids).tobytes()
         if len(line) <= _LONGEST_LINE:
             if len(self._lines) >= _LINES:
                 self._older_lines, self._lines = self._lines, {}
             self._lines[line] = known
         return known
 
-    def _unknown(self, text: str) -> list[int] | None:
+    def _unknown(self, text: str) -> bytes | None:
         try:
             ranks = self._encoding.encode_ordinary(text)
         except ValueError:  # its regex engine gave up, on half a million blanks in a row for instance
             return None
-        if self._identity:
-            return ranks
-        ids = [self._id[rank] for rank in ranks]
-        return None if self._gaps and _NO_TOKEN in ids else ids
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        """Added tokens, and what is between them: those are cut out first, so the rest is encoded piece by piece."""
-        at = 0
-        for match in self._added_pattern.finditer(text):
-            if match.start() > at:
-                yield text[at : match.start()]
-            yield match.group()
-            at = match.end()
-        if at < len(text):
-            yield text[at:]
+        ids = ranks if self._identity else [self._id[rank] for rank in ranks]
+        return None if self._gaps and _NO_TOKEN in ids else np.array(ids, type_of_ids).tobytes()
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(re.escape(t) for t in sorted(self._added, key=len, reverse=True)) or r"(?!)")
+        tokens = "|".join(re.escape(t) for t in sorted(self._added, key=len, reverse=True))
+        return re.compile(f"({tokens or '(?!)'})")
 
     def agrees(self, slow: Callable[[str], list[int]], table: list[bytes]) -> bool:
         """Whether it gives the true encoder's ids on the probe corpus, and on words of the vocabulary itself."""

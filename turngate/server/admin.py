@@ -30,7 +30,7 @@ class Open(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
     mode: Mode | None = None  # type: ignore[assignment]  # None: what this gateway serves
 
     def config(self, default_mode: Mode) -> SessionConfig:
-        values = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(SessionConfig)}
+        values = {name: getattr(self, name) for name in SessionConfig.__struct_fields__}
         return SessionConfig(**{**values, "mode": self.mode or default_mode})
 
 

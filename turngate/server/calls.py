@@ -9,8 +9,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -160,45 +159,59 @@ class ModelCalls:
                     raise
                 await stream.write(encoder.error(error), last=True)
 
-    @contextmanager
-    def _delivering(self, session: Session, done: Done) -> Iterator[None]:
-        """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
-        try:
-            yield
-        except (asyncio.CancelledError, HungUp):
-            if done.node is not None:
-                self._control.undelivered(session, done.node)
-            raise
+    def _delivering(self, session: Session, done: Done) -> _Delivering:
+        return _Delivering(self._control, session, done)
 
 
-@contextmanager
-def _faults_told() -> Iterator[None]:
+# Three classes, since every call enters them and generators take several times as long.
+
+
+class _Delivering:
+    """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
+
+    def __init__(self, control: Control, session: Session, done: Done) -> None:
+        self._control, self._session, self._done = control, session, done
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, asyncio.CancelledError | HungUp) and self._done.node is not None:
+            self._control.undelivered(self._session, self._done.node)
+
+
+class _faults_told:  # used like a function
     """The last line of defence: a fault of ours must still read as an error in the caller's own format."""
-    try:
-        yield
-    except (TurngateError, HungUp):
-        raise
-    except Exception as error:
-        log.exception("a model call failed unexpectedly")
-        raise TurngateError("internal error; the gateway's log has the details") from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TurngateError | HungUp):
+            log.error("a model call failed unexpectedly", exc_info=error)
+            raise TurngateError("internal error; the gateway's log has the details") from error
 
 
-@contextmanager
-def _cancellation_told(session: Session, watch: Watch) -> Iterator[None]:
+class _cancellation_told:  # used like a function
     """Why this task was cancelled: its caller hung up, or its session was ended, which the caller is told."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not (watch.gone or session.ending):
-            raise
+
+    def __init__(self, session: Session, watch: Watch) -> None:
+        self._session, self._watch = session, watch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, asyncio.CancelledError) or not (self._watch.gone or self._session.ending):
+            return
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
-        if watch.gone:
+        if self._watch.gone:
             raise HungUp from None
-        if session.ending == "stopping":
+        if self._session.ending == "stopping":
             raise Stopping("the gateway is being stopped; repeat this call in a moment") from None
-        raise Conflict(f"this session is {session.ending}; the call was aborted") from None
+        raise Conflict(f"this session is {self._session.ending}; the call was aborted") from None
 
 
 async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> None:

@@ -8,6 +8,7 @@ message's meaning, decoded only when asked for.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -16,6 +17,7 @@ import orjson
 from turngate.types import History, Json, Message
 
 DIGEST = 16
+_FRACTION = re.compile(r"[0-9][.eE]")  # is in every JSON text with a number that is written as no whole one
 
 
 class Reading:
@@ -36,6 +38,14 @@ class Reading:
         if index not in self._messages:
             self._messages[index] = self.history.decode(index)
         return self._messages[index]
+
+    def known(self, index: int) -> tuple[Message, ...] | None:
+        """The same, if it was looked at already."""
+        return self._messages.get(index)
+
+    def take(self, index: int, messages: tuple[Message, ...]) -> None:
+        """Somebody has read this one before."""
+        self._messages.setdefault(index, messages)
 
     def all(self, start: int = 0) -> list[Message]:
         return [message for index in range(start, len(self)) for message in self.messages(index)]
@@ -122,24 +132,22 @@ def plain_arguments(text: str) -> str:
     try:
         value = orjson.loads(text or "{}")
         # 1.0 and 1 are the same number to an agent written in JavaScript.
-        value = _whole_numbers(value) if "." in text or "e" in text or "E" in text else value
+        value = _whole_numbers(value) if _FRACTION.search(text) else value
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
     except (orjson.JSONDecodeError, TypeError, RecursionError):  # not JSON, or nested past reason
         return _encodable(text.strip())
 
 
 def _whole_numbers(value: Json) -> Json:
-    match value:
-        case float() if value.is_integer() and abs(value) < 2**53:
-            return int(value)
-        case list():
-            return [_whole_numbers(v) for v in value]
-        case dict():
-            return {k: _whole_numbers(v) for k, v in value.items()}
-        case _:
-            return value
+    if isinstance(value, str):  # as most are
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    if isinstance(value, dict):
+        return {k: _whole_numbers(v) for k, v in value.items()}
+    return [_whole_numbers(v) for v in value] if isinstance(value, list) else value
 
 
 def _encodable(text: str) -> str:
     """Lone surrogates cannot be encoded; they only have to compare equal to themselves."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -77,25 +77,25 @@ class _Kept:
     """A node's ids: an array while the node is new; from when it is part of a prompt, the JSON that engines want of them, so that it is
     written once and not again with every turn. That takes a third more memory than the array, which is given up for it."""
 
-    __slots__ = ("_array", "_json", "size")
+    __slots__ = ("_array", "size", "spelled")
 
     def __init__(self, ids: Ids) -> None:
         self.size = len(ids)
         self._array: Ids | None = ids
-        self._json = b""
+        self.spelled = b""  # as JSON; empty until that is asked for
 
     @property
     def ids(self) -> Ids:
         array = self._array
-        return ids_of_json(self._json) if array is None else array
+        return ids_of_json(self.spelled) if array is None else array
 
     @property
     def json(self) -> bytes:
         array = self._array
         if array is not None:  # threads may do this at the same time: what they find is the same
-            self._json = ids_as_json(array)
+            self.spelled = ids_as_json(array)
             self._array = None
-        return self._json
+        return self.spelled
 
 
 class Context(_Kept):
@@ -153,6 +153,7 @@ class Tip(msgspec.Struct, frozen=True):
     preamble: bytes
     form: type[History]  # of its dialect: in another one the same bytes say something else
     raws: list[bytes]
+    opening: tuple[Message, ...] | None  # its first one, read: every turn asks what the system prompt is
 
 
 class Trace:
@@ -177,6 +178,8 @@ class Trace:
         for tip in self._tips:
             if tip.preamble != reading.preamble or tip.form is not type(reading.history):
                 continue
+            if tip.opening is not None and reading.raws[:1] == tip.raws[:1]:
+                reading.take(0, tip.opening)
             size = len(tip.raws)
             node: Node | None = tip.context
             if reading.raws[:size] != tip.raws:
@@ -194,7 +197,7 @@ class Trace:
         self._tips = [tip for tip in self._tips if tip.context is not context and tip.context is not before][
             1 - _TIPS :
         ]
-        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws))
+        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws, reading.known(0)))
 
     def _walk(self, node: Node | None, at: int, reading: Reading) -> tuple[Node | None, int]:
         """On from `node` by meaning, along the likeliest branch. Ends at a turn, or at a context that is the whole request."""
@@ -298,7 +301,7 @@ def prompt_ids(node: Sampled | None, added: Ids) -> LongIds:
     parts = [ids_as_json(added)]
     at: Node | None = node
     while at is not None:
-        parts.append(at.json)
+        parts.append(at.spelled or at.json)  # a hundred nodes: a call for each would be felt
         at = at.parent
     parts.reverse()
     return LongIds(parts, len(added) + (node.length if node is not None else 0))
