@@ -24,7 +24,7 @@ from turngate.feed import Feeds, group_of, is_stale, oldest_allowed
 from turngate.fence import Fence, Pause
 from turngate.hosttools import HostTools
 from turngate.slots import ALONE, Place, new_secret
-from turngate.store.beside import happened
+from turngate.store.beside import NewEvent, happened
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import roles
@@ -37,8 +37,12 @@ from turngate.types import Json, Message, Mode, Sampling
 
 log = logging.getLogger("turngate")
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+STALE = "stale"  # what stopped a session that no feed could use any more
 ANNOUNCED = 16 * 1024  # bytes of an event that somebody else tells
 _PRUNE_S = 3600.0
+_HELD = "fence_held"  # settings: until when calls are held at most; empty: they are not
+_FOREVER = "inf"
+_LOADING = "weights_loading"
 
 
 class Control:
@@ -261,7 +265,8 @@ class Control:
                 return session
             # Calls in flight record what they have before the session is closed for good.
             await session.abort_calls(status)
-            told = session.stop or stop
+            # A limit that it met stays the reason, but what is stale is of no use however far it came.
+            told = stop if stop == STALE else session.stop or stop
             event = happened(session_id, status, {"stop": told, "turns": session.turns})
             try:
                 self._store.close_session(session.key, status, told, time.time(), event)
@@ -371,12 +376,25 @@ class Control:
     async def drained(self) -> None:
         await self._fence.drained()
 
-    def paused(self, mode: Pause) -> None:
-        """It stands, whether that can be written down or not."""
+    def paused(self, mode: Pause, *, restarted: bool = False) -> None:
+        """It stands, whether that can be written down or not. `restarted`: it did when the gateway was stopped, and does again."""
         try:
-            self.events.add("", "fence", {"paused": True, "mode": mode})
+            self.events.add("", "fence", {"paused": True, "mode": mode, **({"restarted": True} if restarted else {})})
         except StoreError as error:
             log.warning("a pause is not in the events: %s", error.message)
+
+    def note_held(self, until: float | None) -> None:
+        """Before calls are held: a gateway that is started again in the middle of it holds them too, until a moment at most."""
+        self._store.set_setting(_HELD, _FOREVER if until is None else repr(until))
+
+    def held_until(self) -> float | None:
+        """Until when calls were to be held, as the store has it: infinity where there is no limit; None: they were not."""
+        noted = self._store.setting(_HELD)
+        return float(noted) if noted else None
+
+    def note_open(self, version: int, event: NewEvent | None = None) -> None:
+        """The version and that calls go on at it, in one: one without the other would label what is sampled wrongly."""
+        self._store.set_settings({"policy_version": str(version), _HELD: "", _LOADING: ""}, event)
 
     def resume(self, version: int | None, model: str | None = None, *, expired: bool = False) -> dict[str, Json]:
         """`expired`: whoever had paused did not come back in time."""
@@ -385,7 +403,7 @@ class Control:
         facts: dict[str, Json] = {"paused": False, "version": new}
         facts |= {"model": model} if model else {}
         facts |= {"expired": True} if expired else {}
-        self._store.set_setting("policy_version", str(new), happened("", "fence", facts))
+        self.note_open(new, happened("", "fence", facts))
         self._fence.resume(version, model)
         self.events.wake("")
         self.version_rose()
@@ -406,6 +424,16 @@ class Control:
     def note_weights(self, load: Load) -> None:
         """Before the version is in force: a crash in between leaves nothing that is half."""
         self._store.set_setting(f"weights:{load.version}", msgspec.json.encode(load).decode())
+
+    def note_loading(self, load: Load) -> None:
+        """The same, before engines load it: from now until the next resume some of them may have it, whatever version is in force."""
+        noted = msgspec.json.encode(load).decode()
+        self._store.set_settings({f"weights:{load.version}": noted, _LOADING: noted})
+
+    def loading(self) -> Load | None:
+        """What engines may have that is not in force: a load that came to no end."""
+        noted = self._store.setting(_LOADING)
+        return msgspec.json.decode(noted, type=Load) if noted else None
 
     def version_rose(self) -> None:
         """The policy is another one: sessions that no feed could use any more are cancelled, beside whatever else goes on."""
@@ -431,7 +459,7 @@ class Control:
                 group = None if config is None else group_of(config)
                 oldest = None if group is None else oldest_allowed(group, bounds, version)
                 if oldest is not None and is_stale(self.find(session_id), oldest):
-                    await self._end(session_id, "cancelled", "stale")
+                    await self._end(session_id, "cancelled", STALE)
             except TurngateError as error:
                 log.warning("session %s could not be looked at for its age: %s", session_id, error.message)
 

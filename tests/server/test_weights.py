@@ -20,6 +20,7 @@ from tests.kit import Opened, Running, gateway, renderer, say, until
 from tests.server.test_siblings import crew
 from turngate.engines.pool import Pool
 from turngate.engines.vllm import VLLM
+from turngate.errors import StoreError
 
 
 class FakeVLLM:
@@ -452,14 +453,138 @@ async def test_a_resume_in_time_ends_the_limit_and_a_second_pause_has_its_own() 
         assert (await g.admin.post("/admin/fence/pause", json={"limit_s": 0})).status_code == 400
 
 
-async def test_a_gateway_that_was_killed_while_its_engine_was_frozen_wakes_it(tmp_path: Path) -> None:
+async def test_a_pause_outlives_the_gateway_and_a_resume_ends_it(tmp_path: Path, caplog: Any) -> None:
+    """Its weights may be half sent: nothing is sampled from them until the trainer says so."""
     async with engines() as [fake]:
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             await g.pause("keep")
+        async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
+            assert g.app.fence.paused and not fake.awake.is_set()
+            assert "POST /admin/fence/resume" in caplog.text
+            assert (await events(g, "fence"))[-1] == {"paused": True, "mode": "keep", "restarted": True}
+            session = await g.open()
+            asked = asyncio.create_task(g.ask(session.key, "Hi"))
+            await asyncio.sleep(0.1)
+            assert not asked.done() and fake.salts == []
+            await g.resume(1)
+            assert (await asked).content == "[base][base]"
+            assert await spans(g, session) == [(1, 1)]
+        async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
+            assert not g.app.fence.paused
+
+
+async def test_the_limit_of_a_pause_outlives_the_gateway(tmp_path: Path) -> None:
+    async with gateway(data=tmp_path) as g:
+        await g.admin.post("/admin/fence/pause", json={"limit_s": 0.4})
+    async with gateway([say("Hi")], data=tmp_path) as g:
+        assert g.app.fence.paused
+        await until(lambda: not g.app.fence.paused)
+        assert (await events(g, "fence"))[-1] == {"paused": False, "version": 0, "expired": True}
+        await g.admin.post("/admin/fence/pause", json={"limit_s": 0.05})
+        await g.app.updates.close()  # it is killed, and the limit passes meanwhile
+        await asyncio.sleep(0.1)
+        assert g.app.fence.paused
+    async with gateway([say("Hi")], data=tmp_path) as g:
+        await until(lambda: not g.app.fence.paused)
+
+
+async def test_engines_that_are_frozen_without_a_pause_are_woken(tmp_path: Path) -> None:
+    async with engines() as [fake]:
+        async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
+            await g.pause("keep")
+            g.app.control.resume(None)  # and it is killed before it has woken them
         assert not fake.awake.is_set()
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             await until(fake.awake.is_set)
             assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"
+
+
+# ── a store that cannot be written ──────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def full(g: Running, monkeypatch: pytest.MonkeyPatch, *fields: str) -> AsyncIterator[None]:
+    """Nothing that says one of these can be written."""
+    write = g.app.store.set_settings
+
+    def fails(values: Any, event: Any = None) -> None:
+        if any(name.startswith(field) for name in values for field in fields):
+            raise StoreError("the disk is full")
+        write(values, event)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(g.app.store, "set_settings", fails)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        *(({"path": "/m/1"}, field) for field in ("weights:", "fence_held", "policy_version")),
+        *(({"path": "/m/1", "mode": "keep"}, field) for field in ("weights:", "engines_frozen", "policy_version")),
+        *(({"lora_path": "/a/1"}, field) for field in ("fence_held", "policy_version")),
+    ],
+)
+async def test_new_weights_are_never_sampled_under_the_old_version(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, field: str
+) -> None:
+    monkeypatch.setattr("turngate.server.weights._AGAIN_S", 0.05)
+    async with served(2) as (g, fakes):
+        async with full(g, monkeypatch, field):
+            assert await refused(g, version=1, **wanted) == (503, "the disk is full")
+            session = await g.open()
+            asked = asyncio.create_task(g.ask(session.key, "Hi"))
+            await asyncio.sleep(0.1)
+        # It may be written again: calls go on by themselves, at the old version and with its weights.
+        async with asyncio.timeout(5):
+            assert (await asked).content == "[base][base]"
+        assert await spans(g, session) == [(0, 0)]
+        assert all(fake.awake.is_set() and fake.weights == "base" and not fake.adapters for fake in fakes)
+        await load(g, version=1, **wanted)
+        assert (await g.ask((await g.open()).key, "Hi")).content in ("[/m/1][/m/1]", "[/a/1][/a/1]")
+
+
+async def test_a_resume_that_cannot_be_written_down_may_be_repeated_and_keeps_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for field in ("weights:", "policy_version"):
+        async with gateway([say("Hi")] * 3) as g:
+            await g.admin.post("/admin/fence/pause", json={"limit_s": 0.5})
+            async with full(g, monkeypatch, field):
+                answer = await g.admin.post("/admin/fence/resume", json={"version": 1})
+                assert answer.status_code == 503 and g.app.fence.paused
+            await until(lambda g=g: not g.app.fence.paused)  # type: ignore[misc]
+            assert g.app.fence.version == 0
+            await g.pause()
+            assert (await g.resume(1))["version"] == 1
+
+
+async def test_a_gateway_that_was_killed_after_a_load_loads_what_is_in_force(tmp_path: Path) -> None:
+    """The version was not raised: the weights it was to stand for must not be sampled as the old one."""
+    for held in (False, True):
+        async with engines(2) as fakes:
+
+            def pool(fakes: Any = fakes) -> Pool:
+                return Pool([VLLM(fake.url, "m") for fake in fakes], check_s=0.1)
+
+            data = tmp_path / str(held)
+            data.mkdir()
+            async with gateway(engine=pool(), model="m", data=data) as g:
+                if held:
+                    await g.pause()
+                fakes[1].loads.clear()
+                loading = asyncio.create_task(g.admin.post("/admin/weights", json={"version": 1, "path": "/m/1"}))
+                await until(lambda fakes=fakes: fakes[0].weights == "/m/1" and "/collective_rpc" in fakes[1].asked)  # type: ignore[misc]
+            await asyncio.gather(loading, return_exceptions=True)
+            fakes[1].loads.set()
+            async with gateway(engine=pool(), model="m", data=data) as g:
+                if held:
+                    assert g.app.fence.paused
+                    await g.resume()
+                await until(lambda g=g: not g.app.fence.paused)  # type: ignore[misc]
+                session = await g.open()
+                assert (await g.ask(session.key, "Hi")).content == "[base][base]"
+                assert await spans(g, session) == [(0, 0)] and fakes[0].weights == "base"
 
 
 async def test_an_engine_that_cannot_be_woken_is_tried_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +637,7 @@ async def test_the_limit_of_a_pause_holds_for_all_workers_and_over_the_end_of_wo
         assert all(worker.app.fence.paused for worker in c.workers)
         await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
         await c[1].admin.post("/admin/fence/pause", json={"limit_s": 0.5})
-    async with crew(data=tmp_path) as c:  # the same run: its workers were started again
+    async with crew(data=tmp_path, run="another") as c:  # all of it was started again
         assert all(worker.app.fence.paused for worker in c.workers)
         await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
         assert (await events(c[0], "fence"))[-1]["expired"] is True

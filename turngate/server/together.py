@@ -1,15 +1,14 @@
 """What concerns all workers: the fence, which worker 0 puts up and takes down for everyone.
 
-A worker that is started again in the middle of a pause comes up paused and at the right version, because the fence is written to
-the store before anybody is told. Whoever is not there when it changes is waited for. `routes` is what the world asks for,
-`worker_routes` what the workers ask of each other over their private sockets. The events of all need nothing of the kind: they are one
-sequence in the store, which every worker can tell.
+A worker that is started again in the middle of a pause, alone or with all the others, comes up paused and at the right version,
+because the fence is written to the store before anybody is told. Whoever is not there when it changes is waited for. `routes` is what
+the world asks for, `worker_routes` what the workers ask of each other over their private sockets. The events of all need nothing of the
+kind: they are one sequence in the store, which every worker can tell.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 
 import aiohttp
 import msgspec
@@ -23,9 +22,6 @@ from turngate.server.http import body, reply, route
 from turngate.server.siblings import RETURN_S, Siblings
 from turngate.server.weights import FenceRoutes, Updates
 from turngate.types import Json
-
-_PAUSED = "paused"  # the setting: by which run of the gateway
-_UNTIL = "paused_until"  # and until when at most, if there is a limit
 
 
 class State(msgspec.Struct, frozen=True):
@@ -45,10 +41,9 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Together:
-    def __init__(self, gateway: Gateway, siblings: Siblings, run: str) -> None:
+    def __init__(self, gateway: Gateway, siblings: Siblings) -> None:
         self._gateway = gateway
         self._siblings = siblings
-        self._run = run
         self.updates = Updates(gateway.control, gateway.engine, self)
 
     def routes(self) -> list[Route]:
@@ -69,17 +64,10 @@ class Together:
         load = self._gateway.control.weights(version)
         fence.resume(version, "" if load is None else load.name)
         await self._gateway.ready(version, False)
-        paused = store.setting(_PAUSED) == self._run
-        if paused:
-            await fence.pause("hold")
-        if self._siblings.place.number:
-            return
-        if not paused:
+        if self._siblings.place.number == 0:
             await self.updates.start()
-            return
-        self.updates.frozen = self._gateway.control.was_frozen()
-        if until := float(store.setting(_UNTIL) or 0):
-            self.updates.arm(max(0.0, until - time.time()))
+        elif self._gateway.control.held_until() is not None:
+            await fence.pause("hold")
 
     async def close(self) -> None:
         await self.updates.close()
@@ -90,8 +78,7 @@ class Together:
         return self._stands(await self._each("GET", "/worker/fence"))
 
     async def hold(self, until: float | None) -> None:
-        self._gateway.store.set_setting(_UNTIL, "" if until is None else str(until))
-        self._gateway.store.set_setting(_PAUSED, self._run)
+        self._gateway.control.note_held(until)
         await self._gateway.fence.pause("hold")
         await self._each("POST", "/worker/fence/pause")
 
@@ -99,12 +86,11 @@ class Together:
         await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
 
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, look: bool = False) -> None:
-        fence, control, store = self._gateway.fence, self._gateway.control, self._gateway.store
+        fence, control = self._gateway.fence, self._gateway.control
         fence.check(version, model)
         new = fence.version if version is None else version
         await self._gateway.ready(new, look)
-        store.set_setting("policy_version", str(new))
-        store.set_setting(_PAUSED, "")
+        control.note_open(new)
         fence.set(version, model)  # if somebody cannot be told, there is no way back behind it
         await self._each("POST", "/worker/fence/resume", Resumed(new, model, look))
         control.resume(new, model, expired=expired)

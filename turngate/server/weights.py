@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal, Protocol
@@ -107,6 +108,7 @@ class OneBar:
         self._ready = ready
 
     async def hold(self, until: float | None) -> None:
+        self._control.note_held(until)
         await self._control.hold()
 
     async def drained(self) -> None:
@@ -132,11 +134,32 @@ class Updates:
         self.frozen = False  # the engines are paused, with what they have begun
 
     async def start(self) -> None:
-        """A gateway that was killed while its engines were frozen wakes them."""
-        if self._control.was_frozen():
+        """A pause outlives the gateway: whoever paused may be in the middle of sending weights. Engines that were frozen without one
+        are woken."""
+        self.frozen = self._control.was_frozen()
+        until = self._control.held_until()
+        if until is not None:
+            await self._go_on_holding(until)
+        elif self.frozen:
             log.warning("the engines were paused when the gateway was stopped; they go on")
-            self.frozen = True
             self._again()
+
+    async def _go_on_holding(self, until: float) -> None:
+        await self._control.hold()
+        left = until - time.time()
+        if left <= 0:  # also an update of our own that came to no end, which nobody is going to resume
+            log.warning("calls were held when the gateway was stopped, for longer than they should be; they go on")
+            self._limit = asyncio.create_task(self._keep_opening(expired=True))
+            return
+        self._control.paused("keep" if self.frozen else "hold", restarted=True)
+        log.warning(
+            "calls are held, as they were when the gateway was stopped: a trainer had paused it, and its weights may be half sent. "
+            "They go on with POST /admin/fence/resume and the version that the engines have (the present one is %d)%s",
+            self._control.version,
+            "" if left == math.inf else f", or at the present one in {left:.0f} s, the limit of the pause",
+        )
+        if left < math.inf:
+            self.arm(left)
 
     async def close(self) -> None:
         self._disarm()
@@ -154,10 +177,12 @@ class Updates:
     async def resume(self, version: int | None, model: str | None) -> dict[str, Json]:
         async with self._changing:
             self._control.check_version(version, model)
-            self._disarm()
             if version is not None and version > self._control.version:
                 self._control.note_weights(Load(version=version, name=model or ""))
+            else:
+                await self._take_back()
             await self._open(version, model)
+            self._disarm()
         return await self._bar.stands()
 
     async def _hold(self, mode: Pause, limit_s: float | None) -> None:
@@ -179,11 +204,17 @@ class Updates:
         return self._control.is_paused, self.frozen
 
     async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
-        """As it was before something failed."""
-        if not was_paused:
-            await self._open(None, None, look=True)
-        elif self.frozen and not was_frozen:
-            await self._thaw()
+        """As it was before something failed, which is what the caller has to know; what cannot be done now is tried until it can."""
+        try:
+            if not was_paused:
+                await self._open(None, None, look=True)
+            elif self.frozen and not was_frozen:
+                await self._thaw()
+        except TurngateError as error:
+            log.warning("calls are still held: %s", error.message)
+            if self._control.is_paused and not was_paused:
+                self._disarm()
+                self._limit = asyncio.create_task(self._keep_opening())
 
     async def _freeze(self) -> None:
         each = self._replicas(_KEEPING)
@@ -247,16 +278,36 @@ class Updates:
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         log.warning("nobody resumed within the limit of a pause; calls go on at the old version")
+        await self._keep_opening(expired=True)
+
+    async def _keep_opening(self, *, expired: bool = False) -> None:
+        """At the version that is in force, as soon as that can be."""
         while True:
             try:
                 async with self._changing:
-                    await self._bar.open(None, None, expired=True, look=True)
+                    await self._take_back()
+                    await self._bar.open(None, None, expired=expired, look=True)
                 break
             except TurngateError as error:
                 log.warning("calls are still held: %s", error.message)
             await asyncio.sleep(_AGAIN_S)
         if self.frozen:
             self._again()
+
+    async def _take_back(self) -> None:
+        """A gateway that was killed in the middle of loading a model: what got it has to have the one that is in force again."""
+        load = self._control.loading()
+        present = self._control.version
+        if load is None or load.is_adapter or load.version <= present:
+            return
+        before = self._control.weights(present) or Load(version=present)
+        for one in replicas(self._engine):
+            one.expect(load)
+            if all(health.ok for health in await one.health()):
+                log.warning(
+                    "%s has weights that never came into force; version %d is loaded again", one.address, present
+                )
+                await self._as_before(one, before)
 
     # ── weights that the gateway loads ──────────────────────────────────────────────────────────────────────────
 
@@ -268,6 +319,7 @@ class Updates:
             each = self._replicas("load weights")
             began = time.monotonic()
             present = self._present()
+            self._control.note_loading(load)
             await self._stop(mode, wanted.limit_s, present)
             found = await self._load_each(each, load, repair=load.version == before.version)
             if not all(replica.ok for replica in found):
@@ -275,9 +327,15 @@ class Updates:
                 await self._restore(*present)
                 self._tell({"version": load.version, "failed": True, "replicas": found})
                 raise _refusal(load, before.version, found)
+            try:
+                await self._open(load.version, load.name if load.is_adapter or before.name else None, look=True)
+            except TurngateError:
+                if self._control.version != load.version:  # new weights are not to be sampled under the old version
+                    await self._put_back(each, found, load, before)
+                if self._control.is_paused:
+                    await self._restore(*present)
+                raise
             self._disarm()
-            self._control.note_weights(load)
-            await self._open(load.version, load.name if load.is_adapter or before.name else None, look=True)
             await self._clear_out(each, (before.name if before.lora_path else "", load.name))
             seconds = round(time.monotonic() - began, 3)
             self._tell({"version": load.version, "mode": mode, "seconds": seconds, "replicas": found})
@@ -360,10 +418,8 @@ class Updates:
                 if load.version > before.version:
                     with contextlib.suppress(TurngateError):
                         await one.unload(load.name)
-            elif before.path:
-                await one.load(before, frozen=self.frozen)
             else:
-                await one.original(frozen=self.frozen)
+                await self._as_before(one, before)
 
         after = []
         for one, replica in zip(each, found, strict=True):
@@ -376,6 +432,12 @@ class Updates:
                     await one.abort_all()
                 after.append(replica)
         return after
+
+    async def _as_before(self, one: Updatable, before: Load) -> None:
+        if before.path:
+            await one.load(before, frozen=self.frozen)
+        else:
+            await one.original(frozen=self.frozen)
 
     async def _clear_out(self, each: list[Updatable], names: tuple[str, ...]) -> None:
         """Adapters that no call can be using any more."""

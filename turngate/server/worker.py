@@ -72,7 +72,7 @@ class Worker:
         self._number = place.number
         self._siblings = Siblings(place, folder, run)
         self._run = run.encode()
-        self._together = Together(gateway, self._siblings, run)
+        self._together = Together(gateway, self._siblings)
         self._of_all = _starlette(self._together.routes())
         self._own = _starlette(self._together.worker_routes())
         self.inside = private(self._inside)

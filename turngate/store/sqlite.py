@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal, TypeVar
@@ -370,9 +370,14 @@ class Store:
         return None if row is None else row[0]
 
     def set_setting(self, name: str, value: str, event: NewEvent | None = None) -> None:
+        self.set_settings({name: value}, event)
+
+    def set_settings(self, values: Mapping[str, str], event: NewEvent | None = None) -> None:
+        """All of them or none: what only together says where the gateway stands."""
         with self._writing() as db:
-            db.execute(
-                "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value", (name, value)
+            db.executemany(
+                "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value",
+                values.items(),
             )
             also(db, event)
 
