@@ -156,6 +156,45 @@ async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_ru
         assert read(stage.out).stale == {one.rollout: 1}
 
 
+async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.rollout.one._AFTER_LIMIT_S", 1.0)  # for the agent to end, which it does not
+    twice = AGENT.replace("with socket", "for _ in range(2):\n  with socket").replace("sys.exit(1)", "pass")
+    async with staged() as stage:
+        async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
+            wanted = stage.plan("hang-0", n=1, retries=0, session={"limits": {"turns": 1}})
+            offering = twice.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
+            (stage.root / "s" / "agent.py").write_text(offering)
+            running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+            async with asyncio.timeout(60):
+                async for event in stage.client.events():
+                    if event["kind"] == "limit":
+                        break
+            await stage.gateway.resume(1)
+            [one] = (await asyncio.wait_for(running, 60)).finished
+        assert (one.kind, one.attempt, one.status) == ("graded", 2, "limit"), (
+            "of the new policy, it met its limit again"
+        )
+        assert read(stage.out).stale == {one.rollout: 1}
+
+
+async def test_a_feed_can_take_the_groups_of_one_batch_and_leave_those_of_another() -> None:
+    """Held-out tasks run beside the training, and nobody is trained on them."""
+    async with staged() as stage:
+        async with await Feed.open(stage.client, "train", FeedConfig(n=1, groups="train.")) as feed:
+            training = stage.plan("well-0", n=1, name="train")
+            result = await run_batch(training, stage.client, stage.wayout)
+            for name in ("held-out", ""):
+                beside = stage.plan("well-1", n=1, name=name)
+                beside = msgspec.structs.replace(beside, folder=stage.root / f"beside{name}")
+                assert (await run_batch(beside, stage.client, stage.wayout)).complete
+            delivery = await feed.next(10)
+            assert delivery is not None and delivery.group == f"{result.batch}.well-0"
+            assert delivery.group.startswith("train.") and await feed.next(0.2) is None
+        with pytest.raises(ConfigError, match="name: was train, is now other"):
+            await run_batch(msgspec.structs.replace(training, name="other"), stage.client, stage.wayout)
+        assert (await run_batch(training, stage.client, stage.wayout)).finished == result.finished
+
+
 async def stale_once_it_hangs(stage: Stage, times: int) -> None:
     """What the gateway does to sessions that cannot be fresh enough any more."""
     done: set[str] = set()

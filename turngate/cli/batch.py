@@ -106,7 +106,7 @@ def ordered(given: Mapping[str, Any]) -> int:
         say(console, line, "dim")
     if not result.complete:
         say(console, f"{_left(result)} left; the same command goes on with them", "yellow")
-    return INTERRUPTED if interrupted else 0 if result.complete else STOPPED
+    return INTERRUPTED if interrupted else 0 if result.complete and not result.stopped else STOPPED
 
 
 def _plan(
@@ -119,6 +119,7 @@ def _plan(
         backend=made,
         model=model,
         folder=folder,
+        name=given["name"],
         n=given["n"],
         rounds=given["rounds"],
         bounds=Bounds(

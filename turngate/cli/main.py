@@ -216,6 +216,9 @@ def batch(
     ],
     n: Annotated[int, typer.Option("--n", help="Rollouts of each task.")] = 1,
     rounds: Annotated[int, typer.Option(help="How often the tasks come round; more may be asked for later.")] = 1,
+    name: Annotated[
+        str, typer.Option(help="What the names of its groups begin with, for a feed that takes only those.")
+    ] = "",
     concurrency: Annotated[int, typer.Option(help="Agents that run at once.")] = 8,
     starting: Annotated[
         Optional[int], typer.Option(help="Sandboxes that are started at once. [twice the cores]")

@@ -30,13 +30,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from turngate.control import STALE
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
 from turngate.rollout.client import GatewayClient, Refused, Unreachable
 from turngate.rollout.closing import Closing
 from turngate.rollout.gates import Gates, Ticket
-from turngate.rollout.ledger import Begun, Ended, Finished, Head, Kind, Ledger, LedgerError, now
+from turngate.rollout.judge import recorded as as_recorded
+from turngate.rollout.ledger import Begun, Ended, Finished, Head, Kind, Ledger, LedgerError, Unrecorded, now
 from turngate.rollout.one import Rollout
-from turngate.rollout.outcome import STALE, Fault, Outcome, Progress
+from turngate.rollout.outcome import Fault, Outcome, Progress
 from turngate.rollout.pace import Pace, at_once
 from turngate.rollout.plan import BatchPlan, differences, group_name
 from turngate.rollout.summary import Summary, summed_up
@@ -140,7 +142,7 @@ class Batch:
         self._watch = watch
         self._pace = pace
         self._tell = tell
-        self._closing = Closing(gateway, plan.n)
+        self._closing = Closing(gateway, plan.n, self._stop)
         self._ledger: Ledger | None = None
         self._gates = Gates(plan.bounds)
         self.tally = Tally(total=plan.total, places=self._gates.places)
@@ -220,14 +222,15 @@ class Batch:
         terms = self._plan.terms()
         head = ledger.known.head
         if head is None:
-            head = Head(batch=uuid.uuid4().hex[:8], terms=terms, tasks=tasks, made=now())
+            head = Head(batch=self._plan.new_id(), terms=terms, tasks=tasks, made=now())
             await ledger.add(head)
         elif told := differences(head, terms, tasks):
             raise ConfigError(
                 f"out: {ledger.folder} holds another batch ({'; '.join(told)}); choose another --out folder, or run it as it was",
                 param="out",
             )
-        begun = 1 + max((one.round for one in ledger.known.finished.values()), default=0)
+        known = (*ledger.known.finished.values(), *(late.finished for late in ledger.known.unrecorded.values()))
+        begun = 1 + max((one.round for one in known), default=0)
         if begun > self._plan.rounds:
             raise ConfigError(
                 f"rounds: {self._plan.rounds} is less than the {begun} that {ledger.folder} holds already",
@@ -236,10 +239,13 @@ class Batch:
         self._batch = head.batch
 
     async def _taken_up(self, ledger: Ledger) -> None:
-        """What an earlier run has left: finished rollouts count, attempts whose end nobody saw are ended."""
+        """What an earlier run has left: outcomes that the gateway lacks are recorded there, finished rollouts count, attempts whose end
+        nobody saw are ended."""
         known = ledger.known
-        for finished in known.finished.values():
+        for finished in list(known.finished.values()):
             self._count(finished)
+        for late in list(known.unrecorded.values()):
+            await self._made_up_for(late)
         for begun in list(known.open.values()):
             await asyncio.to_thread(self._remove_work, begun.session)
             await self._closed(begun, "lost", "its runner ended before it did")
@@ -248,6 +254,27 @@ class Batch:
             self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
         self.tally.started = time.monotonic()
         self._watch(self.tally)
+
+    async def _made_up_for(self, late: Unrecorded) -> None:
+        """The gateway hears what came of a rollout that an earlier run has seen to its end. Where that still cannot be, the batch stops."""
+        one = late.finished
+        deadline = time.monotonic() + _BACK_S
+        while True:
+            try:
+                await self._gateway.seal(one.session, "error")  # most were, and stay as they are
+                await self._gateway.record(one.session, late.recorded)
+                return await self._finish(one)
+            except Unreachable as error:
+                if time.monotonic() > deadline:
+                    return self._stop(_untold(one, error.message))
+                await asyncio.sleep(0.5)
+            except Refused as refused:
+                if refused.answered not in (404, 409):
+                    return self._stop(_untold(one, refused.message))
+                # Somebody has deleted the session, or recorded another outcome: what the gateway has counts.
+                return await self._closed(_begun(one), "lost", refused.message)
+            except TurngateError as error:
+                return self._stop(_untold(one, error.message))
 
     async def _closed(self, begun: Begun, why: Literal["cancelled", "lost"], message: str) -> None:
         """The end of an attempt that was not seen to its end. Where the gateway has its outcome it was over, and counts: to run it
@@ -397,8 +424,9 @@ class Batch:
                 return
             outcome = await self._run(todo, begun)
         except asyncio.CancelledError:
-            with suppress(TurngateError):  # then the next run will see to it
-                await to_the_end(self._closed(begun, "cancelled", ""))
+            if begun.rollout not in ledger.known.unrecorded:
+                with suppress(TurngateError):  # then the next run will see to it
+                    await to_the_end(self._closed(begun, "cancelled", ""))
             raise
         # The gateway has the outcome by now, so the ledger has to have it too, whoever cancels.
         await to_the_end(self._settled(todo, begun, outcome))
@@ -422,6 +450,11 @@ class Batch:
         rollout = Rollout(order, self._gateway, self._wayout, watched, gates=ticket, session=begun.session)
         try:
             outcome = await rollout.run()
+        except asyncio.CancelledError:
+            if _is_owed(rollout.outcome):
+                with suppress(LedgerError):
+                    await to_the_end(self._put_off(todo, begun, rollout.outcome))
+            raise
         except Exception as error:
             # A bug of ours costs this rollout, not the batch, and no agent is blamed for it.
             log.exception("rollout %s, attempt %d", todo.id, begun.attempt)
@@ -433,7 +466,11 @@ class Batch:
         return outcome
 
     async def _settled(self, todo: _Todo, begun: Begun, outcome: Outcome) -> None:
-        """Finished, or to be tried again."""
+        """Finished, or to be recorded when the gateway is back, or to be tried again."""
+        if _is_owed(outcome):
+            await self._put_off(todo, begun, outcome)
+            self._stop(_untold(_finished(todo, begun, outcome), outcome.unrecorded))
+            return
         await asyncio.to_thread(_kept, self._plan.folder / "rollouts" / begun.session, outcome)
         if outcome.stop == STALE and self._books.known.stale.get(todo.id, 0) < self._plan.stale_retries:
             await self._books.add(_ended(begun, "stale"))
@@ -453,6 +490,14 @@ class Batch:
             self._later(todo, min(_LONGEST_S, self._plan.back_off_s * 2**faults) * random.uniform(0.5, 1.5))
         else:
             await self._finish(_finished(todo, begun, outcome))
+
+    async def _put_off(self, todo: _Todo, begun: Begun, outcome: Outcome) -> None:
+        """All is known of it, but not by the gateway: no trainer has it before the batch is taken up again."""
+        await asyncio.to_thread(_kept, self._plan.folder / "rollouts" / begun.session, outcome)
+        late = Unrecorded(
+            finished=_finished(todo, begun, outcome), recorded=as_recorded(outcome), why=outcome.unrecorded[:_TOLD]
+        )
+        await self._books.add(late)
 
     def _later(self, todo: _Todo, wait_s: float) -> None:
         heapq.heappush(self._again, (time.monotonic() + wait_s, next(self._numbers), todo))
@@ -537,6 +582,19 @@ def _message(outcome: Outcome) -> str:
     if outcome.fault is not None:
         return f"{outcome.fault.stage}: {outcome.fault.message}"
     return outcome.grade.message if outcome.grade is not None else ""
+
+
+def _is_owed(outcome: Outcome) -> bool:
+    """Whether the gateway has to hear of it yet. Faults of the infrastructure count in no group."""
+    return bool(outcome.unrecorded) and outcome.kind != "infrastructure fault"
+
+
+def _untold(one: Finished, why: str) -> str:
+    return f"what came of {one.rollout} could not be recorded at the gateway ({why}); taking the batch up again does that first"
+
+
+def _begun(one: Finished) -> Begun:
+    return Begun(rollout=one.rollout, round=one.round, attempt=one.attempt, session=one.session, at=one.at)
 
 
 def _finished(todo: _Todo, begun: Begun, outcome: Outcome) -> Finished:

@@ -24,6 +24,7 @@ from turngate.types import Json
 T = TypeVar("T")
 _PAGE = 100  # tool calls that are asked for at once
 _LIMIT = aiohttp.ClientTimeout(total=60)
+_IN_FRONT = (502, 503, 504)  # what a proxy says for a gateway that is not there, or not yet
 _BUILDING_S = 120  # for which a gateway may be silent while it makes the rows of a large group
 
 
@@ -33,7 +34,8 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Unreachable(TurngateError):
-    """No gateway answers there, at least for now."""
+    """No gateway answers there, at least for now: none can be reached, or it says that it is being stopped or cannot write (503), or
+    a proxy says so for it. The same may be asked again."""
 
     status = 503
     kind = "gateway_unreachable"
@@ -72,7 +74,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         return Opened(opened["id"], opened["api_key"])
 
     async def check(self) -> None:
-        """That it is there, and takes our key."""
+        """That it is there, and takes our key. `ConfigError` where something else answers."""
         await self._ask("GET", "/admin/fence")
 
     async def fence(self) -> Json:
@@ -255,12 +257,20 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
             value = None
         if response.status < 300 and answered and value is not None:
             return value
+        if not answered and response.status in _IN_FRONT:
+            raise Unreachable(
+                f"gateway: {self.url} answers {response.status}, and no turngate gateway does: whatever is in front of it cannot "
+                "reach it, or this is not its address",
+                param="gateway",
+            )
         if not answered:
             raise ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
         told = value["error"] if isinstance(value, dict) and "error" in value else {"message": f"{response.status}"}
         message = told["message"]
         if response.status == 401:
             raise Unauthorized(f"gateway: {message} (the key comes from {ADMIN_KEY})", param=ADMIN_KEY)
+        if response.status == Unreachable.status:
+            raise Unreachable(f"gateway: {message}", param="gateway")
         raise Refused(message, response.status, told.get("param"))
 
 

@@ -6,24 +6,25 @@ Owned by `batch.py`. A group that is closed twice is closed once, so a batch tha
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
+from collections.abc import Callable
 
 from turngate.errors import TurngateError
 from turngate.rollout.client import GatewayClient, Unreachable
 from turngate.rollout.ledger import Finished
 
-log = logging.getLogger("turngate")
 _AGAIN_S = 0.5  # between two tries, while the gateway does not answer
 _HEARD_OF = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
 
 
 class Closing:
-    """Of one batch. `run` is a task for as long as it goes on; nobody else waits for the gateway."""
+    """Of one batch. `run` is a task for as long as it goes on; nobody else waits for the gateway. `refused` is told where the gateway
+    does not take it, and nothing is to be gained by asking again."""
 
-    def __init__(self, gateway: GatewayClient, n: int) -> None:
+    def __init__(self, gateway: GatewayClient, n: int, refused: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._n = n
+        self._refused = refused
         self._finished: defaultdict[str, list[bool]] = defaultdict(list)  # by group, whether each is heard of
         self._complete: asyncio.Queue[str] = asyncio.Queue()
         self.barren = 0  # groups that are complete, and of which no trainer will hear
@@ -58,12 +59,12 @@ class Closing:
         return True
 
     async def _close(self, group: str) -> None:
-        """A gateway that is being started again is waited for."""
+        """A gateway that is being started again, or cannot write for now, is waited for."""
         while True:
             try:
                 return await self._gateway.close_group(group)
             except Unreachable:
                 await asyncio.sleep(_AGAIN_S)
             except TurngateError as error:
-                log.warning("group %s is complete, but the gateway does not take that: %s", group, error.message)
+                self._refused(f"the gateway does not take it that group {group} is complete: {error.message}")
                 return None

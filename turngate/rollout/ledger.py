@@ -4,6 +4,7 @@
     {"type":"begun", …}      an attempt, with its session's id: written before that session is opened
     {"type":"ended", …}      an attempt that decided nothing: something else than the agent failed, it was cancelled, its runner died,
                              or the policy had moved on
+    {"type":"unrecorded", …} a rollout that is done, but the gateway could not be told what came of it: that is still to be done
     {"type":"finished", …}   a rollout, for good
 
 Lines are only ever added, each with the disk's own word that it is there. JSON lines, not a database: it is read once at the start, a
@@ -27,6 +28,7 @@ import msgspec
 
 from turngate.errors import Boundary, ConfigError, TurngateError
 from turngate.rollout.outcome import Status
+from turngate.store.outcome import Recorded
 from turngate.tasks.grading.grade import Class
 
 NAME = "ledger.jsonl"
@@ -106,7 +108,15 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
         return self.resolved if self.resolved is not None else self.reward >= 1.0
 
 
-Entry = Head | Begun | Ended | Finished
+class Unrecorded(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
+    """A rollout that is done, and will be finished when the gateway has its outcome too. Its agent is not run again."""
+
+    finished: Finished
+    recorded: Recorded  # to the letter: the gateway may have it after all, and takes no other one then
+    why: str
+
+
+Entry = Head | Begun | Ended | Unrecorded | Finished
 
 
 class LedgerError(TurngateError):
@@ -122,6 +132,7 @@ class Known(msgspec.Struct):
     head: Head | None = None
     finished: dict[str, Finished] = {}  # by rollout
     open: dict[str, Begun] = {}  # attempts that have begun, and of whose end nothing is written
+    unrecorded: dict[str, Unrecorded] = {}
     attempts: dict[str, int] = {}  # the last one's number
     faults: dict[str, int] = {}  # attempts that failed by no fault of the agent's
     stale: dict[str, int] = {}  # attempts that the gateway cancelled because the policy moved on
@@ -135,12 +146,17 @@ class Known(msgspec.Struct):
                 self.attempts[entry.rollout] = entry.attempt
             case Ended():
                 self.open.pop(entry.rollout, None)
+                self.unrecorded.pop(entry.rollout, None)
                 if entry.why == "fault":
                     self.faults[entry.rollout] = self.faults.get(entry.rollout, 0) + 1
                 elif entry.why == "stale":
                     self.stale[entry.rollout] = self.stale.get(entry.rollout, 0) + 1
+            case Unrecorded():
+                self.open.pop(entry.finished.rollout, None)
+                self.unrecorded[entry.finished.rollout] = entry
             case Finished():
                 self.open.pop(entry.rollout, None)
+                self.unrecorded.pop(entry.rollout, None)
                 self.finished[entry.rollout] = entry
 
 

@@ -37,6 +37,7 @@ import msgspec
 
 from turngate.agents.launch import Launch, plan, resolved
 from turngate.agents.tools import described, equipped
+from turngate.control import STALE
 from turngate.errors import (
     AgentError,
     Boundary,
@@ -52,7 +53,7 @@ from turngate.rollout.announce import Announcer
 from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
 from turngate.rollout.collect import collect, spelled
 from turngate.rollout.judge import graded, lost, recorded, without_grading
-from turngate.rollout.outcome import STALE, Fault, Gates, Order, Outcome, Progress, Stage, Watch
+from turngate.rollout.outcome import Fault, Gates, Order, Outcome, Progress, Stage, Watch
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.sandboxes.posix import to_the_end
@@ -305,14 +306,19 @@ class Rollout:
                 self._spent("grade", began)
 
     async def _recorded(self) -> None:
-        """At the gateway, beside the trace. Where it is gone, the outcome is still the caller's."""
+        """At the gateway, beside the trace. Where it is gone, the outcome is still the caller's, who may record it later."""
         outcome = self.outcome
-        if not outcome.session or outcome.kind is None or not self._ended:
+        if not outcome.session or outcome.kind is None:
             return
+        if outcome.kind == "infrastructure fault" and not self._ended:
+            return  # it counts for nobody, and the gateway is most likely the reason
+        outcome.unrecorded = "its runner was stopped before the gateway had it"
         try:
             async with self._stage("record"):
                 await self._put_down(outcome)
+            outcome.unrecorded = ""
         except TurngateError as error:
+            outcome.unrecorded = error.message
             self._note(f"the outcome could not be recorded at the gateway: {error.message}")
 
     async def _put_down(self, outcome: Outcome) -> None:
@@ -320,6 +326,9 @@ class Rollout:
         deadline = time.monotonic() + _BACK_S
         while True:
             try:
+                if not self._ended:
+                    await self._gateway.seal(outcome.session, "error")
+                    self._ended = True
                 return await self._gateway.record(outcome.session, recorded(outcome))
             except Unreachable:
                 if time.monotonic() > deadline:

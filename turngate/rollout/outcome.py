@@ -25,7 +25,6 @@ Stage = Literal[
 Phase = Literal["start", "run", "grade"]  # what is bounded when many rollouts run: each has its own limit
 Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
 AtEnd = Literal["grade", "exclude", "zero"]
-STALE = "stale"  # what stopped a session that the gateway cancelled because the policy had moved on too far
 Gates = Callable[[Phase], AbstractAsyncContextManager[None]]
 
 
@@ -99,6 +98,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     rows: int | None = None  # None: the gateway could not be asked
     calls: int | None = None  # that the agent made through its door; None: it had none of ours
     collected: Collected = Collected()
+    unrecorded: str = ""  # why the gateway does not have this yet; empty: it has, or need not
     not_enforced: tuple[str, ...] = ()  # what was asked of the sandbox and is a wish there
     notes: tuple[str, ...] = ()
 

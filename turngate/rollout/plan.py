@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
+import uuid
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ from turngate.tasks import place
 from turngate.tasks.task import Task
 from turngate.types import Json
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TIMEOUT_S = 1800.0  # for an agent whose task says nothing
 
 
@@ -34,6 +37,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend
     model: str
     folder: Path  # of the batch: its ledger, and what agents leave
+    name: str = ""  # with which the names of its groups begin: a feed that wants only those has it as its prefix, `groups="NAME."`
     n: int = 1  # rollouts of each task, each round
     rounds: int = 1  # how often the tasks come round; more may be asked for when it is taken up again
     bounds: Bounds = Bounds()
@@ -59,6 +63,11 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         for name, least in (("n", 1), ("rounds", 1), ("retries", 0), ("stale_retries", 0), ("invalid_after", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)} must be at least {least}", param=name)
+        if self.name and not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"name: {self.name[:100]!r} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit",
+                param="name",
+            )
         if not self.tasks:
             raise ConfigError("tasks: there are none to run", param="tasks")
         twice = [task for task, count in Counter(task.id for task in self.tasks).items() if count > 1]
@@ -95,7 +104,12 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             "on-limit": self.policy.limit,
             "on-lost": self.policy.lost,
             "grade": str(self.grade),
+            **({"name": self.name} if self.name else {}),
         }
+
+    def new_id(self) -> str:
+        """Of a batch that begins now. Another one of the same name has another."""
+        return f"{self.name}.{uuid.uuid4().hex[:8]}" if self.name else uuid.uuid4().hex[:8]
 
     def digests(self) -> dict[str, str]:
         """Of each task, by its id."""

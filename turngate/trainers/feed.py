@@ -200,8 +200,6 @@ async def _asked(answer: Coroutine[Any, Any, T]) -> T:
     try:
         return await answer
     except Refused as refused:
-        if refused.answered == 503:  # it is being stopped, or its disk is full: it may be mended
-            raise Unreachable(refused.message) from None
         if refused.answered == 404 or (refused.answered == 409 and refused.param == "reader"):
             raise TakenOver(refused.message) from None
         raise

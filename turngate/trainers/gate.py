@@ -78,9 +78,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                 tries = 0
                 if taken.calls:
                     return [self._call(handed) for handed in taken.calls]
-            except (Unreachable, Refused) as error:
-                if isinstance(error, Refused) and error.answered != 503:
-                    raise
+            except Unreachable:
                 pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
                 tries += 1
                 await asyncio.sleep(pause)

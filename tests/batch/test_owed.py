@@ -1,0 +1,157 @@
+"""What came of a rollout reaches the gateway, however long that takes: no graded rollout is lost, and none is run twice for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests import kit
+from tests.batch.test_batch import Stage, staged
+from tests.batch.test_storm import every_session
+from turngate.errors import AgentError, BadRequest, StoreError
+from turngate.feed import FeedConfig
+from turngate.rollout.batch import BatchResult, run_batch
+from turngate.rollout.ledger import read
+from turngate.rollout.one import Rollout
+from turngate.store.outcome import Recorded
+from turngate.trainers.feed import Feed
+
+
+class Failing:
+    """A verb of the gateway that fails so many times. The gateway is a real one: what it says of that comes over HTTP."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: Any, verb: str, times: int, error: Exception) -> None:
+        self.left, self.tried = times, 0
+        self._real, self._error = getattr(of, verb), error
+        monkeypatch.setattr(of, verb, self)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.tried += 1
+        if self.left:
+            self.left -= 1
+            raise self._error
+        return self._real(*given, **named)
+
+
+FULL = StoreError("the disk is full")
+FOR_GOOD = 10**9
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.rollout.one._BACK_S", 1.0)
+    monkeypatch.setattr("turngate.rollout.batch._BACK_S", 1.0)
+
+
+async def ran(stage: Stage, n: int = 1) -> BatchResult:
+    return await asyncio.wait_for(run_batch(stage.plan("well-0", n=n), stage.client, stage.wayout), 60)
+
+
+async def test_a_gateway_that_cannot_write_for_a_moment_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with staged() as stage:
+        feed = await Feed.open(
+            stage.client, "train", FeedConfig(n=3)
+        )  # so that it takes the closing to complete a group
+        Failing(monkeypatch, stage.gateway.app.control, "record", 1, FULL)
+        Failing(monkeypatch, stage.gateway.app.control.feeds, "close_group", 1, FULL)
+        result = await ran(stage, n=2)
+        delivery = await feed.next(10)
+        assert (result.complete, result.stopped) == (True, "")
+        assert delivery is not None and len(delivery.rollouts) == 2
+
+
+async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_recorded_first_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with staged() as stage:
+        feed = await Feed.open(stage.client, "train", FeedConfig(n=1))
+        failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
+        for _ in range(2):  # the second time it is still so
+            result = await ran(stage)
+            assert not result.complete and result.finished == ()
+            assert (
+                "could not be recorded at the gateway (gateway: the disk is full); taking the batch up"
+                in result.stopped
+            )
+            [late] = read(stage.out).unrecorded.values()
+            assert read(stage.out).open == {} and late.finished.kind == "graded"
+            assert (stage.out / "rollouts" / late.finished.session / "outcome.json").is_file()
+        assert await feed.next(0.1) is None
+        failing.left = 0
+        result = await ran(stage)
+        assert result.complete and result.stopped == "" and result.finished == (late.finished,)
+        assert len(await every_session(stage.gateway)) == 1, "no agent ran again"
+        delivery = await feed.next(10)
+        assert delivery is not None
+        assert [(one.session, one.reward) for one in delivery.rollouts] == [
+            (late.finished.session, late.finished.reward)
+        ]
+        assert (await ran(stage)).finished == result.finished
+
+
+async def test_a_runner_that_is_stopped_while_it_waits_for_the_gateway_does_not_forget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("turngate.rollout.one._BACK_S", 60.0)
+    async with staged() as stage:
+        failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
+        running = asyncio.create_task(ran(stage))
+        await kit.until(lambda: failing.tried, 60)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert len(read(stage.out).unrecorded) == 1 and read(stage.out).open == {}
+        failing.left = 0
+        result = await ran(stage)
+        assert result.complete and result.finished[0].attempt == 1
+        assert len(await every_session(stage.gateway)) == 1
+
+
+@pytest.mark.parametrize("meanwhile", ["deleted", "another outcome"])
+async def test_what_the_gateway_has_counts_where_somebody_was_there_before(
+    meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with staged() as stage:
+        failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
+        await ran(stage)
+        [late] = read(stage.out).unrecorded.values()
+        failing.left = 0
+        if meanwhile == "deleted":
+            await stage.gateway.app.control.delete(late.finished.session)
+        else:
+            await stage.client.record(late.finished.session, Recorded(kind="graded", reward=0.25, task="well-0"))
+        [one] = (await ran(stage)).finished
+        assert read(stage.out).unrecorded == {}
+        if meanwhile == "deleted":
+            assert (one.attempt, one.kind) == (2, "graded"), "there is nothing left to record it beside"
+        else:
+            assert (one.attempt, one.session, one.reward) == (1, late.finished.session, 0.25)
+
+
+async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_not_be_ended_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def missing(*given: Any) -> None:
+        raise AgentError("there is no such program")
+
+    monkeypatch.setattr(Rollout, "_check", missing)
+    async with staged() as stage:
+        Failing(monkeypatch, stage.gateway.app.control, "seal", 2, FULL)
+        [one] = (await ran(stage)).finished
+        assert one.kind == "agent failed"
+        assert (await stage.client.show(one.session))["outcome"]["kind"] == "agent failed"
+
+
+async def test_a_group_that_the_gateway_refuses_to_close_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with staged() as stage:
+        feed = await Feed.open(stage.client, "train", FeedConfig(n=2))
+        Failing(monkeypatch, stage.gateway.app.control.feeds, "close_group", 1, BadRequest("no such thing"))
+        result = await ran(stage)
+        assert result.stopped == (
+            f"the gateway does not take it that group {result.batch}.well-0 is complete: gateway: no such thing"
+        )
+        assert await feed.next(0.1) is None
+        assert (await ran(stage)).stopped == "", "it is told again"
+        assert await feed.next(10) is not None
