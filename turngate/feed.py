@@ -27,7 +27,7 @@ from turngate.fence import Fence
 from turngate.store.feeds import FeedRow, Member, Waiting
 from turngate.store.outcome import Class
 from turngate.store.sqlite import Store
-from turngate.trace.advantage import LARGEST, Choice, advantages, weight
+from turngate.trace.advantage import Choice, advantages, is_too_large, weight
 from turngate.trace.roles import roles
 from turngate.trace.sample import Sample, Span, samples, untrainable
 from turngate.trace.session import Session, SessionConfig
@@ -353,7 +353,7 @@ def _judged(
     outcome = member.outcome
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")
-    if abs(outcome.reward) > LARGEST:
+    if is_too_large(outcome.reward):
         return False, f"its reward of {outcome.reward:g} is too large to reckon with"
     if not rows:
         return False, "nothing of it can be trained"

@@ -360,6 +360,51 @@ async def test_a_trainer_that_hangs_up_while_it_waits_takes_no_call() -> None:
         assert (await asking).content == "Hello there."
 
 
+async def test_what_a_trainer_took_that_hung_up_is_given_back_though_some_of_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with gated() as (g, gate):
+        sessions = [await g.open(), await g.open()]
+        asking = [g.start(g.ask(session.key, "Hi")) for session in sessions]
+        await until(lambda: gate.waiting().waiting == 2)
+        take, taken = gate.take, asyncio.Event()
+
+        async def just_too_late(*what: Any, **how: Any) -> list[GateCall]:
+            found = await take(*what, **how)
+            taken.set()
+            try:
+                await asyncio.sleep(10)
+            except asyncio.CancelledError:  # the trainer hangs up in the moment in which it gets them
+                await g.cancel(found[0].session)
+            return found
+
+        monkeypatch.setattr(gate, "take", just_too_late)
+        trainer = g.start(posted(g, "/admin/gate/take", Take(limit=2, lease_s=600.0)))
+        await taken.wait()
+        trainer.cancel()
+        await until(lambda: gate.waiting().waiting == 1)  # not when its lease runs out
+        await answer((await take())[0])
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert sum(task.exception() is None for task in asking) == 1
+
+
+async def test_a_body_that_cannot_be_read_is_refused_by_the_name_of_its_field() -> None:
+    async with gated() as (g, _):
+
+        async def told(path: str, raw: bytes) -> tuple[int, Any, str]:
+            headers = {"authorization": f"Bearer {g.app.admin_key}"}
+            response = await g.admin.post(path, content=raw, headers=headers)
+            error = response.json()["error"]
+            return response.status_code, error["param"], error["message"]
+
+        one = "/admin/gate/calls/x"
+        assert (await told(f"{one}/fail", b"\x82\xa5lease\xa2\xff\xfe\xa7message\xa1a"))[:2] == (400, "lease")
+        assert (await told("/admin/gate/renew", b"\x81\xa6leases\x81\xa1\xff\xa1a"))[:2] == (400, "leases")
+        assert (await told("/admin/gate/take", b"\x81\xa5limit\x00"))[:2] == (400, "limit")
+        assert "not UTF-8" in (await told("/admin/gate/take", b"\x81\xa1\xff\x01"))[2]
+        assert "not valid msgpack" in (await told("/admin/gate/take", b"\x81\xa5lim"))[2]
+
+
 async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path) -> None:
     """The agent's call breaks off with the gateway, the agent comes again, and the trainer is there for it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

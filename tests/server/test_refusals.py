@@ -486,3 +486,29 @@ async def test_calls_of_one_session_do_not_fail_each_other() -> None:
         replies = await asyncio.gather(*(g.ask(session.key, f"Question {n}") for n in range(8)), return_exceptions=True)
         assert sum(isinstance(r, openai.RateLimitError) for r in replies) == 4
         assert len(await g.turns(session.id)) == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "field"),
+    [
+        ("POST", "/admin/sessions", '{"model": "[{", "metadata": {"a": %s}}', "metadata"),
+        ("POST", "/sessions", '{"metadata": {"a": %s}}', "metadata"),
+        ("PUT", "/admin/sessions/ended/outcome", '{"kind": "graded", "reward": 1, "data": %s}', "data"),
+        ("POST", "/v1/rollouts/r/register", '{"model": "m", "sampling_params": %s}', "sampling_params"),
+        ("POST", "/admin/events", '{"kind": "note", "data": {"\\"": %s}}', "data"),
+        ("PUT", "/admin/feeds/f", "%s", None),
+    ],
+)
+@pytest.mark.parametrize("depth", [250, 900, 100_000])
+async def test_what_is_nested_too_deep_is_refused_by_the_name_of_its_field(
+    method: str, path: str, body: str, field: str | None, depth: int
+) -> None:
+    """Also where it could just be read: whoever reads it later may not be able to."""
+    async with gateway() as g:
+        await g.open(id="ended")
+        await g.seal("ended")
+        response = await g.admin.request(method, path, content=body % ("[" * depth + "]" * depth))
+        error = response.json()["error"]
+        assert response.status_code in (400, 422) and error["param"] == field and "nested" in error["message"]
+        fine = await g.admin.post("/admin/sessions", json={"metadata": {"many": [[{}]] * 10_000, "text": "[" * 1000}})
+        assert fine.status_code == 201

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from turngate.trace.advantage import EPSILON, LARGEST, advantages, weight
@@ -57,6 +59,14 @@ def test_a_group_of_one() -> None:
 def test_equal_rewards_teach_nothing(reward: float, count: int) -> None:
     """Exactly 0, though the mean of ten tenths is not a tenth."""
     assert advantages([reward] * count, "normalised") == [0.0] * count
+
+
+@pytest.mark.parametrize("choice", ["normalised", "leave_one_out", "none"])
+def test_no_advantage_is_more_than_a_trainer_can_reckon_with(choice: Any) -> None:
+    for rewards in ([1e308, 1e308, -1e308, 0.0, 1.0], [1e31, 0.0, 1.0], [LARGEST, -LARGEST, 1.0]):
+        found = advantages(rewards, choice)
+        assert [one is None for one in found] == [abs(reward) > LARGEST for reward in rewards]
+        assert all(np.isfinite(np.float32(one)) for one in found if one is not None)
 
 
 def test_rows_of_a_rollout_weigh_as_one() -> None:

@@ -318,6 +318,8 @@ def test_slime_samples_have_its_fields_and_lengths(made: Recording) -> None:
         assert trained == [i for i, m in zip(row["ids"], row["mask"], strict=True) if m]
         assert one["status"] == "completed"
     assert len({one["group_index"] for one in records}) == 1 and len({one["index"] for one in records}) == len(records)
+    # However many rows a session has: its key and the row's last node are all that is in it.
+    assert {one["index"] % 2**24 for one in records} == {one["metadata"]["branch"] for one in records}
     unscored = next(one for one in records if made.name(one["metadata"]["session"]) == "unscored")
     assert unscored["reward"] is None
 
@@ -492,6 +494,31 @@ def test_without_pyarrow_it_is_said_what_to_install(made: Recording, monkeypatch
     with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'turngate\[parquet\]'"):
         made.export("rows", ".parquet")
     assert list(made.out.iterdir()) == []
+
+
+async def test_a_reward_that_nobody_can_reckon_with_is_left_out_and_costs_no_other(made: Recording) -> None:
+    async with made.serving():
+        for number, reward in enumerate((1e308, -1e308, 1e31)):
+            await made.ended(await made.rollout(f"huge {number}", CALL), reward)
+    for choice in ("normalised", "leave_one_out", "none"):
+        records, done = made.export("rows", advantage=choice)
+        assert {made.name(one["session"]) for one in records} == {"good", "bad", "forked", "unscored", "fault"}
+        assert done.left_out["its reward is too large to reckon with"] == 3
+        assert all(abs(one["advantage"]) < 2 for one in records if one["advantage"] is not None)
+    for format in ("verl", "slime", "dpo"):
+        assert made.export(format)[1].left_out["its reward is too large to reckon with"] == 3
+    assert any("huge" in made.name(one["session"]) for one in made.export("sft")[0])
+
+
+async def test_no_two_trajectories_are_one_file(made: Recording) -> None:
+    async with made.serving() as g:
+        for name in ("a:1", "a_1", "a.1", "a-1", "x" + ":" * 127):
+            session = await g.open(id=name)
+            await made.ask(session, ASKED, "Yes.")
+            await g.seal(name)
+    records, done = made.export("atif", suffix="")
+    assert len(records) == done.records
+    assert {"a:1", "a_1", "a.1", "a-1"} < {one["session_id"] for one in records}
 
 
 def test_a_damaged_trace_is_left_out_and_told(made: Recording) -> None:

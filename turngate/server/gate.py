@@ -7,6 +7,7 @@ log-probabilities raw 32-bit floats (not a number: not known), both little-endia
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -17,7 +18,8 @@ from starlette.routing import Route
 
 from turngate.engines.gate import Gate
 from turngate.engines.gatecall import End, Fault, GateCall
-from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge
+from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge, TurngateError
+from turngate.explain import explain
 from turngate.server.asgi import Watch
 from turngate.server.auth import Auth
 from turngate.server.http import reply, route
@@ -118,7 +120,8 @@ class GateRoutes:
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
             for call in calls:
-                self._gate.give_back_of(call.id, call.lease)
+                with suppress(TurngateError):  # it is over meanwhile, which must not cost the others their turn
+                    self._gate.give_back_of(call.id, call.lease)
             return Response(status_code=499)
         return _pack(Taken([_handed(call) for call in calls]))
 
@@ -161,8 +164,32 @@ async def packed(request: Request, kind: type[T]) -> T:
             raise TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
     try:
         return msgspec.msgpack.decode(raw or b"\x80", type=kind)
-    except msgspec.DecodeError as error:  # a body of another shape, too
-        raise BadRequest(f"the body is not the msgpack that is expected here: {error}") from None
+    except msgspec.ValidationError as error:
+        message, field = explain(error, kind)
+        raise BadRequest(message, param=field) from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid msgpack: {error}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        field = _unreadable(raw, kind)
+        wrong = "is nested too deep" if isinstance(error, RecursionError) else "has text that is not UTF-8"
+        raise BadRequest(f"{field or 'the body'}: {wrong}", param=field) from None
+
+
+def _unreadable(raw: bytes, kind: type) -> str | None:
+    """The field that a decoder could not read, where it does not say so itself; None: the names of the fields are what it could not."""
+    try:
+        parts = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
+        known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    for name, part in parts.items():
+        try:
+            msgspec.msgpack.decode(part, type=known.get(name, msgspec.Raw))
+        except (UnicodeDecodeError, RecursionError):
+            return name
+        except msgspec.DecodeError:
+            continue
+    return None
 
 
 def _pack(value: object) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -19,6 +20,9 @@ from turngate.server.auth import Auth
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 MAX_BODY = 1_000_000
+DEEPEST = 200  # lists and objects inside each other, in a body
+_PARTS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_IS_NAME = re.compile(rb"\s*:")
 _chat = Chat()
 
 
@@ -39,6 +43,8 @@ async def body(request: Request, kind: type[T], *, wrong: type[TurngateError] = 
         raw += part
         if len(raw) > MAX_BODY:
             raise TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
+    if (field := too_deep(raw)) is not None:
+        raise wrong(f"{field or 'the body'}: something in it is nested more than {DEEPEST} deep", param=field or None)
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:
@@ -46,6 +52,25 @@ async def body(request: Request, kind: type[T], *, wrong: type[TurngateError] = 
         raise wrong(message, param=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not valid JSON: {error}") from None
+
+
+def too_deep(raw: bytes) -> str | None:
+    """The field of a JSON object in which something is nested so deep that whoever reads it later may not follow (empty: it is no
+    field's); None: there is none. How deep a decoder can go depends on who calls it, so that what comes in is bounded here."""
+    if raw.count(b"[") + raw.count(b"{") <= DEEPEST:
+        return None
+    depth, name = 0, b""
+    for part in _PARTS.finditer(raw):
+        match part[0]:
+            case b"[" | b"{":
+                depth += 1
+                if depth > DEEPEST:
+                    return name[1:-1][:100].decode("utf-8", "replace")
+            case b"]" | b"}":
+                depth -= 1
+            case text if depth == 1 and _IS_NAME.match(raw, part.end()):
+                name = text
+    return None
 
 
 def whole_number(request: Request, name: str, default: int | None = None) -> int | None:

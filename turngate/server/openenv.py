@@ -40,6 +40,7 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
 }
 _EVALUATED = ("temperature", "top_p", "top_k")
 _ENGINE = ("llm_url", "api_key", "auth_header", "provider")  # that a session may choose there
+_MOST = 2**31 - 1  # what engines, and others who count, can take
 _MARK = "openenv"  # in the metadata of sessions that were opened here
 
 
@@ -52,7 +53,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose = "auto"
     sampling: dict[str, float] | None = None
     eval_sampling: dict[str, float] | None = None
-    max_model_calls: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_model_calls: Annotated[int, msgspec.Meta(ge=0, le=_MOST)] = 0
     llm_url: str | None = None
     api_key: str | None = None
     auth_header: str | None = None
@@ -265,8 +266,10 @@ def _sampling(wanted: OpenSession) -> dict[str, Json]:
 def _known(field: str, given: dict[str, float], names: tuple[str, ...]) -> dict[str, Any]:
     if unknown := sorted(set(given) - set(names)):
         raise BadRequest(f"{field}.{unknown[0]}: is not one of {', '.join(names)}", param=f"{field}.{unknown[0]}")
-    top_k = {"top_k": max(0, int(given["top_k"]))} if "top_k" in given else {}  # -1 is how they spell off
-    return {**given, **top_k}
+    top_k = given.get("top_k", 0)
+    if not -1 <= top_k <= _MOST or top_k != int(top_k):
+        raise BadRequest(f"{field}.top_k: {top_k:g} is not a whole number from -1 to {_MOST}", param=f"{field}.top_k")
+    return {**given, **({"top_k": max(0, int(top_k))} if "top_k" in given else {})}  # -1 is how they spell off
 
 
 def _yes(text: str | None) -> bool:

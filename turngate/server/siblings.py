@@ -151,7 +151,7 @@ class Doors:
         try:
             named = msgspec.json.decode(body or b"{}", type=_Named)
             wanted = named.id or named.session or named.session_id
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             wanted = None  # whoever serves it says what is wrong
         number = self._place.owner(wanted) if wanted is not None else next(self._next) % self._place.workers
         await self._at(number, scope, _again(body, receive), send, here=self._gateway)

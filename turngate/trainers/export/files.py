@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from turngate.errors import ConfigError
 from turngate.types import Json
 
 _BATCH = 2_000_000  # tokens that are kept for a row group of a Parquet file
-_ODD = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +91,11 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
+def named(session: str) -> str:
+    """The name of a file for a session: its id, with `~` where that has a colon, which some systems do not allow. No two have the same."""
+    return quote(session, safe="").replace("~", "%7E").replace("%3A", "~")
+
+
 def as_json(record: object) -> bytes:
     """Arrays become lists, with null where there is no number."""
     try:
@@ -137,7 +141,7 @@ class _Folder(File):
         self._named_after = named_after
 
     def add(self, record: Mapping[str, Json]) -> None:
-        name = _ODD.sub("_", str(record[self._named_after]))
+        name = named(str(record[self._named_after]))
         unfinished = self._folder / f".{name}.{os.getpid()}.unfinished"
         try:
             with _opened(unfinished) as file:

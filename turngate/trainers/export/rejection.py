@@ -32,7 +32,7 @@ class Rejection:
         return Sft().lost(choices)
 
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
-        found = list(usable(group, left, untrained=choices.imitate))
+        found = list(usable(group, left, untrained=choices.imitate, reckoned=False))
         if choices.keep == "best" and group.name:
             found = sorted(found, key=_best)[:1]
         for rollout in found:

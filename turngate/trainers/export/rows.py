@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from turngate.trace.advantage import advantages, weight
+from turngate.trace.advantage import advantages, is_too_large, weight
 from turngate.trace.sample import Sample
 from turngate.trainers.export.base import Choices, Left, Record, only
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.source import Group, Rollout
+from turngate.trainers.export.usable import TOO_LARGE
 from turngate.types import Json
 
 _COLUMNS = {
@@ -61,6 +62,9 @@ class Rows:
         for rollout, advantage in zip(group.wanted, found, strict=False):
             if not rollout.rows:
                 left.out("nothing of it may be trained")
+            elif rollout.reward is not None and is_too_large(rollout.reward):
+                left.out(TOO_LARGE)
+                continue
             for row in rollout.rows:
                 yield _record(rollout, row, advantage)
 

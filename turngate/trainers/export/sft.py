@@ -59,7 +59,7 @@ class Sft:
         )
 
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
-        for rollout in usable(group, left, untrained=choices.imitate):
+        for rollout in usable(group, left, untrained=choices.imitate, reckoned=False):
             yield from examples(rollout, choices, left)
 
 

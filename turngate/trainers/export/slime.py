@@ -31,6 +31,7 @@ _COLUMNS = {
     "status": "text",
     "metadata": "json",
 }
+_NODES = 2**24  # of a session: more than any has
 
 
 class Slime:
@@ -53,12 +54,13 @@ class Slime:
 
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         for rollout in usable(group, left):
-            for number, row in enumerate(rollout.rows):
+            for row in rollout.rows:
                 parts = cut(row)
                 yield {
-                    # The store's numbers: the same for all of a group, and another one for each row, however often it is exported.
+                    # The store's numbers: the same for all of a group, and another one for each row, which is that of its last node,
+                    # however often it is exported.
                     "group_index": group.wanted[0].row.key,
-                    "index": rollout.row.key * 1000 + number,
+                    "index": rollout.row.key * _NODES + row.branch,
                     "prompt": "",
                     "tokens": np.concatenate([parts.prompt, parts.response]),
                     "response": "",
