@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does where it is imported before torch
 
 import numpy as np
 import torch

@@ -12,6 +12,12 @@
 Imports torch; nothing outside of this folder does so unless it was asked for the local engine.
 """
 
+import os
+
+# Before torch is loaded: its threads wait for each other hundreds of times in a step, by spinning. Where others want the cores too, such as
+# agents in their sandboxes, a step took five times as long on two threads as on one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from turngate.engines.local.engine import LocalEngine
 from turngate.engines.local.model import Model
 from turngate.engines.local.weights import load, named, save

@@ -8,3 +8,5 @@
 
 Imports torch; nothing outside of this folder does so unless it was asked for the local trainer.
 """
+
+import turngate.engines.local  # noqa: F401  # before torch: it says how torch's threads wait
