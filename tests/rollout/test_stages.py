@@ -51,7 +51,8 @@ async def test_an_agent_that_does_its_work(stage: Stage) -> None:
     assert stage.left(outcome, "left.txt") == b"done"
     shown = await stage.gateway.show(outcome.session)
     assert (shown["status"], shown["stop"]) == ("sealed", "")
-    assert shown["config"]["metadata"] == {"task": "test", "agent": "shell", "agent_version": "", "sandbox": "local"}
+    facts = {"task": "test", "agent": "shell", "agent_version": "", "sandbox": "local", "group": "test"}
+    assert shown["config"]["metadata"] == facts
 
 
 async def test_the_stages_come_in_order_and_each_has_its_time(stage: Stage) -> None:

@@ -34,6 +34,7 @@ from turngate.trainers.feed import Feed, FeedConfig
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 
 FEED = "grpo"
+NAME = "train"  # of a batch that has none: the feed takes its groups and no others
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,9 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     batch: BatchPlan  # tasks, agent, n; its `rounds` follow from the steps
     steps: int
     settings: Settings = Settings()
-    feed: FeedConfig | None = None  # None: groups of the batch's n, normalised
+    feed: FeedConfig | None = (
+        None  # None: groups of the batch's n, normalised; those of the batch, where `groups` says nothing
+    )
     ahead: int | None = None  # groups that agents may be ahead of the trainer; None: those of one update
     every: int = 1  # steps between checkpoints
 
@@ -53,10 +56,15 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self) -> BatchPlan:
         """Tasks come round until there are groups enough."""
         groups = self.steps * self.settings.groups
-        return msgspec.structs.replace(self.batch, rounds=-(-groups // len(self.batch.tasks)))
+        return msgspec.structs.replace(self.batch, rounds=-(-groups // len(self.batch.tasks)), name=self._name)
 
     def feed_config(self) -> FeedConfig:
-        return self.feed or FeedConfig(n=self.batch.n)
+        config = self.feed or FeedConfig(n=self.batch.n)
+        return config if config.groups else msgspec.structs.replace(config, groups=f"{self._name}.")
+
+    @property
+    def _name(self) -> str:
+        return self.batch.name or NAME
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
