@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import async_grpo
@@ -15,14 +16,18 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from tests.trainers.inside_trl.kit import same
 from turngate import tasks
+from turngate.errors import ConfigError
+from turngate.feed import FeedConfig
 from turngate.rollout.client import GatewayClient
 from turngate.tasks.task import Function, Task
 from turngate.trainers.trl.rows import Buffer
-from turngate.trainers.trl.worker import STATE, State
+from turngate.trainers.trl.trainer import CheckpointedTrainer
+from turngate.trainers.trl.worker import LAST, STATE, State, TurngateWorker, WorkerConfig
 
 TASK = Path(__file__).parents[3] / "examples" / "tasks" / "fix-add"
 
@@ -103,3 +108,60 @@ def test_five_steps_and_then_one_more_after_a_crash(given: argparse.Namespace, s
         assert trainer.state.global_step == 6
         assert [sample.input_ids.tolist() for sample in seen[:2]] == [s.input_ids.tolist() for s in first[8:10]]
         assert all(not torch.equal(after[name], tensor) for name, tensor in weights(output / "checkpoint-6").items())
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointedTrainer:
+    """A trainer at its third step, without a model."""
+    config = WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=2))
+    trainer = CheckpointedTrainer.__new__(CheckpointedTrainer)
+    trainer.rollout_worker = TurngateWorker(config, admin_key="k")
+    trainer.state = SimpleNamespace(global_step=3)
+    monkeypatch.setattr(CheckpointedTrainer, "_get_output_dir", lambda self, trial: str(tmp_path))
+    return trainer
+
+
+def test_a_kill_in_the_middle_of_a_checkpoint_leaves_none_that_is_resumed_in_silence(
+    bare: CheckpointedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also over one of the same step, by a run that was resumed from before it."""
+    folder = tmp_path / "checkpoint-3"
+    config = bare.rollout_worker.config
+    folder.mkdir()
+    (folder / STATE).write_text('{"feed":"f","delivery":9}')
+    (folder / LAST).write_text("{}")
+
+    def killed(self: object, model: object, trial: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(AsyncGRPOTrainer, "_save_checkpoint", killed)
+    with pytest.raises(SystemExit):
+        bare._save_checkpoint(None, None)
+    with pytest.raises(ConfigError, match="was ended before it was written whole"):
+        TurngateWorker(config, admin_key="k", checkpoint=folder)
+
+    def killed_late(self: object, model: object, trial: object) -> None:
+        (folder / LAST).write_text("{}")
+        raise SystemExit
+
+    monkeypatch.setattr(AsyncGRPOTrainer, "_save_checkpoint", killed_late)
+    with pytest.raises(SystemExit):
+        bare._save_checkpoint(None, None)
+    resumed = TurngateWorker(config, admin_key="k", checkpoint=folder)
+    assert resumed._from == bare.rollout_worker.state()
+    assert sorted(file.name for file in folder.iterdir()) == sorted([STATE, LAST])
+
+
+def test_weights_and_rows_go_on_from_one_checkpoint(
+    bare: CheckpointedTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncGRPOTrainer, "_inner_training_loop", lambda self, **given: "trained")
+    (tmp_path / STATE).write_text('{"feed":"f","delivery":9}')
+    (tmp_path / LAST).write_text("{}")
+    with pytest.raises(ConfigError, match=r"its worker from what the feed has as committed; give both the same"):
+        bare._inner_training_loop(resume_from_checkpoint=str(tmp_path))
+    worker = TurngateWorker(bare.rollout_worker.config, admin_key="k", checkpoint=tmp_path)
+    trainer, bare.rollout_worker = bare, worker
+    with pytest.raises(ConfigError, match=r"but the trainer begins anew; train\(resume_from_checkpoint="):
+        trainer._inner_training_loop(resume_from_checkpoint=None)
+    assert trainer._inner_training_loop(resume_from_checkpoint=f"{tmp_path}/") == "trained"

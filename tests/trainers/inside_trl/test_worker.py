@@ -23,7 +23,7 @@ from turngate.rollout.gates import Bounds
 from turngate.rollout.plan import BatchPlan
 from turngate.tasks.task import Function, Task
 from turngate.trainers.feed import Feed
-from turngate.trainers.trl.worker import STATE, TurngateWorker, WorkerConfig
+from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker, WorkerConfig
 
 TALK = [say(f"Answer {n}.") for n in range(40)]
 
@@ -141,6 +141,7 @@ async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_
             given = await taken(worker, 4)
             worker.rollout_buffer.trained(3)  # the fourth was read ahead
             (tmp_path / STATE).write_bytes(msgspec.json.encode(worker.state()))
+            (tmp_path / LAST).write_text("{}")
             assert worker.state().delivery == 1
             await apart(worker.commit, 1)
         async with following(g, checkpoint=tmp_path) as worker:
@@ -156,6 +157,37 @@ async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_
         with pytest.raises(ConfigError, match="was trained on the feed 'f', not 'other'"):
             config = WorkerConfig(gateway=g.root, feed="other", choices=FeedConfig(n=2))
             TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
+
+
+def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_is_not_gone_on_from(tmp_path: Path) -> None:
+    config = WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=2))
+    with pytest.raises(ConfigError, match=r"has no turngate\.json.* leave `checkpoint` out"):
+        TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
+    (tmp_path / STATE).write_text('{"feed":"f","delivery":3}')
+    with pytest.raises(ConfigError, match=r"has no trainer_state\.json.* resume the one before it"):
+        TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
+    (tmp_path / LAST).write_text("{}")
+    TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
+
+
+async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -> None:
+    async with gateway(TALK) as g, following(g) as worker:
+        for group in ("a", "b"):
+            await rolled(g, group, 1.0)
+            await rolled(g, group, 0.0)
+        await taken(worker, 2)
+        worker.rollout_buffer.trained(2)
+        await until(lambda: worker.rollout_buffer.qsize() == 2)
+        await apart(worker.stop)
+        assert worker.state().delivery == 1
+        assert await none_left(worker, 0.1)  # a second `train()` of the same trainer would go on with them, unseen
+        with pytest.raises(RuntimeError, match="not running: it was stopped, and is for one run"):
+            worker.check_health(5.0)
+        with pytest.raises(ConfigError, match="make a worker and a trainer anew, with its `checkpoint`"):
+            await apart(worker.update_model_version, 2)
+        with pytest.raises(ConfigError, match="make a worker and a trainer anew"):
+            await apart(worker.start)
+        await apart(worker.stop)
 
 
 async def test_what_is_wrong_is_told_by_start_or_by_its_health() -> None:
@@ -216,6 +248,23 @@ async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are
                 worker.check_health(5.0)
 
 
+async def test_its_feed_takes_the_groups_of_its_plan_and_no_others(tmp_path: Path) -> None:
+    grader = tmp_path / "grader.py"
+    grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
+    async with staged() as stage:
+        plan = planned(stage, 'ask("Hi")', grader=f"{grader}:grade")
+        async with following(stage.gateway, plan=plan) as worker:
+            others = [await rolled(stage.gateway, "other", reward) for reward in (0.0, 1.0)]
+            samples = await taken(worker, 2)
+            await until(lambda: worker._dry, 30)
+            assert await none_left(worker)
+            assert len(samples) == 2 and len(await stage.client.sessions()) == 4 and len(others) == 2
+            assert (await stage.client.show_feed("f")).config.groups == "f."
+        named = msgspec.structs.replace(plan, name="train-1", folder=tmp_path / "named")
+        async with following(stage.gateway, plan=named, start=False, choices={"groups": "train"}) as worker:
+            assert (worker.config.plan, worker.config.choices.groups) == (named, "train")
+
+
 async def test_stop_ends_agents_and_leaves_neither_sandbox_nor_session() -> None:
     async with staged() as stage:
         plan = planned(stage, 'ask("Hi"); time.sleep(600)', rounds=10)
@@ -252,6 +301,11 @@ def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> 
     )
     with pytest.raises(ConfigError, match="runs 4 rollouts of each task, but a group of the feed has 8"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=8), plan=plan)
+    with pytest.raises(ConfigError, match=r"takes only those that begin with 'train\.'; leave `groups` empty, or give"):
+        WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4, groups="train."), plan=plan)
+    other = msgspec.structs.replace(plan, name="test")
+    with pytest.raises(ConfigError, match=r"its groups begin with 'test\.', but the feed takes only"):
+        WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4, groups="train."), plan=other)
     warm = msgspec.structs.replace(plan, session={"sampling": {"temperature": 0.7}})
     with pytest.raises(ConfigError, match=r"the plan's sessions have 0\.7, the trainer 1"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4), plan=warm)

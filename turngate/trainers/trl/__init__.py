@@ -4,6 +4,7 @@
     rows       one delivery → `RolloutSample`s, and what the trainer's queue holds
     weights    `fenced`: TRL's weight sync inside the gateway's fence
     trainer    `CheckpointedTrainer`: which deliveries are trained is in its checkpoints, so that none is trained twice
+    pace       how far the worker's plan may run ahead of the trainer
     sessions   the other way in: OpenEnv sessions for TRL's own `HarnessRolloutWorker`
     thread     an event loop in a thread of its own, for all of these
 

@@ -142,6 +142,11 @@ class Buffer(queue.Queue[Item]):
                 return item.sample
             self._dropped(why)
 
+    def discard(self) -> None:
+        """Nobody will take what waits here. It stays untrained, and is delivered again to whoever goes on."""
+        with self.mutex:
+            self.queue.clear()
+
     def trained(self, rows: int) -> None:
         """The trainer has trained so many more of those that it was given, the oldest first."""
         with self._lock:

@@ -9,6 +9,7 @@ TRL's trainer reads ahead, so what it took from its queue says little about what
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from turngate.errors import ConfigError
-from turngate.trainers.trl.worker import STATE, TurngateWorker
+from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker
 
 
 class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
@@ -47,11 +48,55 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             buffer.longest = self.args.token_budget if self.args.token_budget > 0 else None
         return loader
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         worker = self.rollout_worker
         if isinstance(worker, TurngateWorker):
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            state = worker.state()
-            (folder / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-            worker.commit(state.delivery)
+            _check_same(worker.checkpoint, kwargs.get("resume_from_checkpoint"))
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        worker = self.rollout_worker
+        if not isinstance(worker, TurngateWorker):
+            super()._save_checkpoint(model, trial)
+            return
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        state = worker.state()
+        # A run that is killed in here leaves a checkpoint that says either what it was trained on, or that it is not whole. In this
+        # order, since TRL deletes older checkpoints as soon as it has written this one.
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LAST).unlink(missing_ok=True)  # of a run that was resumed from before this step
+        _write(folder / STATE, msgspec.json.format(msgspec.json.encode(state)))
+        super()._save_checkpoint(model, trial)
+        worker.commit(state.delivery)
+
+
+def _check_same(worker: Path | None, trainer: str | None) -> None:
+    """That rows go on where weights do."""
+    if trainer is None and worker is not None:
+        raise ConfigError(
+            f"checkpoint: the worker goes on from {worker}, but the trainer begins anew; train(resume_from_checkpoint={str(worker)!r})",
+            param="checkpoint",
+        )
+    # Without one, the worker was told that what is committed counts: right for weights that have never seen this feed.
+    given = worker is not None or (trainer is not None and Path(trainer, STATE).is_file())
+    if trainer is not None and given and (worker is None or worker.resolve() != Path(trainer).resolve()):
+        raise ConfigError(
+            f"checkpoint: the trainer goes on from {trainer}, but its worker from "
+            f"{worker or 'what the feed has as committed'}; give both the same",
+            param="checkpoint",
+        )
+
+
+def _write(file: Path, data: bytes) -> None:
+    """All of it or nothing, and on the disk before anything that relies on it."""
+    beside = file.with_name(f".{file.name}")
+    with beside.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    beside.replace(file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -5,8 +5,8 @@
 
 It follows a feed, and turns each delivery into TRL's rows. With a `plan` it also runs the rollouts that fill the feed, in an event
 loop of its own; without one somebody else does (`turngate batch --rounds …`, on this machine or another). Either way the rows come
-from the gateway, so that what is trained is what is stored. `start` and `stop` are TRL's; after `stop` no thread, sandbox or open
-session is left.
+from the gateway, so that what is trained is what is stored. `start` and `stop` are TRL's, once each; after `stop` no thread, sandbox or
+open session is left.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from turngate.rollout.ledger import Finished
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.wayout import WayOut
 from turngate.trainers.feed import Delivery, Feed, FeedConfig
+from turngate.trainers.trl.pace import Pace
 from turngate.trainers.trl.rows import Buffer, Dropped, RowName, Weigh, items
 from turngate.trainers.trl.thread import LoopThread, patiently
 
-STATE = "turngate.json"  # in a checkpoint of TRL's
+STATE = "turngate.json"  # in a checkpoint of TRL's, before anything else of it
+LAST = "trainer_state.json"  # of what a checkpoint needs, this is written last
 _BEAT_S = 1.0
 _WAIT_S = (
     2.0  # that one question for a delivery waits: no longer than it may take to see that the plan is done, or to stop
 )
 _FEWEST_BARREN = 20  # rollouts in a row without a reward, before a plan is given up
+_OVER = "it was stopped, and is for one run; for another one make a worker and a trainer anew, with its `checkpoint`"
 _METRICS = 4096  # that wait to be logged; more are dropped
 Metric = float | tuple[float, float]  # a tuple: a rate, as TRL has it
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,7 +50,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     gateway: str  # its URL
     feed: str
-    choices: FeedConfig  # group size, advantages, staleness, what becomes of rollouts that were cut short
+    choices: FeedConfig  # group size, advantages, staleness, what becomes of rollouts that were cut short; `groups`: left empty, the plan's
     plan: BatchPlan | None = None  # what to run; None: somebody else runs it
     ahead: Positive = 2  # groups that may have begun and of which the trainer has not taken every row
     rows_ahead: Positive = 256  # rows that may wait for the trainer, before the next delivery is asked for
@@ -66,6 +69,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"plan: it runs {self.plan.n} rollouts of each task, but a group of the feed has {self.choices.n}; make them equal",
                 param="plan",
             )
+        if self.plan is not None and self.choices.groups and not f"{self.plan.name}.".startswith(self.choices.groups):
+            begin = f"begin with {self.plan.name + '.'!r}" if self.plan.name else "begin with no name of yours"
+            raise ConfigError(
+                f"plan: its groups {begin}, but the feed takes only those that begin with {self.choices.groups!r}; "
+                "leave `groups` empty, or give the plan a `name` that begins so",
+                param="plan",
+            )
         pinned = None if self.plan is None else self.plan.session.get("sampling", {}).get("temperature")
         if pinned is not None and pinned != self.temperature:
             raise ConfigError(
@@ -77,6 +87,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: {value} must be at least 1", param=name)
 
+    def named(self) -> WorkerConfig:
+        """With a feed that takes this plan's groups and no others, where it was not said which it takes. A plan without a name is called
+        as the feed."""
+        if self.plan is None or self.choices.groups:
+            return self
+        plan = self.plan
+        if not plan.name:
+            plan = msgspec.structs.replace(plan, name=self.feed.replace(":", "-")[:64])
+        choices = msgspec.structs.replace(self.choices, groups=f"{plan.name}.")
+        return msgspec.structs.replace(self, plan=plan, choices=choices)
+
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says about the feed."""
@@ -87,17 +108,20 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurngateWorker:
-    """`admin_key`: the gateway's; left out, from `TURNGATE_ADMIN_KEY`. `checkpoint`: the folder that training goes on from, if it was
-    written by `CheckpointedTrainer`; else it goes on after what the feed has as committed."""
+    """`admin_key`: the gateway's; left out, from `TURNGATE_ADMIN_KEY`. `checkpoint`: the folder that training goes on from, as
+    `CheckpointedTrainer` wrote it; left out, it goes on after what the feed has as committed. For one run of a trainer."""
 
     def __init__(self, config: WorkerConfig, *, admin_key: str = "", checkpoint: Path | None = None) -> None:
-        self.config = config
+        self.config = config = config.named()
+        self.checkpoint = checkpoint
         self._key = admin_key or admin_key_given()
         self._from = None if checkpoint is None else _read(checkpoint, config.feed)
         self._thread = LoopThread("turngate-worker")
         self._gateway: GatewayClient | None = None
         self._feed: Feed | None = None
         self._work: concurrent.futures.Future[None] | None = None
+        self._over = False  # it was started, and stopped
+        self._pace: Pace | None = None
         self._base: int | None = None  # TRL's version 0, as the gateway counts
         self._seen = 0.0  # when the loop was last known to turn
         self._room = asyncio.Event()  # a row was taken
@@ -112,11 +136,13 @@ class TurngateWorker:
 
     def update_model_version(self, model_version: int) -> None:
         """The gateway's turns are of this version from now on. TRL calls it once before `start`."""
+        self._check_not_over()
         self._thread.run(self._raised(model_version))
         self.rollout_buffer.version = model_version
 
     def start(self) -> None:
         """Returns when the feed is open: what is wrong with it, or with the gateway, is told here."""
+        self._check_not_over()
         if self._work is not None:
             return
         self._thread.run(self._opened())
@@ -127,25 +153,34 @@ class TurngateWorker:
         """Agents that run are ended, their sandboxes removed, their sessions closed. As often as one likes."""
         if not self._thread.running:
             return
+        self._over = self._over or self._work is not None
         try:
             self._thread.run(self._closed())
         finally:
             self._thread.close()
             self._work = self._gateway = self._feed = None
+            self.rollout_buffer.discard()
 
     def check_health(self, stale_after_s: float) -> None:
         """TRL asks whenever it waits for a row in vain."""
         work = self._work
-        if work is not None and work.done():
+        if work is None:
+            raise RuntimeError(f"the rollout worker is not running: {_OVER if self._over else 'it was not started'}")
+        if work.done():
             error = None if work.cancelled() else work.exception()
             raise RuntimeError(f"the rollout worker has failed: {_told(error)}") from error
         silent = time.monotonic() - self._seen
-        if work is not None and silent > stale_after_s:
+        if silent > stale_after_s:
             raise RuntimeError(
                 f"the rollout worker has not been heard of for {silent:.0f} s; something blocks its loop"
             )
         if self._dry and not self.rollout_buffer.qsize():
             raise RuntimeError(f"no more rows will come: {self._ran_out}")
+
+    def _check_not_over(self) -> None:
+        """Of what a trainer was given, nobody knows later whether it is in the weights that another one begins with."""
+        if self._over:
+            raise ConfigError(f"rollout_worker: {_OVER}", param="rollout_worker")
 
     # ── what `CheckpointedTrainer` calls ────────────────────────────────────────────────────────────────────────
 
@@ -184,6 +219,9 @@ class TurngateWorker:
         self._feed = await patiently(lambda: Feed.open(gateway, config.feed, config.choices, after=after))
         begun = self._feed.committed if after is None else after
         self.rollout_buffer.begin(begun)
+        if config.plan is not None:
+            newest = (await patiently(lambda: gateway.show_feed(config.feed))).newest
+            self._pace = Pace(self, n=config.plan.n, ahead=config.ahead, newest=newest)
 
     async def _closed(self) -> None:
         work = asyncio.all_tasks() - {asyncio.current_task()}
@@ -194,11 +232,12 @@ class TurngateWorker:
             await self._gateway.__aexit__(None, None, None)
 
     async def _worked(self) -> None:
+        plan = self.config.plan
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._beat())
             tasks.create_task(self._follow())
-            if self.config.plan is not None:
-                tasks.create_task(self._run(self.config.plan))
+            if plan is not None and self._pace is not None:
+                tasks.create_task(self._run(plan, self._pace))
 
     async def _beat(self) -> None:
         while True:
@@ -226,18 +265,29 @@ class TurngateWorker:
         self.rollout_buffer.add(
             delivery.number, tuple(item for item in made.items if item.name not in trained), trained
         )
+        if self._pace is not None:
+            self._pace.delivered(delivery.number, delivery.group)
         self._tell(_metrics(delivery, made.too_long))
 
-    async def _run(self, plan: BatchPlan) -> None:
+    async def _run(self, plan: BatchPlan, pace: Pace) -> None:
         """The rollouts, at the trainer's pace."""
         gateway, config = await self._client(), self.config
         async with WayOut(gateway.url, config.public_url, config.tunnel) as wayout:
-            pace = _Pace(self, (await gateway.show_feed(config.feed)).newest)
             sampling = {"temperature": config.temperature, **plan.session.get("sampling", {})}
             pinned = msgspec.structs.replace(plan, session={**plan.session, "sampling": sampling})
-            result = await Batch(pinned, gateway, wayout, pace=pace, tell=_Fruits(plan)).run()
+            fruits = _Fruits(plan)
+
+            def tell(finished: Finished) -> None:
+                pace.finished(finished)
+                fruits(finished)
+
+            result = await Batch(pinned, gateway, wayout, pace=pace, tell=tell).run()
         told = f"{len(result.finished)} of {plan.total} rollouts are finished"
         self._ran_out = result.stopped or f"{told}, which are all rounds of the plan; raise `rounds`"
+
+    @property
+    def consumed(self) -> int:
+        return self.rollout_buffer.consumed
 
     async def row_taken(self) -> None:
         """Until the trainer has taken a row, or a while has passed."""
@@ -259,26 +309,6 @@ class TurngateWorker:
     def _tell(self, metrics: dict[str, Metric]) -> None:
         with suppress(queue.Full):  # training does not wait for its logs
             self.metrics_queue.put_nowait(metrics)
-
-
-class _Pace:
-    """At most `ahead` groups have begun of which the trainer has not taken every row. What `Batch` asks.
-
-    Its numbers count the groups of the plan, those of the feed what it was given: groups from before the feed was opened are in none
-    of its deliveries, so the two differ by what the first question tells.
-    """
-
-    def __init__(self, worker: TurngateWorker, newest: int) -> None:
-        self._worker = worker
-        self._newest = newest
-        self._unheard: int | None = None
-
-    async def __call__(self, number: int) -> None:
-        worker = self._worker
-        if self._unheard is None:
-            self._unheard = max(0, number - self._newest)
-        while number - self._unheard >= worker.rollout_buffer.consumed + worker.config.ahead:
-            await worker.row_taken()
 
 
 class Fruitless(TurngateError):
@@ -328,11 +358,20 @@ def _told(error: BaseException | None) -> str:
     return "it was stopped" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _read(checkpoint: Path, feed: str) -> State | None:
-    """None: the checkpoint was written by another trainer, and the feed knows best."""
+def _read(checkpoint: Path, feed: str) -> State:
+    """Only from a checkpoint that is whole: what its weights were trained on is not known otherwise."""
     file = checkpoint / STATE
     if not file.is_file():
-        return None
+        raise ConfigError(
+            f"checkpoint: {checkpoint} has no {STATE}, so nobody knows which rows are in its weights: no `CheckpointedTrainer` wrote it. "
+            "Resume one that has; or leave `checkpoint` out, and the worker goes on after what the feed has as committed",
+            param="checkpoint",
+        )
+    if not (checkpoint / LAST).is_file():
+        raise ConfigError(
+            f"checkpoint: {checkpoint} has no {LAST}: its trainer was ended before it was written whole; resume the one before it",
+            param="checkpoint",
+        )
     try:
         state = msgspec.json.decode(file.read_bytes(), type=State)
     except msgspec.DecodeError as error:
