@@ -5,9 +5,9 @@
     the trainer commits a number    ──► what a trainer that is started again goes on from
 
 A delivery is one group: all its rollouts, those that are not trained with the reason. What was recorded never changes under a number;
-whether a rollout is still fresh enough is judged each time that it is handed out. Rows are made in a thread, over a connection of
-its own, since a group of long traces takes a while. `Control` owns the one instance,
-`server/feeds.py` serves it, `trainers/feed.py` reads it.
+whether a rollout is still fresh enough is judged each time that it is handed out. Rows are made in a thread of their own, over a
+connection of its own, since a group of long traces takes a while; a feed that begins with what was recorded before is filled step by step.
+`Control` owns the one instance, `server/feeds.py` serves it, `trainers/feed.py` reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal
 
 import msgspec
@@ -39,6 +39,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 LONGEST_WAIT_S = 60
 MOST = 64  # deliveries in one answer
 PAGE_BYTES = 32_000_000  # an answer that has so many gets no further delivery; a single one may be larger
+_STEP = 100  # outcomes that are entered at once when a feed is filled
 _SHOWN = 1000  # groups that wait, of which a feed tells
 _WOKEN = ":feeds"  # whom `Events` wakes for us; no session is called so
 _ROOMS = (
@@ -67,6 +68,7 @@ class FeedView(msgspec.Struct, frozen=True, kw_only=True):
     """A feed as it stands, for people."""
 
     name: str
+    mark: str  # of this very feed: one that is opened under its name when it is deleted has another one
     config: FeedConfig
     opened: float
     newest: int  # the last number given
@@ -130,18 +132,18 @@ class Feeds:
         self._log = store.feeds
         self._events = events
         self._fence = fence
-        self._building = (
-            threading.Lock()
-        )  # one delivery at a time: they need memory, and all else needs the processor too
+        # One delivery at a time: they need memory, and all else needs the processor too. Not in the threads that turns use, which would
+        # wait behind them.
+        self._thread = ThreadPoolExecutor(1, "turngate-feeds")
         self._reading: Store | None = None
         self._closed = False
 
     def close(self) -> None:
-        with self._building:
-            self._closed = True
-            if self._reading is not None:
-                self._reading.close()
-                self._reading = None
+        self._closed = True
+        self._thread.shutdown()
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
 
     def wake(self) -> None:
         """There may be a new delivery."""
@@ -149,8 +151,8 @@ class Feeds:
 
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, name: str, config: FeedConfig) -> FeedView:
-        """The feed of that name, which is made if there is none."""
+    async def open(self, name: str, config: FeedConfig) -> FeedView:
+        """The feed of that name, which is made if there is none. When it is told, it has all that it begins with."""
         if not NAME.fullmatch(name):
             raise BadRequest(
                 "name: must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
@@ -162,8 +164,16 @@ class Feeds:
             raise Conflict(
                 f"feed {name!r} is there with other choices ({_differs(known, config)}); choose another name, or open it as it is"
             )
+        await self._filled(row.key)
         self.wake()
         return self.show(name)
+
+    async def _filled(self, feed: int) -> None:
+        """Whoever opens a feed or reads it goes on with filling it, should whoever began that be gone. Numbers are given in order, so
+        what has one may be handed out meanwhile."""
+        while self._log.is_filling(feed) and self._log.fill(feed, _STEP):
+            self.wake()
+            await asyncio.sleep(0)  # turns go on in between
 
     def listing(self) -> list[FeedView]:
         return [_view(row) for row in self._log.listing()]
@@ -220,6 +230,7 @@ class Feeds:
                 )
             return row if row.newest > (row.committed if after is None else after) else None
 
+        await self._filled(self._find(name).key)
         found = await self._events.until(more, min(wait, LONGEST_WAIT_S), of=_WOKEN)
         row = found or self._find(name)
         version = self._fence.version
@@ -228,7 +239,9 @@ class Feeds:
         number = row.committed if after is None else after
         while number < row.newest and len(deliveries) < min(limit, MOST) and size < PAGE_BYTES:
             number += 1
-            made = await asyncio.to_thread(self._delivery, row, number, version)
+            if self._closed:
+                raise _stopping()
+            made = await asyncio.get_running_loop().run_in_executor(self._thread, self._delivery, row, number, version)
             deliveries.append(msgspec.Raw(made))
             size += len(made)
         # Asked last: what takes time must not be a way to read past one's successor.
@@ -255,18 +268,17 @@ class Feeds:
     # ── a delivery ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _delivery(self, row: FeedRow, number: int, version: int) -> bytes:
-        """Runs in a thread."""
+        """Runs in the thread."""
         config = _config(row)
-        with self._building:
-            if self._closed:
-                raise StoreError("the gateway is being stopped")
-            if self._reading is None:
-                self._reading = Store.reading(self._store.path.parent)
-            store = self._reading
-            members = store.feeds.members(row.key, number)
-            if not members:
-                raise _missing(row.name)  # it was deleted meanwhile
-            made = [_rolled(store, member, config, version) for member in members]
+        if self._closed:
+            raise _stopping()
+        if self._reading is None:
+            self._reading = Store.reading(self._store.path.parent)
+        store = self._reading
+        members = store.feeds.members(row.key, number)
+        if not members:
+            raise _missing(row.name)  # it was deleted meanwhile
+        made = [_rolled(store, member, config, version) for member in members]
         found = advantages([one.reward for one in made], config.advantage)
         delivery = WireDelivery(
             number=number,
@@ -446,6 +458,7 @@ def _config(row: FeedRow) -> FeedConfig:
 def _view(row: FeedRow, waiting: tuple[Waiting, ...] = ()) -> FeedView:
     return FeedView(
         name=row.name,
+        mark=f"{row.key}-{int(row.opened * 1e6):x}",
         config=_config(row),
         opened=row.opened,
         newest=row.newest,
@@ -460,6 +473,10 @@ def _differs(known: FeedConfig, wanted: FeedConfig) -> str:
     before, after = msgspec.structs.asdict(known), msgspec.structs.asdict(wanted)
     changed = [name for name in before if before[name] != after[name]]
     return "; ".join(f"{name}: is {before[name]!r}, not {after[name]!r}" for name in changed)
+
+
+def _stopping() -> StoreError:
+    return StoreError("the gateway is being stopped")
 
 
 def _missing(name: str) -> NotFound:

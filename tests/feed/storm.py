@@ -57,16 +57,20 @@ class Runner:
             await asyncio.gather(*(self.lane(lane) for lane in range(LANES)))
 
     async def lane(self, lane: int) -> None:
-        """One group after the other, until it is told to end."""
+        """One group after the other, until it is told to end; what one that was killed had begun is ended first."""
         done = self.folder / f"lane-{lane}"
         group = int(done.read_text()) if done.exists() and done.read_text() else lane
-        while not (self.folder / "over").exists():
+        while True:
             for rollout in range(size(group)):
                 await self.rollout(group, rollout)
             if size(group) < N:
                 await self.surely(lambda name=f"storm.{group}": self.client.close_group(name))
             group += LANES
-            done.write_text(str(group))
+            writing = done.with_suffix(".writing")
+            writing.write_text(str(group))
+            writing.replace(done)  # whole, whenever it is killed
+            if (self.folder / "over").exists():
+                return
 
     async def rollout(self, group: int, rollout: int) -> None:
         if (group + rollout) % 7 == 0:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+import turngate.feed
 from tests.feed.kit import Trained, training
-from tests.kit import gateway, say
+from tests.kit import gateway, say, until
 from turngate.feed import FeedConfig
 from turngate.rollout.client import GatewayClient, Refused
-from turngate.trainers.feed import Delivery, Feed, TakenOver
+from turngate.store.beside import happened
+from turngate.store.outcome import Recorded
+from turngate.trace.session import SessionConfig
+from turngate.trainers.feed import Delivery, Feed, OtherFeed, TakenOver
 
 PLAIN = FeedConfig(n=2, advantage="none")
 
@@ -259,6 +266,35 @@ async def test_a_number_of_another_data_folder_is_noticed() -> None:
             await feed.next(1)
 
 
+async def test_a_checkpoint_of_a_feed_that_was_deleted_is_of_no_use_to_its_successor(tmp_path: Path) -> None:
+    """It counts from 1 again: its numbers stand for other rollouts."""
+    config = FeedConfig(n=1, advantage="none")
+    async with training(tmp_path) as t:
+        async with await Feed.open(t.client, "f", config) as feed:
+            mark = feed.mark
+            await t.rollout(1.0)
+            assert await feed.next(5)
+        async with await Feed.open(t.client, "f", config, after=1, mark=mark) as feed:
+            assert feed.mark == mark
+        await t.client.delete_feed("f")
+        with pytest.raises(OtherFeed, match="was deleted; begin anew"):
+            await Feed.open(t.client, "f", config, after=1, mark=mark)
+        assert await t.client.feeds() == []  # none was made in its place
+        async with await Feed.open(t.client, "f", config) as feed:
+            assert feed.mark != mark
+            await t.rollout(2.0)
+            assert await _number(feed) == 1
+        with pytest.raises(OtherFeed, match="another one has its name"):
+            await Feed.open(t.client, "f", config, after=1, mark=mark)
+    async with training(tmp_path) as t, await Feed.open(t.client, "f", config, after=1, mark=feed.mark) as again:
+        assert again.mark == feed.mark  # whoever is started again meanwhile
+    async with training() as t:
+        async with await Feed.open(t.client, "f", config) as elsewhere:
+            assert elsewhere.mark != feed.mark
+        with pytest.raises(OtherFeed, match="another data folder"):
+            await Feed.open(t.client, "f", config, after=1, mark=feed.mark)
+
+
 async def test_restarts_of_the_gateway_are_waited_out(tmp_path: Path) -> None:
     config = FeedConfig(n=2, advantage="none")
     async with training(tmp_path) as t:
@@ -339,6 +375,63 @@ async def test_the_loop_goes_on_while_rows_are_made() -> None:
                 assert found is not None and len(found.rows()[0].ids) > 8000
             ticker.cancel()
         assert late < 0.3  # 10 ms on a quiet machine
+
+
+async def test_turns_do_not_wait_for_groups_that_trainers_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many readers of groups that take long: the threads in which turns are rendered and written stay free."""
+    made, going = turngate.feed._rolled, threading.Event()
+
+    def slow(*what: Any) -> Any:
+        going.wait(10)
+        return made(*what)
+
+    monkeypatch.setattr(turngate.feed, "_rolled", slow)
+    config = FeedConfig(n=1, advantage="none")
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    async with training(durability="disk") as t:  # turns are written in a thread
+        feeds = [await Feed.open(t.client, f"f{number}", config) for number in range(5)]
+        await t.rollout(1.0)
+        reading = [asyncio.create_task(feed.next(20)) for feed in feeds]
+        await asyncio.sleep(0.3)
+        try:
+            async with asyncio.timeout(5):
+                await t.opened()
+        finally:
+            going.set()
+        assert all(await asyncio.gather(*reading))
+
+
+async def test_the_loop_goes_on_while_a_feed_is_filled_and_numbers_are_in_order() -> None:
+    async with training() as t:
+        outcome = Recorded(kind="graded", reward=1.0, task="t")
+        for number in range(3000):
+            key = t.g.app.store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0)
+            written = msgspec.structs.replace(outcome, group=f"g{number // 4}").check()
+            t.g.app.store.outcomes.put(key, written, happened(f"s{number}", "outcome", {}), replace=False)
+        opening = asyncio.create_task(Feed.open(t.client, "f", FeedConfig(n=4, from_start=True)))
+        await until(lambda: t.g.rows("SELECT count(*) FROM rolled") > [(200,)])
+        assert t.g.rows("SELECT count(*) FROM rolled") < [(3000,)]  # seen by this loop, which is the gateway's
+        last = await t.rollout(1.0, "g0")  # comes last, though it is recorded in the middle of it
+        async with await opening as feed:
+            view = await t.client.show_feed("f")
+            assert (view.newest, view.waiting[0].rollouts) == (750, 1)
+            assert t.g.rows("SELECT id FROM rolled ORDER BY place DESC LIMIT 1") == [(last,)]
+            told = t.g.rows("SELECT DISTINCT number, team FROM rolled WHERE number IS NOT NULL ORDER BY number")
+            assert told == [(number + 1, f"g{number}") for number in range(750)]
+            assert await feed.next(5)
+
+
+async def test_a_feed_whose_filling_was_broken_off_is_filled_by_whoever_reads_it(tmp_path: Path) -> None:
+    async with training(tmp_path) as t:
+        for number in range(3):
+            await t.rollout(1.0, f"g{number}")
+        config = FeedConfig(n=1, advantage="none", from_start=True)
+        t.g.app.store.feeds.open("f", msgspec.json.encode(config), 1, "", from_start=True)
+    async with training(tmp_path) as t:  # it was killed before the first step
+        await t.rollout(1.0, "g3")
+        reader = await t.client.read_feed("f")
+        page = await t.client.feed_page("f", reader, after=0, wait=0, limit=10)
+        assert page.newest == 4 and len(page.deliveries) == 4
 
 
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit import MEMORY
-from turngate.store.beside import happened
+from turngate.store.beside import NewEvent, happened
 from turngate.store.outcome import Class, Recorded
 from turngate.store.sqlite import Store
 from turngate.trace.session import SessionConfig
@@ -24,6 +26,7 @@ outcomes = st.tuples(
 closes = st.tuples(st.just("close"), st.sampled_from(["a", "ab", "b", "c"]))
 deletes = st.tuples(st.just("delete"), st.integers(1, SESSIONS))
 opens = st.tuples(st.just("late"))
+fills = st.tuples(st.just("fill"))
 Seen = dict[str, dict[int, list[tuple[int, str, str]]]]
 
 
@@ -64,10 +67,51 @@ class Model:
                 del self.waiting[session]
 
 
+class Late(Model):
+    """One that is filled row by row with what is there, and then with what came meanwhile."""
+
+    def __init__(self, n: int, prefix: str, there: dict[int, tuple[str, str]]) -> None:
+        super().__init__(n, prefix)
+        self.there = there
+        self.rows = list(there)
+        self.later: list[tuple[int | None, str, str]] = []
+        self.filling = True
+
+    def record(self, session: int, kind: str, group: str) -> None:
+        if not self.filling:
+            super().record(session, kind, group)
+            return
+        self.later.append((session, kind, group))
+        self.rows = [*(row for row in self.rows if row != session), session]
+
+    def close(self, group: str) -> None:
+        if self.filling:
+            self.later.append((None, "", group))
+        else:
+            super().close(group)
+
+    def fill(self) -> None:
+        if self.rows:
+            session = self.rows.pop(0)
+            if not any(session == known for known, _, _ in self.later):
+                self._now(lambda: Model.record(self, session, *self.there[session]))
+        elif self.later:
+            known, kind, group = self.later.pop(0)
+            self._now(lambda: Model.close(self, group) if known is None else Model.record(self, known, kind, group))
+        else:
+            self.filling = False
+
+    def _now(self, work: Callable[[], None]) -> None:
+        self.filling = False
+        work()
+        self.filling = True
+
+
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.one_of(outcomes, outcomes, outcomes, closes, deletes, opens), max_size=40))
+@given(st.lists(st.one_of(outcomes, outcomes, outcomes, closes, deletes, opens, fills, fills), max_size=50))
 def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> None:
     models = {name: Model(*choices) for name, choices in FEEDS.items() if name != "late"}
+    late: Late | None = None
     recorded: dict[int, tuple[str, str]] = {}  # what stands beside the traces, in the order of the first recording
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         store = Store(Path(folder))
@@ -96,19 +140,65 @@ def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> 
                     case ("delete", session):
                         store.delete_session(session)
                         recorded.pop(session, None)
-                    case ("late",) if "late" not in models:
-                        models["late"] = Model(*FEEDS["late"])
-                        for session, (kind, group) in recorded.items():
-                            models["late"].record(session, kind, group)
+                        if late is not None:
+                            late.rows = [row for row in late.rows if row != session]
+                    case ("late",) if late is None:
+                        models["late"] = late = Late(*FEEDS["late"], dict(recorded))
                         store.feeds.open("late", b"{}", *FEEDS["late"], from_start=True)
+                    case ("fill",) if late is not None:
+                        _fill(store, late)
                 after = numbered(store)
                 for name, deliveries in before.items():
                     assert {n: after[name][n] for n in deliveries} == deliveries  # nothing that has a number changes
+            while late is not None and late.filling:
+                _fill(store, late)
             assert numbered(store) == {name: models[name].done for name in after_order(store)}
             for feed in store.feeds.listing():
                 waiting = {w.group: w.rollouts for w in store.feeds.waiting(feed.key, 100)}
                 groups = [group for group, _ in models[feed.name].waiting.values()]
                 assert waiting == {group: groups.count(group) for group in groups}
+        finally:
+            store.close()
+
+
+def _fill(store: Store, late: Late) -> None:
+    feed = store.feeds.find("late")
+    assert feed is not None and store.feeds.is_filling(feed.key) == late.filling
+    store.feeds.fill(feed.key, 1)
+    late.fill()
+
+
+@pytest.mark.parametrize("most", [1, 2, 100])
+def test_what_is_recorded_while_a_feed_is_filled_comes_after_what_was_there_whatever_the_clock_says(most: int) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        store = Store(Path(folder))
+
+        def record(session: int, group: str, when: float) -> None:
+            outcome = Recorded(kind="graded", group=group, reward=1.0)
+            store.outcomes.put(session, outcome.check(), NewEvent("s", "outcome", b"{}", when), replace=True)
+
+        try:
+            for number in range(1, 8):
+                store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0)
+            for session in (1, 2, 3):
+                record(session, "a", 100.0 + session)
+            feed = store.feeds.open("f", b"{}", 2, "", from_start=True).key
+            store.feeds.fill(feed, 1)
+            record(4, "a", 5.0)  # the clock was put back
+            record(2, "b", 6.0)  # was not entered yet
+            record(1, "b", 7.0)  # was, and has a number before this has its turn
+            assert store.feeds.close_group("b") == []
+            record(5, "b", 300.0)
+            while store.feeds.fill(feed, most):
+                record(6, "c", 8.0)  # the same again is nothing new
+            assert not store.feeds.is_filling(feed)
+            record(7, "b", 9.0)
+            assert numbered(store)["f"] == {
+                1: [(1, "a", "graded"), (3, "a", "graded")],
+                2: [(2, "b", "graded")],
+                3: [(5, "b", "graded"), (7, "b", "graded")],
+            }
+            assert [(w.group, w.rollouts) for w in store.feeds.waiting(feed, 10)] == [("a", 1), ("c", 1)]
         finally:
             store.close()
 

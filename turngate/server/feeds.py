@@ -49,7 +49,7 @@ class FeedRoutes:
         return reply({"feeds": self._feeds.listing()})
 
     async def open(self, request: Request) -> Response:
-        return reply(self._feeds.open(request.path_params["name"], await body(request, FeedConfig)))
+        return reply(await self._feeds.open(request.path_params["name"], await body(request, FeedConfig)))
 
     async def show(self, request: Request) -> Response:
         return reply(self._feeds.show(request.path_params["name"]))

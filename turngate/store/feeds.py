@@ -41,6 +41,20 @@ CREATE TABLE IF NOT EXISTS rolled (
 );
 CREATE INDEX IF NOT EXISTS rolled_waiting ON rolled (feed, team) WHERE number IS NULL;
 CREATE INDEX IF NOT EXISTS rolled_delivered ON rolled (feed, number);
+CREATE TABLE IF NOT EXISTS filling (  -- feeds that do not have all yet of what was recorded before they were opened
+    feed INTEGER PRIMARY KEY,     -- its key
+    recorded REAL NOT NULL,       -- of the last outcome that they have: when it was recorded, and of which session it is
+    session INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS later (    -- what came to such a feed meanwhile, and is entered after all that
+    place INTEGER PRIMARY KEY AUTOINCREMENT,
+    feed INTEGER NOT NULL,        -- its key
+    session INTEGER,              -- its key; NULL: a group was closed
+    id TEXT NOT NULL,             -- its id, or the name of that group
+    outcome BLOB                  -- JSON of Recorded
+);
+CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
+CREATE INDEX IF NOT EXISTS outcomes_in_order ON outcomes (recorded, session);
 """
 _FEED = "key, name, config, opened, reader, newest, handed, committed"
 
@@ -83,7 +97,7 @@ class FeedLog:
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, name: str, config: bytes, n: int, prefix: str, *, from_start: bool) -> FeedRow:
-        """The feed of that name, which is made if there is none."""
+        """The feed of that name, which is made if there is none. `from_start`: it is to be filled (`fill`)."""
         with self._writing() as db:
             if (known := _find(db, name)) is not None:
                 return known
@@ -92,12 +106,54 @@ class FeedLog:
             made = _find(db, name)
             assert made is not None
             if from_start:
-                before = "SELECT session, id, outcome FROM outcomes JOIN sessions ON sessions.key=session ORDER BY recorded, session"
-                for session, session_id, outcome in db.execute(before).fetchall():
-                    _take(db, (made.key, name, n, prefix), session, session_id, outcome)
-                made = _find(db, name)
-                assert made is not None
+                db.execute("INSERT INTO filling VALUES (?, -1e308, 0)", (made.key,))
             return made
+
+    def is_filling(self, feed: int) -> bool:
+        with self._reading() as db:
+            return db.execute("SELECT 1 FROM filling WHERE feed=?", (feed,)).fetchone() is not None
+
+    def fill(self, feed: int, most: int) -> bool:
+        """A step of entering what was recorded before a feed was opened, in the order in which it was, and then what came meanwhile;
+        whether there is more. A step is one transaction, so that turns are written in between. Whoever takes it, and however often
+        somebody is killed: what comes next is in the store, and numbers are given as if all had been there at once.
+        """
+        with self._writing() as db:
+            row = db.execute(
+                "SELECT recorded, filling.session, name, n, prefix FROM filling JOIN feeds ON key=feed WHERE feed=?",
+                (feed,),
+            ).fetchone()
+            if row is None:
+                return False
+            recorded, session, name, n, prefix = row
+            whose = (feed, name, n, prefix)
+            # An outcome that was recorded or replaced since has its place among those that came later, whatever the clock says.
+            old = db.execute(
+                "SELECT recorded, session, id, outcome,"
+                " EXISTS (SELECT 1 FROM later WHERE later.feed=?1 AND later.session=outcomes.session)"
+                " FROM outcomes JOIN sessions ON sessions.key=session WHERE (recorded, session)>(?2, ?3)"
+                " ORDER BY recorded, session LIMIT ?4",
+                (feed, recorded, session, most),
+            ).fetchall()
+            for _, key, session_id, outcome, is_later in old:
+                if not is_later:
+                    _take(db, whose, key, session_id, outcome)
+            if old:
+                recorded, session = old[-1][:2]
+                db.execute("UPDATE filling SET recorded=?, session=? WHERE feed=?", (recorded, session, feed))
+                return True
+            new = db.execute(
+                "SELECT place, session, id, outcome FROM later WHERE feed=? ORDER BY place LIMIT ?", (feed, most)
+            ).fetchall()
+            for place, key, known_as, outcome in new:
+                if key is not None:
+                    _take(db, whose, key, known_as, outcome)
+                elif _waits(db, feed, known_as):
+                    _number(db, feed, name, known_as)
+                db.execute("DELETE FROM later WHERE place=?", (place,))
+            if not new:
+                db.execute("DELETE FROM filling WHERE feed=?", (feed,))
+            return bool(new)
 
     def find(self, name: str) -> FeedRow | None:
         with self._reading() as db:
@@ -117,21 +173,32 @@ class FeedLog:
 
     def delete(self, feed: int) -> None:
         with self._writing() as db:
-            db.execute("DELETE FROM rolled WHERE feed=?", (feed,))
+            for table in ("rolled", "filling", "later"):
+                db.execute(f"DELETE FROM {table} WHERE feed=?", (feed,))
             db.execute("DELETE FROM feeds WHERE key=?", (feed,))
 
     # ── what comes in ───────────────────────────────────────────────────────────────────────────────────────────
 
     def enter(self, db: sqlite3.Connection, session: int, session_id: str, outcome: bytes) -> None:
         """An outcome was recorded or replaced, in this very transaction: every feed that wants it has it from here on."""
-        for feed in db.execute("SELECT key, name, n, prefix FROM feeds").fetchall():
-            _take(db, feed, session, session_id, outcome)
+        feeds = "SELECT key, name, n, prefix, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key"
+        for key, name, n, prefix, is_filling in db.execute(feeds).fetchall():
+            if is_filling is None:
+                _take(db, (key, name, n, prefix), session, session_id, outcome)
+            else:
+                _put_off(db, key, session, session_id, outcome)
 
     def close_group(self, group: str) -> list[tuple[str, int]]:
-        """No more of it will come: what waits is complete as it is. Names of the feeds, and the numbers that it has there."""
+        """No more of it will come: what waits is complete as it is. Names of the feeds, and the numbers that it has there; in one that is
+        still being filled it gets its number when its turn comes."""
         closed = []
         with self._writing() as db:
-            feeds = "SELECT DISTINCT key, name FROM feeds JOIN rolled ON feed=key WHERE number IS NULL AND team=?"
+            for (key,) in db.execute("SELECT feed FROM filling").fetchall():
+                _put_off(db, key, None, group, None)
+            feeds = (
+                "SELECT DISTINCT key, name FROM feeds JOIN rolled ON feed=key WHERE number IS NULL AND team=?"
+                " AND key NOT IN (SELECT feed FROM filling)"
+            )
             for key, name in db.execute(feeds, (group,)).fetchall():
                 closed.append((name, _number(db, key, name, group)))
         return closed
@@ -192,6 +259,15 @@ def _take(
     (waiting,) = db.execute(query, (key, recorded.group)).fetchone()
     if waiting >= n or not recorded.group:  # one that is of no group is a group of its own
         _number(db, key, name, recorded.group)
+
+
+def _waits(db: sqlite3.Connection, feed: int, group: str) -> bool:
+    query = "SELECT 1 FROM rolled WHERE feed=? AND team=? AND number IS NULL LIMIT 1"
+    return db.execute(query, (feed, group)).fetchone() is not None
+
+
+def _put_off(db: sqlite3.Connection, feed: int, session: int | None, known_as: str, outcome: bytes | None) -> None:
+    db.execute("INSERT INTO later (feed, session, id, outcome) VALUES (?,?,?,?)", (feed, session, known_as, outcome))
 
 
 def _number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:

@@ -9,7 +9,8 @@
     with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # the same, for a plain thread
         for delivery in feed: …
 
-A trainer that is started again goes on past the number it committed, or past the one that its own checkpoint has (`after=`). Restarts
+A trainer that is started again goes on past the number it committed, or past the one that its own checkpoint has (`after=`, with the feed's
+`mark=`: a number of a feed that was deleted means nothing in the one that has its name since, and is refused: `OtherFeed`). Restarts
 of the gateway are waited out. A second trainer that opens the same feed takes it over, and the first one is told so: `TakenOver`.
 """
 
@@ -35,7 +36,18 @@ from turngate.store.outcome import Class
 from turngate.trace.sample import Span as RowSpan
 from turngate.types import Ids, Json, Logprobs, type_of_ids, type_of_logprobs
 
-__all__ = ["BlockingFeed", "Damaged", "Delivery", "Feed", "FeedConfig", "Rolled", "Row", "RowSpan", "TakenOver"]
+__all__ = [
+    "BlockingFeed",
+    "Damaged",
+    "Delivery",
+    "Feed",
+    "FeedConfig",
+    "OtherFeed",
+    "Rolled",
+    "Row",
+    "RowSpan",
+    "TakenOver",
+]
 
 T = TypeVar("T")
 _WAIT_S = 30  # that one question waits for an answer at the gateway
@@ -49,6 +61,13 @@ class TakenOver(TurngateError):
 
     status = 409
     kind = "feed_taken_over"
+
+
+class OtherFeed(TurngateError):
+    """The feed of that name is not the one that the checkpoint is of: its numbers count other rollouts."""
+
+    status = 409
+    kind = "feed_is_another"
 
 
 class Damaged(TurngateError):
@@ -106,10 +125,19 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     """Made by `open`. An iterator over deliveries that waits for more. For one task at a time."""
 
     def __init__(
-        self, gateway: GatewayClient, name: str, config: FeedConfig, reader: str, committed: int, after: int, limit: int
+        self,
+        gateway: GatewayClient,
+        name: str,
+        config: FeedConfig,
+        mark: str,
+        reader: str,
+        committed: int,
+        after: int,
+        limit: int,
     ) -> None:
         self.name = name
         self.config = config
+        self.mark = mark  # of this very feed, whatever is opened under its name later; for the trainer's checkpoint
         self.committed = committed
         self._gateway = gateway
         self._reader = reader
@@ -120,19 +148,36 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     @classmethod
     async def open(
-        cls, gateway: GatewayClient, name: str, config: FeedConfig, *, after: int | None = None, limit: int = 1
+        cls,
+        gateway: GatewayClient,
+        name: str,
+        config: FeedConfig,
+        *,
+        after: int | None = None,
+        mark: str = "",
+        limit: int = 1,
     ) -> Feed:
         """Open the feed, or find it, and become its reader.
 
-        `after`: the number in the trainer's own checkpoint; None: what was committed. `limit`: deliveries that are fetched at once. Their
+        `after`: the number in the trainer's own checkpoint; None: what was committed. `mark`: the feed's mark there; empty: any feed of
+        that name will do. `limit`: deliveries that are fetched at once. Their
         staleness is judged when they are fetched, so one that lies around here meanwhile may be older than the feed allows.
         """
         if after is not None and after < 0:
             raise ValueError(f"after: {after} is no number of a delivery")
-        await _answered(lambda: gateway.open_feed(name, config))
+        if mark:  # before one is made in its place
+            try:
+                found = (await _answered(lambda: gateway.show_feed(name))).mark
+            except TakenOver:
+                found = ""
+            _check_mark(name, mark, found)
+        present = (await _answered(lambda: gateway.open_feed(name, config))).mark
+        _check_mark(name, mark or present, present)
         reader = await _answered(lambda: gateway.read_feed(name))
-        committed = (await _answered(lambda: gateway.show_feed(name))).committed
-        return cls(gateway, name, config, reader, committed, committed if after is None else after, limit)
+        view = await _answered(lambda: gateway.show_feed(name))
+        _check_mark(name, present, view.mark)
+        after = view.committed if after is None else after
+        return cls(gateway, name, config, present, reader, view.committed, after, limit)
 
     async def __aenter__(self) -> Feed:
         return self
@@ -184,6 +229,14 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self._after += len(found)
 
 
+def _check_mark(name: str, wanted: str, found: str) -> None:
+    if wanted != found:
+        was = "was deleted" if not found else "was deleted, or is of another data folder, and another one has its name"
+        raise OtherFeed(
+            f"feed {name}: the one that this number is of (mark {wanted}) {was}; begin anew, or with the mark and number of this one"
+        )
+
+
 async def _answered(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """A gateway that is being started again is waited for. Only for what may be asked twice."""
     end = time.monotonic() + _BACK_S
@@ -209,10 +262,18 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
     """The same for a plain thread. Its connection lives in a thread of its own; Ctrl-C while it waits loses nothing."""
 
     def __init__(
-        self, url: str, admin_key: str, name: str, config: FeedConfig, *, after: int | None = None, limit: int = 1
+        self,
+        url: str,
+        admin_key: str,
+        name: str,
+        config: FeedConfig,
+        *,
+        after: int | None = None,
+        mark: str = "",
+        limit: int = 1,
     ) -> None:
         self._url, self._key = url, admin_key
-        self._name, self._config, self._from, self._limit = name, config, after, limit
+        self._name, self._config, self._from, self._known, self._limit = name, config, after, mark, limit
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"turngate-feed-{name}", daemon=True)
         self._gateway: GatewayClient | None = None
@@ -223,6 +284,10 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
     @property
     def committed(self) -> int:
         return self._opened.committed
+
+    @property
+    def mark(self) -> str:
+        return self._opened.mark
 
     def __enter__(self) -> BlockingFeed:
         self._thread.start()
@@ -284,7 +349,9 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
 
     async def _open(self) -> Feed:
         self._gateway = await GatewayClient(self._url, self._key).__aenter__()
-        return await Feed.open(self._gateway, self._name, self._config, after=self._from, limit=self._limit)
+        return await Feed.open(
+            self._gateway, self._name, self._config, after=self._from, mark=self._known, limit=self._limit
+        )
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -29,6 +29,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int = 0  # updates that are in the weights
     number: int = 0  # of the last delivery that is
+    mark: str = ""  # of the feed that it is of
     version: int = 0  # of the policy
     history: tuple[Json, ...] = ()  # what each step measured
 

@@ -305,7 +305,7 @@ def _refused(row: Row, apart: np.ndarray) -> str:
 class Trainer:
     """The loop. `engine` is the one behind the gateway, and its model is what is trained.
 
-        async with await Feed.open(gateway, "name", FeedConfig(n=8), after=trainer.state.number) as feed:
+        async with await Feed.open(gateway, "name", FeedConfig(n=8), after=trainer.state.number, mark=trainer.state.mark) as feed:
             await trainer.run(feed, steps=20)
 
     `folder` is where its checkpoints are; the newest one there is gone on from, weights included. None: it keeps none, and commits after
@@ -338,17 +338,17 @@ class Trainer:
     async def restore(self) -> None:
         """Go on from the newest checkpoint, if there is one, and let the gateway know which version these weights are."""
         found = None if self._folder is None else await asyncio.to_thread(checkpoint.newest, self._folder)
-        if found is not None:
-            async with self.engine.updating():
-                await asyncio.to_thread(found.restore, self.engine.model, self.learner.optimizer)
-            self.state = found.state
-            self.steps = [msgspec.convert(one, Step, strict=False) for one in found.state.history]
-            self._saved = found.state.step
+        state = self.state if found is None else found.state
         present = (await self._gateway.fence())["version"]
-        version = self.state.version
+        version = state.version
         if present > version:  # what was sampled since came from weights that are lost, unless nobody keeps any
             version = present if self._folder is None else present + 1
-        self.state = msgspec.structs.replace(self.state, version=version)
+        if found is not None:
+            async with self.engine.updating(version):
+                await asyncio.to_thread(found.restore, self.engine.model, self.learner.optimizer)
+            self.steps = [msgspec.convert(one, Step, strict=False) for one in found.state.history]
+            self._saved = found.state.step
+        self.state = msgspec.structs.replace(state, version=version)
         await self._gateway.resume(version)
 
     async def run(self, feed: Feed, steps: int) -> list[Step]:
@@ -369,7 +369,8 @@ class Trainer:
         if measured.signal:
             version += 1
             await self._gateway.pause("hold")
-            async with self.engine.updating():
+            # The engine says which tokens the new weights drew: a call in flight goes on before the fence is down.
+            async with self.engine.updating(version):
                 gradient = await asyncio.to_thread(self.learner.step)
             await self._gateway.resume(version)
         trained = time.monotonic() - began
@@ -398,6 +399,7 @@ class Trainer:
         self.state = State(
             step=step,
             number=number,
+            mark=feed.mark,
             version=version,
             history=(*self.state.history, msgspec.to_builtins(done)),
         )

@@ -161,7 +161,8 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
     if trainer.state.step >= goal.steps:
         return trainer.steps
     pace = Ahead(goal.ahead or goal.settings.groups, trained=trainer.state.number)
-    feed = await Feed.open(place.gateway, FEED, goal.feed_config(), after=trainer.state.number)
+    state = trainer.state
+    feed = await Feed.open(place.gateway, FEED, goal.feed_config(), after=state.number, mark=state.mark)
     async with feed:
         running = asyncio.create_task(
             run_batch(goal.plan(), place.gateway, place.wayout, told.rollouts, pace=pace), name="agents"
