@@ -22,7 +22,7 @@ from turngate.rollout.client import GatewayClient, Refused
 from turngate.rollout.gates import Bounds
 from turngate.rollout.plan import BatchPlan
 from turngate.tasks.task import Function, Task
-from turngate.trainers.feed import Feed
+from turngate.trainers.feed import Feed, OtherFeed
 from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker, WorkerConfig
 
 TALK = [say(f"Answer {n}.") for n in range(40)]
@@ -168,6 +168,26 @@ def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_is_not_gone_on_fr
         TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
     (tmp_path / LAST).write_text("{}")
     TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
+
+
+async def test_a_checkpoint_is_of_one_feed_and_not_of_another_that_has_its_name_since(tmp_path: Path) -> None:
+    async with gateway(TALK) as g:
+        async with following(g) as worker:
+            for reward in (0.0, 1.0):
+                await rolled(g, "a", reward)
+            await taken(worker, 2)
+            worker.rollout_buffer.trained(2)
+            (tmp_path / STATE).write_bytes(msgspec.json.encode(worker.state()))
+            (tmp_path / LAST).write_text("{}")
+        async with GatewayClient(g.root, g.app.admin_key) as client:
+            await client.delete_feed("f")
+            await Feed.open(client, "f", FeedConfig(n=2))
+        for reward in (0.0, 1.0):
+            await rolled(g, "b", reward)  # its number is 1 too, and it is in no weights
+        async with following(g, checkpoint=tmp_path, start=False) as worker:
+            await apart(worker.update_model_version, 1)
+            with pytest.raises(OtherFeed, match="another one has its name"):
+                await apart(worker.start)
 
 
 async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -> None:

@@ -103,6 +103,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says about the feed."""
 
     feed: str
+    mark: str = ""  # of that very feed, and of none that is opened under its name later
     delivery: int  # up to which all is trained
     rows: dict[int, list[RowName]] = {}  # of deliveries past it, those that are
 
@@ -120,6 +121,7 @@ class TurngateWorker:
         self._gateway: GatewayClient | None = None
         self._feed: Feed | None = None
         self._work: concurrent.futures.Future[None] | None = None
+        self._mark = "" if self._from is None else self._from.mark  # of the feed
         self._over = False  # it was started, and stopped
         self._pace: Pace | None = None
         self._base: int | None = None  # TRL's version 0, as the gateway counts
@@ -186,7 +188,7 @@ class TurngateWorker:
 
     def state(self) -> State:
         delivery, rows = self.rollout_buffer.state()
-        return State(feed=self.config.feed, delivery=delivery, rows=rows)
+        return State(feed=self.config.feed, mark=self._mark, delivery=delivery, rows=rows)
 
     def commit(self, delivery: int) -> None:
         """All up to it is in a checkpoint that is on disk."""
@@ -216,7 +218,9 @@ class TurngateWorker:
     async def _opened(self) -> None:
         gateway, config = await self._client(), self.config
         after = None if self._from is None else self._from.delivery
-        self._feed = await patiently(lambda: Feed.open(gateway, config.feed, config.choices, after=after))
+        mark = self._mark
+        self._feed = await patiently(lambda: Feed.open(gateway, config.feed, config.choices, after=after, mark=mark))
+        self._mark = self._feed.mark
         begun = self._feed.committed if after is None else after
         self.rollout_buffer.begin(begun)
         if config.plan is not None:
