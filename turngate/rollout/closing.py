@@ -14,7 +14,7 @@ from turngate.rollout.client import GatewayClient, Unreachable
 from turngate.rollout.ledger import Finished
 
 _AGAIN_S = 0.5  # between two tries, while the gateway does not answer
-_HEARD_OF = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
+HEARD_OF = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
 
 
 class Closing:
@@ -34,7 +34,7 @@ class Closing:
         """One rollout is, for good, whatever came of it."""
         group = one.rollout.rpartition(".")[0]
         members = self._finished[group]
-        members.append(bool(one.session) and one.kind in _HEARD_OF)
+        members.append(bool(one.session) and one.kind in HEARD_OF)
         if len(members) < self._n:
             return
         del self._finished[group]

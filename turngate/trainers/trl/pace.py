@@ -11,13 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable
 from typing import Protocol
 
+from turngate.rollout.closing import HEARD_OF
 from turngate.rollout.ledger import Finished
-
-_HEARD_OF = (
-    "graded",
-    "agent failed",
-    "invalid task",
-)  # what counts in a group; faults do not, and a trainer never hears of them
 
 
 class Taking(Protocol):
@@ -50,7 +45,7 @@ class Pace:
         """The plan has a rollout that is done; first of all those of earlier runs."""
         group = one.rollout.rpartition(".")[0]
         self._finished[group] += 1
-        if one.session and one.kind in _HEARD_OF:
+        if one.session and one.kind in HEARD_OF:
             self._heard_of.add(group)
 
     def delivered(self, number: int, group: str) -> None:
