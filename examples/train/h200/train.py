@@ -209,6 +209,7 @@ async def trained(given: argparse.Namespace, model: Path, network: Model, out: P
     with Gateway(model, out / "data", engine) as address:
         if given.held_out:
             await held_out(given, address, out, "before")
+            await held_out(given, address, out, "before_greedy", 0.0)
         if given.steps:
             await learn(given, address, engine, out)
         if given.steps and given.held_out:
@@ -344,15 +345,15 @@ def main() -> None:
     parser.add_argument("--sft", type=Path, help="what was exported before; without it the expert plays first")
     parser.add_argument("--only-traces", action="store_true", help="end after the export")
     parser.add_argument("--traces", type=int, default=210, help="rollouts of the expert")
-    parser.add_argument("--warm-rows", type=int, default=0, help="how many of them the warm start takes; 0: all")
+    parser.add_argument("--warm-rows", type=int, default=140, help="how many of them the warm start takes; 0: all")
     parser.add_argument("--warm-epochs", type=int, default=2)
-    parser.add_argument("--warm-batch", type=int, default=16)
+    parser.add_argument("--warm-batch", type=int, default=14)
     parser.add_argument("--warm-rate", type=float, default=5e-5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=20.0, help="no step is begun after so many")
     parser.add_argument("--groups", type=int, default=4, help="of one step")
     parser.add_argument("--n", type=int, default=8, help="rollouts of a group")
-    parser.add_argument("--rate", type=float, default=2e-5)
+    parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--ahead", type=int, default=3, help="steps whose groups may have begun")
     parser.add_argument("--stale", type=int, default=6, help="policy versions that a row may be behind")
     parser.add_argument("--batch-tokens", type=int, default=2048)

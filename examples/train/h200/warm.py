@@ -51,7 +51,11 @@ def serve(place: str, folder: str, module: str, imports: list[str]) -> None:
         for one in ready:
             if one is listener:
                 caller, _ = listener.accept()
-                pid = started(caller, module, (listener, wake, woken, *callers.values()), 0 if first else pen)
+                try:
+                    pid = started(caller, module, (listener, wake, woken, *callers.values()), 0 if first else pen)
+                except (OSError, ValueError):  # it was killed before it had said all
+                    caller.close()
+                    continue
                 callers[pid] = caller
                 first = first or pid
             elif one is wake:
@@ -61,17 +65,21 @@ def serve(place: str, folder: str, module: str, imports: list[str]) -> None:
                     kill(pid)
         ended(callers)
         if first > 0 and first not in callers:
-            learn(notes)
-            first = -1
+            first = -1 if learn(notes) else 0
 
 
-def learn(notes: int) -> None:
-    """Import what the first run has imported. What cannot be imported alone will be when it is wanted."""
-    for name in os.read(notes, LARGEST).decode().split():
+def learn(notes: int) -> bool:
+    """Import what the first run has imported. What cannot be imported alone will be when it is wanted. False: it was killed."""
+    try:
+        names = os.read(notes, LARGEST).decode().split()
+    except BlockingIOError:
+        return False
+    for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    return True
 
 
 def started(caller: socket.socket, module: str, others: tuple[int | socket.socket, ...], pen: int) -> int:
@@ -106,7 +114,7 @@ def started(caller: socket.socket, module: str, others: tuple[int | socket.socke
     finally:
         if pen:
             names = [name for name in sys.modules if name not in before and not name.startswith("__")]
-            os.write(pen, "\n".join(names).encode()[: select.PIPE_BUF * 15])
+            os.write(pen, "\n".join(["", *names]).encode()[: select.PIPE_BUF * 15])
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code & 0xFF)

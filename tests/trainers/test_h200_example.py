@@ -1,0 +1,127 @@
+"""The parts of examples/train/h200 that need no GPU: its tasks, its chat template, and the process that agents are forked from."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from turngate.render import load
+from turngate.server.app import BUILTIN_TOKENIZER
+
+FOLDER = Path(__file__).parents[2] / "examples" / "train" / "h200"
+
+
+@pytest.fixture(scope="module")
+def tasks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("h200_tasks", FOLDER / "tasks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_experts_moves_solve_every_kind_and_doing_nothing_solves_none(tasks: ModuleType, tmp_path: Path) -> None:
+    kinds = set()
+    for row in tasks.expert(14):
+        folder = tmp_path / row["id"]
+        folder.mkdir()
+        for name, text in row["files"].items():
+            (folder / name).write_text(text)
+        subject = SimpleNamespace(folder=folder, task=SimpleNamespace(metadata=row["metadata"]))
+        assert tasks.grade(subject) == 0.0
+        seen = ""
+        for move in row["metadata"]["moves"]:
+            done = subprocess.run(
+                move.replace("{seen}", seen), shell=True, cwd=folder, capture_output=True, text=True, check=True
+            )
+            seen = (done.stdout.split() or [seen])[-1]
+        assert tasks.grade(subject) == 1.0, row["id"]
+        kinds.add(row["metadata"]["kind"])
+    assert kinds == set(tasks.KINDS)
+
+
+def test_what_is_there_but_wrong_earns_a_little(tasks: ModuleType, tmp_path: Path) -> None:
+    row = next(row for row in tasks.training() if row["metadata"]["kind"] == "last")
+    for name, text in {**row["files"], **dict.fromkeys(row["metadata"]["after"], "wrong")}.items():
+        (tmp_path / name).write_text(text)
+    assert tasks.grade(SimpleNamespace(folder=tmp_path, task=SimpleNamespace(metadata=row["metadata"]))) == tasks.PARTLY
+
+
+def test_held_out_tasks_share_no_word_with_training(tasks: ModuleType) -> None:
+    assert not set(tasks.TRAINING) & set(tasks.HELD_OUT)
+    assert next(tasks.training()) == next(tasks.training())
+    assert next(tasks.training())["files"] != next(tasks.expert())["files"]
+
+
+def test_the_chat_template_is_certified(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(BUILTIN_TOKENIZER / name, tmp_path / name)
+    shutil.copyfile(FOLDER / "chat_template.jinja", tmp_path / "chat_template.jinja")
+    _, certificate = load(tmp_path)
+    assert certificate.passed, certificate
+
+
+# ── warm.py ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+AGENT = """
+import os, sys, time
+if __name__ == "__main__":
+    import colorsys
+    if sys.argv[1] == "wait":
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    print(sys.argv[1:], os.environ["MINE"], os.getcwd(), sys.stdin.read(), "own_other" in sys.modules)
+    import own_other
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "own_agent.py").write_text(AGENT)
+    (tmp_path / "own_other.py").write_text("")
+    command = [sys.executable, str(FOLDER / "warm.py"), "serve", str(tmp_path / "socket"), str(tmp_path), "own_agent"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == b"warm\n"
+            yield str(tmp_path / "socket")
+        finally:
+            server.kill()
+
+
+def _run(place: str, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(FOLDER / "warm.py"), "run", place, *arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_forked_agent_has_its_callers_arguments_environment_folder_and_files(place: str, tmp_path: Path) -> None:
+    for known in (False, True):  # what the first run imports is there for the second
+        with _run(place, "go", "7", env={"MINE": "yes"}, cwd=tmp_path) as caller:
+            out, err = caller.communicate(b"said", timeout=20)
+        assert (caller.returncode, out.decode(), err) == (7, f"['go', '7'] yes {tmp_path} said {known}\n", b"")
+
+
+def test_a_caller_that_is_killed_takes_its_agent_with_it(place: str) -> None:
+    with _run(place, "wait", "0") as caller:
+        assert caller.stdout is not None
+        pid = int(caller.stdout.readline())
+        caller.send_signal(signal.SIGKILL)
+    for _ in range(200):
+        if not Path(f"/proc/{pid}").exists():
+            break
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+    with _run(place, "go", "0", env={"MINE": ""}) as caller:  # and nobody else is hurt
+        caller.communicate(b"", timeout=20)
+    assert caller.returncode == 0
