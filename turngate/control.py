@@ -1,5 +1,5 @@
-"""Every verb on sessions: open, find, list, show, trace, samples, seal, cancel, delete, record, announce; and the fence. The admin
-API, the compatibility APIs and the command line call only this. Host tools are in `hosttools.py`, feeds in `feed.py`."""
+"""Every verb on sessions: open, find, list, show, seal, cancel, delete, record, announce; and the fence. The admin API and the
+compatibility APIs call only this. Traces and rows are in `shown.py`, host tools in `hosttools.py`, feeds in `feed.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
-import orjson
 
 from turngate.engines.weights import Load
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TurngateError
@@ -23,16 +21,16 @@ from turngate.explain import explain
 from turngate.feed import Feeds, group_of, is_stale, oldest_allowed
 from turngate.fence import Fence, Pause
 from turngate.hosttools import HostTools
+from turngate.shown import Looks
 from turngate.slots import ALONE, Place, new_secret
 from turngate.store.beside import NewEvent, happened
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import roles
-from turngate.trace.sample import Policy, Sample, samples
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.signals import faults
 from turngate.trace.tools import checked
-from turngate.trace.tree import Context, Sampled
+from turngate.trace.tree import Sampled
 from turngate.types import Json, Message, Mode, Sampling
 
 log = logging.getLogger("turngate")
@@ -72,6 +70,7 @@ class Control:
         self.events = events
         self.tools = HostTools(store, events)
         self.feeds = Feeds(store, events, fence)
+        self.looks = Looks(store)
         self._cancelling: set[asyncio.Task[None]] = set()  # of sessions that are stale
         self._idle_s = idle_s
         self._event_s = event_days * 86400
@@ -174,15 +173,24 @@ class Control:
         outcomes = self._store.outcomes.of(rows[-1].key, rows[0].key) if rows else {}
         return [self._summary(row, outcomes.get(row.key)) for row in rows]
 
-    def show(self, session_id: str) -> dict[str, Json]:
-        session = self.find(session_id)
+    def live(self, session_id: str) -> Session | None:
+        """One that was used since the gateway was started, and is open."""
+        return self._live.get(session_id)
+
+    async def show(self, session_id: str) -> dict[str, Json]:
+        session = self._live.get(session_id)
+        if session is None:  # its trace is not in memory, and need not be after this
+            session = await self.looks.at(session_id, lambda shown: shown.session)
+        return self.described(session)
+
+    def described(self, session: Session) -> dict[str, Json]:
         outcomes = self._store.outcomes.of(session.key, session.key)
         role_of = roles(session.trace)
         counts: dict[str, int] = {}
         for role in role_of.values():
             counts[role] = counts.get(role, 0) + 1
         return {
-            **self._summary(self._row(session_id), outcomes.get(session.key)),
+            **self._summary(self._row(session.id), outcomes.get(session.key)),
             "stop": session.stop,
             "turns": session.turns,
             "sampled_tokens": session.sampled_tokens,
@@ -193,33 +201,6 @@ class Control:
             "roles": counts,
             "forks": [{"node": n.id, "cause": n.info.cause} for n in session.trace.nodes if n.info.cause is not None],
         }
-
-    def trace(self, session_id: str) -> dict[str, Json]:
-        """The whole tree, with ids, log-probabilities and messages."""
-        session = self.find(session_id)
-        texts = self._store.messages(session.key)
-        role_of = roles(session.trace)
-        preambles = {
-            digest.hex(): {"tools": msgspec.Raw(tools), "template_kwargs": msgspec.Raw(kwargs)}
-            for digest, (tools, kwargs) in self._store.preambles(session.key).items()
-        }
-        nodes = [
-            _context_view(n, texts) if isinstance(n, Context) else _sampled_view(n, texts, role_of[n.id])
-            for n in session.trace.nodes
-        ]
-        return {
-            "session": session.id,
-            "status": session.status,
-            "stop": session.stop,
-            "config": session.config,
-            "vocabulary": session.vocabulary,
-            "preambles": preambles,
-            "nodes": nodes,
-        }
-
-    def samples(self, session_id: str, *, keep_empty: bool = False, policy: Policy | None = None) -> list[Sample]:
-        session = self.find(session_id)
-        return samples(session.trace, policy or session.config.policy, keep_empty=keep_empty)
 
     async def seal(self, session_id: str, stop: str = "") -> Session:
         """End a session; calls in flight are aborted. Sealing twice is fine."""
@@ -323,6 +304,7 @@ class Control:
             task.cancel()
         await asyncio.gather(*self._cancelling, return_exceptions=True)
         await asyncio.to_thread(self.feeds.close)
+        await asyncio.to_thread(self.looks.close)
 
     async def expire_idle(self) -> None:
         """Runs for as long as the gateway: seals sessions that nobody used for a while, and removes what is too old to keep."""
@@ -500,52 +482,3 @@ def _check_sampling(config: SessionConfig) -> None:
     except msgspec.ValidationError as error:
         message, field = explain(error, Sampling)
         raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None
-
-
-def _context_view(node: Context, texts: dict[int, bytes]) -> dict[str, Json]:
-    return {
-        "id": node.id,
-        "parent": None if node.parent is None else node.parent.id,
-        "kind": "context",
-        "ids": node.ids,
-        "messages": msgspec.Raw(texts[node.id]),
-        "preamble": node.info.preamble.hex(),
-        "cause": node.info.cause,
-        "dialect": node.info.dialect,
-        "told": {name: value for name, value in msgspec.structs.asdict(node.info.told).items() if value},
-    }
-
-
-def _sampled_view(node: Sampled, texts: dict[int, bytes], role: str) -> dict[str, Json]:
-    info = node.info
-    return {
-        "id": node.id,
-        "parent": node.parent.id,
-        "kind": "sampled",
-        "role": role,
-        "ids": node.ids,
-        "logprobs": node.logprobs,
-        "message": msgspec.Raw(texts[node.id]),
-        "finish": info.finish,
-        "cause": info.cause,
-        "version_start": info.version_start,
-        "version_end": info.version_end,
-        "started": info.started,
-        "ended": info.ended,
-        "sampling": msgspec.Raw(info.sampling or b"null"),
-        "biases": info.biases,
-        "capture": info.capture,
-        "fault": info.fault,
-        "engine": info.engine,
-        "lost": info.lost,
-        "delivered": node.delivered,
-    }
-
-
-def encode_array(value: object) -> Json:
-    """For `msgspec.json.encode`: arrays become lists, with null where there is no number."""
-    if isinstance(value, np.ndarray):
-        # As 64-bit numbers: the shortest spelling of a 32-bit one would read back as another 64-bit one.
-        wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
-        return msgspec.Raw(orjson.dumps(wide, option=orjson.OPT_SERIALIZE_NUMPY))
-    raise TypeError(f"cannot encode {type(value).__name__}")

@@ -16,10 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.control import Control
 from turngate.errors import StoreError, TurngateError
-from turngate.events import Events
-from turngate.fence import Fence
+from turngate.shown import read
 from turngate.store.sqlite import Store
 from turngate.verify import Folder, Means, Renderers, Rows, Sampler, Verdict, verify
 
@@ -31,10 +29,7 @@ def stored_rows(data: Path) -> Iterator[Rows]:
     """The rows that the gateway's own code hands to a trainer, whether a gateway serves the folder or not."""
     store = Store.reading(data)
     try:
-        # A control of its own each time: one keeps open sessions as it read them first.
-        yield lambda session_id, everything: Control(store, Fence(0), Events(store)).samples(
-            session_id, keep_empty=everything
-        )
+        yield lambda session_id, everything: read(store, session_id).samples(keep_empty=everything)
     finally:
         store.close()
 

@@ -98,7 +98,10 @@ class Viewed:
 
     def prompt(self, turn: ViewedTurn) -> list[int]:
         """The ids that were sent to the engine."""
-        return [token for node in self.path(turn)[:-1] for token in node.ids]
+        ids: list[int] = []
+        for node in self.path(turn)[:-1]:
+            ids += node.ids
+        return ids
 
     def messages(self, turn: ViewedTurn) -> list[Json]:
         """The conversation that it answers, in OpenAI's form."""

@@ -130,7 +130,7 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
     store = Store.reading(before_feeds)
     control = Control(store, Fence(0), Events(store))
     assert control.feeds.listing() == [] and control.listing()[0]["id"] == "still-open"
-    assert control.show("ended-1")["outcome"] is not None
+    assert control.described(control.find("ended-1"))["outcome"] is not None
     with pytest.raises(NotFound):
         control.feeds.show("f")
     store.close()

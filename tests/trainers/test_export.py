@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from tests.kit import Heard, Opened, Running, calls, gateway, result, say, tokenizer, tool, user
-from turngate.control import encode_array
 from turngate.errors import ConfigError
+from turngate.shown import encode_array
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session

@@ -335,8 +335,10 @@ def test_a_worker_that_dies_in_a_pause_comes_back_paused_and_at_the_right_versio
         s.ask("POST", "/admin/fence/pause")
         s.process.terminate()
         s.process.wait(15)
-    with served(data) as again:
-        assert again.ask("GET", "/admin/fence") == {"version": 6, "paused": False, "in_flight": 0}
+    with served(data) as again:  # all of it was started again, perhaps in the middle of somebody's sending of weights
+        assert again.ask("GET", "/admin/fence") == {"version": 6, "paused": True, "in_flight": 0}
+        assert "POST /admin/fence/resume" in again.log.read_text()
+        assert again.ask("POST", "/admin/fence/resume")["paused"] is False
 
 
 async def test_events_outlive_workers_and_the_gateway_and_none_is_lost_or_told_twice(data: Path) -> None:

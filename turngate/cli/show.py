@@ -16,13 +16,14 @@ from rich.text import Text
 
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
-from turngate.control import Control, encode_array
+from turngate.control import Control
 from turngate.dialects import recorded
 from turngate.errors import ConfigError, NotFound
 from turngate.events import Events
 from turngate.fence import Fence
 from turngate.render import Tokenizer, find
 from turngate.rollout.client import GatewayClient, Refused, admin_key_given
+from turngate.shown import encode_array, read
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
 
@@ -85,10 +86,9 @@ def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
         control = Control(store, Fence(0), Events(store))
         known = store.find(wanted)
         session_id = wanted if known else _chosen(wanted, [row.id for row in store.sessions(limit=10_000)])
-        trace = control.trace(session_id)
-        view = _view(
-            _plain(control.show(session_id)), _plain(trace), _plain(control.samples(session_id, keep_empty=True))
-        )
+        shown = read(store, session_id)
+        trace = shown.trace()
+        view = _view(_plain(control.described(shown.session)), _plain(trace), _plain(shown.samples(keep_empty=True)))
         return view, store.setting(f"tokenizer:{trace['vocabulary']}")
     finally:
         store.close()

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from turngate.control import Control
 from turngate.errors import BadRequest, NotFound
 from turngate.server.auth import Auth
-from turngate.server.http import body, read_cursor, reply, route, whole_number
+from turngate.server.http import body, read_cursor, reply, route, whole_number, written
+from turngate.shown import Shown, as_json, piece
 from turngate.store.outcome import Recorded
 from turngate.trace.session import SessionConfig
 from turngate.types import Json, Mode
@@ -78,7 +79,7 @@ class Admin:
     async def open(self, request: Request) -> Response:
         wanted = await body(request, Open)
         session, secret = self._control.open(wanted.config(self._control.default_mode), wanted.id)
-        return reply({**self._control.show(session.id), "api_key": secret}, 201)
+        return reply({**self._control.described(session), "api_key": secret}, 201)
 
     async def listing(self, request: Request) -> Response:
         status = request.query_params.get("status")
@@ -89,24 +90,23 @@ class Admin:
         return reply({"sessions": self._control.listing(status=status, before=before, limit=min(limit or 100, 1000))})
 
     async def show(self, request: Request) -> Response:
-        return reply(self._control.show(request.path_params["id"]))
+        return reply(await self._control.show(request.path_params["id"]))
 
     async def trace(self, request: Request) -> Response:
-        return reply(self._control.trace(request.path_params["id"]))
+        return written(await self._control.looks.at(request.path_params["id"], _trace))
 
     async def samples(self, request: Request) -> Response:
         keep = request.query_params.get("all", "") in ("1", "true")
-        session_id = request.path_params["id"]
-        return reply({"session": session_id, "samples": self._control.samples(session_id, keep_empty=keep)})
+        return written(await self._control.looks.at(request.path_params["id"], lambda shown: _samples(shown, keep)))
 
     async def seal(self, request: Request) -> Response:
         wanted = await body(request, Seal)
         session = await self._control.seal(request.path_params["id"], wanted.stop)
-        return reply(self._control.show(session.id))
+        return reply(self._control.described(session))
 
     async def cancel(self, request: Request) -> Response:
         session = await self._control.cancel(request.path_params["id"])
-        return reply(self._control.show(session.id))
+        return reply(self._control.described(session))
 
     async def delete(self, request: Request) -> Response:
         await self._control.delete(request.path_params["id"])
@@ -153,3 +153,13 @@ class Admin:
                 else:
                     told = msgspec.json.encode(event)
                     yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), told)
+
+
+def _trace(shown: Shown) -> bytes:
+    view = shown.trace()
+    return as_json({**view, "nodes": [piece(node) for node in view["nodes"]]})
+
+
+def _samples(shown: Shown, keep_empty: bool) -> bytes:
+    rows = [piece(row) for row in shown.samples(keep_empty=keep_empty)]
+    return as_json({"session": shown.session.id, "samples": rows})

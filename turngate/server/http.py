@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from turngate.control import encode_array
 from turngate.dialects import Chat
 from turngate.errors import BadRequest, TooLarge, TurngateError
 from turngate.explain import explain
 from turngate.server.auth import Auth
+from turngate.shown import as_json
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 MAX_BODY = 1_000_000
+_PART = 256 * 1024  # bytes that are sent at once
 DEEPEST = 200  # lists and objects inside each other, in a body
 _PARTS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _IS_NAME = re.compile(rb"\s*:")
@@ -27,9 +29,21 @@ _chat = Chat()
 
 
 def reply(value: object, status: int = 200) -> Response:
-    return Response(
-        msgspec.json.encode(value, enc_hook=encode_array), status_code=status, media_type="application/json"
-    )
+    return written(as_json(value), status)
+
+
+def written(answer: bytes, status: int = 200) -> Response:
+    """One that was written down already. What is large goes out in parts, since others are served in between."""
+    if len(answer) <= _PART:
+        return Response(answer, status_code=status, media_type="application/json")
+    headers = {"content-length": str(len(answer))}
+    return StreamingResponse(_parts(answer), status_code=status, headers=headers, media_type="application/json")
+
+
+async def _parts(answer: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(answer), _PART):
+        yield answer[start : start + _PART]
+        await asyncio.sleep(0)
 
 
 def error_reply(error: TurngateError) -> Response:

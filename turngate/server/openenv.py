@@ -20,10 +20,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.control import Control, encode_array
+from turngate.control import Control
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.server.auth import Auth
-from turngate.server.http import body, reply, route, whole_number
+from turngate.server.http import body, reply, route, whole_number, written
+from turngate.shown import Shown, as_json, piece
 from turngate.trace.sample import Sample
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
@@ -112,76 +113,89 @@ class OpenEnv:
         limit = whole_number(request, "limit", 100) or 100
         before = whole_number(request, "before")
         listed = self._control.listing(before=before, limit=min(limit, 1000))
-        opened_here = [row["id"] for row in listed if _MARK in row["config"].metadata]
-        return reply({"sessions": [self._summary(self._control.find(session_id)) for session_id in opened_here]})
+        shapes = await self._control.looks.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
+        opened_here = [row for row in listed if _MARK in row["config"].metadata]
+        return reply({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})
 
     async def show(self, request: Request) -> Response:
-        session = self._named(request)
-        summary = self._summary(session)
-        return reply(
-            {
+        name = self._named(request)
+        live = self._control.live(name)
+
+        def made(shown: Shown) -> bytes:
+            session = shown.session
+            told = {
                 "session_id": session.id,
-                "idle_s": summary["idle_s"],
-                "upstream_errors": summary["upstream_errors"],
+                **_use(live, session.last_used),
                 "status": session.status,
                 "stop": session.stop,
-                **_stats(self._viewed(session)),
+                **_stats(_viewed(shown)),
             }
-        )
+            return as_json(told)
+
+        return written(await self._control.looks.at(name, made))
 
     async def rollout(self, request: Request) -> Response:
-        session = self._named(request)
+        name = self._named(request)
         query = request.query_params
-        document = _document(
-            session,
-            self._viewed(session),
-            self._control.samples(session.id, keep_empty=True),
-            discarded=_yes(query.get("include_discarded")),
-            messages=_yes(query.get("include_messages")),
+        discarded, messages = _yes(query.get("include_discarded")), _yes(query.get("include_messages"))
+        live = self._control.live(name)
+        limits_met = 0 if live is None else len(live.limits_told)
+        return written(
+            await self._control.looks.at(
+                name, lambda shown: _document(shown, limits_met, discarded=discarded, messages=messages)
+            )
         )
-        return reply(document)
 
     async def trace_entries(self, request: Request) -> Response:
-        session = self._named(request)
-        if _kind(session)["rollout_type"] == "eval":
-            raise Conflict("this is an evaluation: it has a trace (/rollout), but nothing that may be trained")
-        turns = training_turns(self._viewed(session))
-        entries = [
-            {**{k: v for k, v in turn.items() if k != "node_id"}, "metadata": {**turn["metadata"], **_name(turn)}}
-            for turn in turns
-        ]
-        return reply({"session_id": session.id, "entries": entries})
+        return written(await self._control.looks.at(self._named(request), _entries))
 
     async def delete(self, request: Request) -> Response:
         """Ends it and removes all that was recorded. Twice is fine."""
         try:
-            session = self._named(request)
+            await self._control.delete(self._named(request))
         except NotFound:
             return reply({"deleted": False})
-        await self._control.delete(session.id)
         return reply({"deleted": True})
 
-    def _named(self, request: Request) -> Session:
-        """By its secret, as its client knows it, or by its id."""
-        name = request.path_params["id"]
-        return self._control.find(self._control.id_of_secret(name) or name)
+    def _named(self, request: Request) -> str:
+        """The id of a session that is named by its secret, as its client knows it, or by its id."""
+        name: str = request.path_params["id"]
+        return self._control.id_of_secret(name) or name
 
-    def _viewed(self, session: Session) -> Viewed:
-        told = msgspec.json.encode(self._control.trace(session.id), enc_hook=encode_array)
-        return read(msgspec.json.decode(told))
-
-    def _summary(self, session: Session) -> dict[str, Json]:
-        metadata = {name: value for name, value in session.config.metadata.items() if name != _MARK}
+    def _summary(self, row: Mapping[str, Json], shape: tuple[int, int]) -> dict[str, Json]:
+        metadata = {name: value for name, value in row["config"].metadata.items() if name != _MARK}
         return {
             **metadata,
-            "session_id": session.id,
-            "turns": len(list(session.trace.turns())),
-            "roots": len(session.trace.roots),
-            "idle_s": round(max(0.0, time.time() - session.last_used), 1),
-            "upstream_errors": int(
-                session.last_error is not None
-            ),  # whether the newest call failed: the rest is in the events
+            "session_id": row["id"],
+            "turns": shape[0],
+            "roots": shape[1],
+            **_use(self._control.live(row["id"]), row["closed"] or row["opened"]),
         }
+
+
+def _use(live: Session | None, last_used: float) -> dict[str, Json]:
+    """`upstream_errors`: whether the newest call failed; the rest is in the events."""
+    used = last_used if live is None else live.last_used
+    failed = live is not None and live.last_error is not None
+    return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
+
+
+def _viewed(shown: Shown) -> Viewed:
+    view = shown.trace()
+    nodes = [msgspec.json.decode(as_json(node)) for node in view.pop("nodes")]
+    return read({**msgspec.json.decode(as_json(view)), "nodes": nodes})
+
+
+def _entries(shown: Shown) -> bytes:
+    if _kind(shown.session)["rollout_type"] == "eval":
+        raise Conflict("this is an evaluation: it has a trace (/rollout), but nothing that may be trained")
+    viewed = _viewed(shown)
+    entries = []
+    for one in viewed.turns:
+        turn = _training_turn(viewed, one)
+        node = turn.pop("node_id")
+        entries.append(piece({**turn, "metadata": {**turn["metadata"], "node_id": node}}))
+    return as_json({"session_id": shown.session.id, "entries": entries})
 
 
 def training_turns(viewed: Viewed) -> list[dict[str, Json]]:
@@ -231,10 +245,6 @@ def _training_turn(viewed: Viewed, turn: ViewedTurn) -> dict[str, Json]:
     }
 
 
-def _name(turn: Mapping[str, Json]) -> dict[str, Json]:
-    return {"node_id": turn["node_id"]}
-
-
 def _kind(session: Session) -> dict[str, str]:
     """What can be done with what is recorded."""
     seen = {turn.info.capture for turn in session.trace.turns()}
@@ -279,31 +289,31 @@ def _yes(text: str | None) -> bool:
 # ── the rollout as one document ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _document(
-    session: Session, viewed: Viewed, rows: list[Sample], *, discarded: bool, messages: bool
-) -> dict[str, Json]:
+def _document(shown: Shown, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
+    session, viewed, rows = shown.session, _viewed(shown), shown.samples(keep_empty=True)
     kind = _kind(session)
     trains = kind["rollout_type"] == "train"
     by_id = {turn.id: turn for turn in viewed.turns}
     sequences = [_sequence(row, by_id, trains) for row in rows]
     kept = [row for row in sequences if discarded or row["role"] != "discarded"]
     trained = [row for row in kept if row["trainable"]]
-    return {
+    document = {
         "session_id": session.id,
         "metadata": {name: value for name, value in session.config.metadata.items() if name != _MARK},
-        "budget_stop_count": len(session.limits_told),
-        "turns": [_told(viewed, turn, index, messages) for index, turn in enumerate(viewed.turns)],
+        "budget_stop_count": limits_met,
+        "turns": [piece(_told(viewed, turn, index, messages)) for index, turn in enumerate(viewed.turns)],
         "stats": {
             **_stats(viewed),
             "n_sequences": len(kept),
             "n_trainable_sequences": len(trained),
             "n_trainable_tokens": sum(row["n_trainable"] for row in trained),
         },
-        "sequences": kept,
+        "sequences": [piece(row) for row in kept],
         "validation": [f"[WARN] untrained: turn {t.id}: {t.untrained}" for t in viewed.turns if t.untrained],
         "trainable": bool(trained),
         **kind,
     }
+    return as_json(document)
 
 
 def _sequence(row: Sample, by_id: dict[int, ViewedTurn], trains: bool) -> dict[str, Json]:

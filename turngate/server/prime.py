@@ -8,6 +8,7 @@ token data goes to the agent. The calls here need the admin key, unless `open_lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -22,11 +23,12 @@ from turngate.dialects.chat import wire_message
 from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.explain import explain
 from turngate.server.auth import Auth
-from turngate.server.http import Endpoint, body, error_reply, reply
+from turngate.server.http import Endpoint, body, error_reply, reply, written
+from turngate.shown import Shown, as_json, piece
 from turngate.trace.roles import TurnRole, roles
 from turngate.trace.sample import untrainable
 from turngate.trace.session import Session, SessionConfig
-from turngate.trace.tree import Context, Sampled, path, path_ids
+from turngate.trace.tree import Node, Sampled, path, path_ids
 from turngate.types import Json, Limits, Message, Sampling
 
 PREFIX = "/v1/rollouts/"
@@ -93,25 +95,7 @@ class Prime:
         )
 
     async def trajectory(self, request: Request) -> Response:
-        session = self._control.find(request.path_params["id"])
-        nodes = self._control.trace(session.id)["nodes"]
-        texts = {node["id"]: node.get("message") or node.get("messages") for node in nodes}
-        steps = [_step(turn, role, texts, session) for turn, role in _main_turns(session)]
-        first, last = (steps[0], steps[-1]) if steps else (None, None)
-        prompt = first["prompt"] if first else []
-        completion = (last["prompt"] + last["completion"])[len(prompt) :] if last else []
-        return reply(
-            {
-                "rollout_id": session.id,
-                "status": status(session),
-                "num_turns": len(steps),
-                "model": session.config.model,
-                "prompt": prompt,
-                "completion": completion,
-                "is_truncated": session.truncated,
-                "trajectory": steps,
-            }
-        )
+        return written(await self._control.looks.at(request.path_params["id"], _trajectory))
 
     async def cancel(self, request: Request) -> Response:
         session = self._control.find(request.path_params["id"])
@@ -132,6 +116,27 @@ def status(session: Session) -> str:
     limits = session.config.limits
     done = session.status == "sealed" or (limits.turns is not None and session.turns >= limits.turns)
     return "completed" if done else "active"
+
+
+def _trajectory(shown: Shown) -> bytes:
+    session = shown.session
+    said = {node.id: _said(node, shown.texts[node.id]) for node in session.trace.nodes}
+    turns = _main_turns(session)
+    first, last = (path(turns[0][0]), path(turns[-1][0])) if turns else ([], [])
+    prompt = [message for node in first[:-1] for message in said[node.id]]
+    whole = [message for node in last for message in said[node.id]]
+    return as_json(
+        {
+            "rollout_id": session.id,
+            "status": status(session),
+            "num_turns": len(turns),
+            "model": session.config.model,
+            "prompt": prompt,
+            "completion": whole[len(prompt) :],
+            "is_truncated": session.truncated,
+            "trajectory": [piece(_step(turn, role, said, session)) for turn, role in turns],
+        }
+    )
 
 
 def _sampling(params: dict[str, Any]) -> dict[str, Json]:
@@ -161,10 +166,7 @@ def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
     return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in ("main", "subagent")]
 
 
-def _step(turn: Sampled, role: TurnRole, texts: dict[int, bytes], session: Session) -> dict[str, Json]:
-    prompt: list[Json] = []
-    for node in path(turn)[:-1]:
-        prompt += [_wire(orjson.loads(bytes(texts[node.id])))] if isinstance(node, Sampled) else _asked(node, texts)
+def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], session: Session) -> dict[str, Json]:
     before = path_ids(turn.parent)
     limit = session.config.limits.context_tokens
     truncated = turn.info.finish == "length"
@@ -181,8 +183,8 @@ def _step(turn: Sampled, role: TurnRole, texts: dict[int, bytes], session: Sessi
         "routed_experts": None,
     }
     return {
-        "prompt": prompt,
-        "completion": [_wire(orjson.loads(bytes(texts[turn.id])))],
+        "prompt": [message for node in path(turn)[:-1] for message in said[node.id]],
+        "completion": said[turn.id],
         "tokens": tokens,
         "reward": None,
         "advantage": None,
@@ -197,12 +199,13 @@ def _step(turn: Sampled, role: TurnRole, texts: dict[int, bytes], session: Sessi
     }
 
 
-def _asked(node: Context, texts: dict[int, bytes]) -> list[Json]:
-    """What a context added, in OpenAI's form: as it came where it came so."""
-    raw = bytes(texts[node.id])
+def _said(node: Node, text: bytes) -> list[msgspec.Raw]:
+    """What a node stands for, in OpenAI's form; what a context added as it came where it came so."""
+    if isinstance(node, Sampled):
+        return [piece(_wire(orjson.loads(text)))]
     if node.info.dialect == _chat.name:
-        return list(orjson.loads(raw))
-    return [wire_message(message) for message in recorded(node.info.dialect, raw)]
+        return [piece(message) for message in orjson.loads(text)]
+    return [piece(wire_message(message)) for message in recorded(node.info.dialect, text)]
 
 
 def _wire(stored: Json) -> Json:

@@ -359,6 +359,22 @@ class Store:
         with self._reading() as db:
             return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
 
+    def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
+        """Of sessions with keys in a range, how many turns and how many roots they have; none that has neither."""
+        query = "SELECT session, sum(kind='sampled'), sum(parent IS NULL) FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
+        with self._reading() as db:
+            return {session: (turns, roots) for session, turns, roots in db.execute(query, (first, last)).fetchall()}
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is read inside is of one moment, whoever writes meanwhile. For one who has this store to itself (`reading`)."""
+        with self._reading() as db:
+            db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                db.execute("ROLLBACK")
+
     def preambles(self, session: int) -> dict[bytes, tuple[bytes, bytes]]:
         with self._reading() as db:
             rows = db.execute("SELECT digest, tools, kwargs FROM preambles WHERE session=?", (session,)).fetchall()
