@@ -114,6 +114,8 @@ async def main(given: argparse.Namespace) -> None:
     console = new_console()
     sandbox = await closed_sandbox(given.sandbox)
     out = Path(given.out)
+    if out.exists():
+        say(console, f"(what an earlier demo left in {out} is removed)", "dim")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     run = planned(given, sandbox, out)
@@ -133,7 +135,9 @@ async def main(given: argparse.Namespace) -> None:
     summed_up(came, console)
     picture = kept(came, out, "mini-SWE-agent with SmolLM2-135M learns errands")
     say(console, f"\n{came.seconds / 60:.1f} minutes. Picture: {picture}", "bold")
-    say(console, f"Look around: turngate show last --data {out / 'data'}", "dim")
+    if given.fast:
+        say(console, "That was too short to learn from: make demo goes on until the agent is better.", "yellow")
+    say(console, f"Look around: {Path(sys.executable).parent / 'turngate'} show last --data {out / 'data'}", "dim")
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
@@ -151,3 +155,6 @@ if __name__ == "__main__":
         asyncio.run(main(options()))
     except (TurngateError, parts.PartError) as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        print("\nstopped")
+        raise SystemExit(130) from None

@@ -23,6 +23,7 @@ _BESIDE = (
     "tests/trainers/test_trl",
     "tests/trainers/test_verifiers",
     "tests/trainers/test_grpo_crash",
+    "tests/trainers/test_training",
     "tests/trainers/test_demo",
 )
 # These count what is on the machine, kill servers, or need all of it.

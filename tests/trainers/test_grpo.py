@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -91,15 +92,17 @@ class Lived(NamedTuple):
     client: GatewayClient
     engine: LocalEngine
 
-    async def rollout(self, group: str, reward: Callable[[list[int]], float]) -> None:
-        session = await self.g.open(metadata={"group": group})
+    async def rollout(self, group: str, number: int, reward: Callable[[list[int]], float]) -> None:
+        """Of the same group and number it samples the same, as long as the weights are the same."""
+        seed = zlib.crc32(f"{group} {number}".encode())
+        session = await self.g.open(metadata={"group": group}, sampling={"seed": seed})
         await self.g.ask(session.key, "Hi", max_tokens=8)
         await self.g.seal(session.id)
         [turn] = await self.g.turns(session.id)
         await self.client.record(session.id, Recorded(kind="graded", reward=reward(turn["ids"]), group=group, task="t"))
 
     async def group(self, name: str, reward: Callable[[list[int]], float]) -> None:
-        await asyncio.gather(*(self.rollout(name, reward) for _ in range(N)))
+        await asyncio.gather(*(self.rollout(name, number, reward) for number in range(N)))
 
 
 @asynccontextmanager
@@ -209,7 +212,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 async def test_a_model_learns_what_is_rewarded() -> None:
     async with lived() as here:
-        steps = await _trained(here, 10, settings=Settings(groups=2, learning_rate=1e-2))
+        steps = await _trained(here, 10, settings=Settings(groups=2, learning_rate=2e-2))
     first, last = ([step.reward or 0.0 for step in part] for part in (steps[:3], steps[-3:]))
     assert sum(last) / 3 > sum(first) / 3 + 0.2, [step.reward for step in steps]
     learnt = [step.measured.signal for step in steps]  # once all are rewarded alike there is nothing left to learn

@@ -41,6 +41,7 @@ except ModuleNotFoundError as error:
 
 STOPPING = "Stopping: agents are ended and their sandboxes removed; the same command goes on from the last checkpoint …"
 _OFTEN = 10.0  # seconds between plain lines
+_NOTHING_GRADED = 3  # the exit code that `turngate run` has for it
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +66,8 @@ class Came(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     @property
-    def rewards(self) -> list[float]:
-        return [0.0 if step.reward is None else step.reward for step in self.steps]
+    def rewards(self) -> list[float | None]:
+        return [step.reward for step in self.steps]
 
     def compared(self) -> list[report.Compared]:
         found = [report.gain(self.rewards)]
@@ -84,7 +85,11 @@ async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
     began = time.monotonic()
     before = after = None
     shares: list[Shares] = []
-    held_out = msgspec.structs.replace(run.goal.batch, tasks=run.held_out, n=run.held_out_n) if run.held_out else None
+    held_out = (
+        msgspec.structs.replace(run.goal.batch, tasks=run.held_out, n=run.held_out_n, name="held-out")
+        if run.held_out
+        else None
+    )
 
     def stepped(step: Step, share: Shares) -> None:
         shares.append(share)
@@ -97,9 +102,14 @@ async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
         watching.say(f"held-out tasks, before: {_score(before)}")
     watching.phase("training", run.goal.steps * run.goal.settings.groups * run.goal.batch.n)
     steps = await train(place, run.goal, run.folder, run.model_folder, Told(rollouts=watching.see, step=stepped))
+    if not shares:
+        watching.say(
+            f"the run has made {len(steps)} steps already, so nothing is trained; ask for more --steps to go on",
+            "yellow",
+        )
     if held_out is not None:
         watching.phase("held-out tasks, after", held_out.total)
-        plan = msgspec.structs.replace(held_out, folder=run.folder / "after")
+        plan = msgspec.structs.replace(held_out, folder=run.folder / f"after-{run.goal.steps}")
         after = await evaluate(place, plan, watching.see)
         watching.say(f"held-out tasks, after:  {_score(after)}")
     return Came(steps=tuple(steps), shares=tuple(shares), before=before, after=after, seconds=time.monotonic() - began)
@@ -166,6 +176,10 @@ def told(step: Step, share: Shares) -> str:
     measured = step.measured
     exact = "not compared" if measured.difference is None else f"log-probabilities within {measured.difference:.0e}"
     bar = "█" * round(20 * (step.reward or 0.0))
+    if step.reward is None:
+        exact = f"nothing was graded: {'; '.join(step.why)[:300]}"
+    elif not measured.signal:
+        exact = "no signal: within each group all rewards are alike"
     return (
         f"step {step.step:3}  reward {'none' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
         f"passed {step.passed or 0.0:4.0%}  entropy {measured.entropy:.2f}  {exact}"
@@ -194,6 +208,12 @@ def summed_up(came: Came, console: Console) -> None:
             console,
             f"{rows} rows recomputed with the weights that sampled them: log-probabilities differ by {sum(apart) / len(apart):.1e} on "
             f"average; {refused} refused",
+        )
+    if not any(step.measured.signal for step in came.steps):
+        say(
+            console,
+            "No step had a signal, so nothing was learnt: tasks that are sometimes solved are needed.",
+            "yellow",
         )
     whole = sum(share.whole for share in came.shares)
     if whole:
@@ -229,7 +249,7 @@ def ordered(given: Mapping[str, Any]) -> int:
     picture = kept(came, run.folder, f"{run.goal.batch.agent.name}, {run.model_folder.name}")
     say(console, f"  picture      {picture}", "dim")
     say(console, f"  checkpoint   {run.folder / 'checkpoints'}", "dim")
-    return 0
+    return 0 if any(reward is not None for reward in came.rewards) else _NOTHING_GRADED
 
 
 def _run(given: Mapping[str, Any]) -> Run:

@@ -28,6 +28,7 @@ from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.client import GatewayClient
+from turngate.sandboxes.posix import to_the_end
 from turngate.trainers.feed import Delivery, Feed, Row
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.checkpoint import State
@@ -97,6 +98,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     passed: float | None  # share of them that resolved their task
     excluded: int
+    why: tuple[str, ...] = ()  # the reasons, each once
     stale: int  # versions that the oldest row is behind
     measured: Measured
     gradient: float  # norm, before it is scaled
@@ -357,7 +359,8 @@ class Trainer:
             began = time.monotonic()
             deliveries = [await _next(feed) for _ in range(self._settings.groups)]
             waited = time.monotonic() - began
-            await self._update(deliveries, waited, feed, last=self.state.step + 1 >= steps)
+            # Not half of it: new weights without their number would be trained on the same rows again.
+            await to_the_end(self._update(deliveries, waited, feed, last=self.state.step + 1 >= steps))
         return self.steps
 
     async def _update(self, deliveries: Sequence[Delivery], waited: float, feed: Feed, *, last: bool) -> None:
@@ -390,6 +393,7 @@ class Trainer:
             rewards=rewards,
             passed=sum(resolved) / len(resolved) if resolved else None,
             excluded=sum(1 for one in rolled if one.excluded),
+            why=tuple(sorted({one.excluded for one in rolled if one.excluded})),
             stale=stale,
             measured=measured,
             gradient=gradient,
@@ -408,11 +412,17 @@ class Trainer:
         if self._folder is None:
             await feed.commit(number)
         elif last or step - self._saved >= self._every:
-            await asyncio.to_thread(
-                checkpoint.write, self._folder, self.state, self.engine.model, self.learner.optimizer, self._source
-            )
-            self._saved = step
-            await feed.commit(number)
+            await self.save(feed)
+
+    async def save(self, feed: Feed) -> None:
+        """A checkpoint of what there is, unless there is one already. Not while a step is being made."""
+        if self._folder is None or self.state.step == self._saved:
+            return
+        await asyncio.to_thread(
+            checkpoint.write, self._folder, self.state, self.engine.model, self.learner.optimizer, self._source
+        )
+        self._saved = self.state.step
+        await feed.commit(self.state.number)
 
 
 async def _next(feed: Feed) -> Delivery:

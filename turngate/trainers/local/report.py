@@ -26,26 +26,30 @@ class Compared(msgspec.Struct, frozen=True):
     after: float
 
 
-def gain(rewards: Sequence[float]) -> Compared | None:
-    """The mean of the first steps and of the last; None where those would be the same ones."""
-    ends = min(_ENDS, len(rewards) // 2)
+def gain(rewards: Sequence[float | None]) -> Compared | None:
+    """The mean of the first steps and of the last whose reward is known; None where those would be the same ones."""
+    known = [reward for reward in rewards if reward is not None]
+    ends = min(_ENDS, len(known) // 2)
     if not ends:
         return None
     return Compared(
         f"reward, first and last {ends} steps" if ends > 1 else "reward, first and last step",
-        sum(rewards[:ends]) / ends,
-        sum(rewards[-ends:]) / ends,
+        sum(known[:ends]) / ends,
+        sum(known[-ends:]) / ends,
     )
 
 
-def curve(rewards: Sequence[float]) -> list[str]:
-    """One bar per step."""
-    bars = tuple(Bar(f"step {n}", reward, f"{reward:.2f}") for n, reward in enumerate(rewards, 1))
+def curve(rewards: Sequence[float | None]) -> list[str]:
+    """One bar per step. A reward that is not known has no bar."""
+    bars = tuple(
+        Bar(f"step {n}", reward or 0.0, "not known" if reward is None else f"{reward:.2f}")
+        for n, reward in enumerate(rewards, 1)
+    )
     return lines(Panel("mean reward of each step's rollouts", bars, whole=1.0))
 
 
-def svg(title: str, rewards: Sequence[float], compared: Sequence[Compared], note: str = "") -> str:
-    """The curve, and beside it what was compared. Rewards are between 0 and 1."""
+def svg(title: str, rewards: Sequence[float | None], compared: Sequence[Compared], note: str = "") -> str:
+    """The curve, and beside it what was compared. Rewards are between 0 and 1; the curve passes over those that are not known."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         'font-family="system-ui, sans-serif">',
@@ -59,13 +63,14 @@ def svg(title: str, rewards: Sequence[float], compared: Sequence[Compared], note
         parts.append(_text(_LEFT - 8, at + 4, f"{share:g}", size=11, anchor="end", colour=_SOFT))
     count = len(rewards)
     places = [
-        (_LEFT + (_RIGHT - _LEFT) * ((n + 0.5) / count), _BOTTOM - reward * (_BOTTOM - _TOP))
+        (n, _LEFT + (_RIGHT - _LEFT) * ((n + 0.5) / count), _BOTTOM - reward * (_BOTTOM - _TOP))
         for n, reward in enumerate(rewards)
+        if reward is not None
     ]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    line = " ".join(f"{x:.1f},{y:.1f}" for _, x, y in places)
     parts.append(f'<polyline points="{line}" fill="none" stroke="{_LINE}" stroke-width="2.5"/>')
     every = max(1, -(-count // 15))
-    for n, (x, y) in enumerate(places):
+    for n, x, y in places:
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_LINE}"/>')
         if n % every == 0 or n == count - 1:
             parts.append(_text(x, _BOTTOM + 18, str(n + 1), size=11, anchor="middle", colour=_SOFT))

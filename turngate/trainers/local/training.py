@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -29,11 +29,13 @@ from turngate.rollout.pace import Ahead
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.tally import Tally
 from turngate.rollout.wayout import WayOut
+from turngate.sandboxes.posix import to_the_end
 from turngate.server.run import embedded
 from turngate.trainers.feed import Feed, FeedConfig
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 
 FEED = "grpo"
+_LOOK_S = 0.5
 NAME = "train"  # of a batch that has none: the feed takes its groups and no others
 
 
@@ -52,6 +54,11 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"steps: {self.steps} must be at least 1", param="steps")
+        if self.batch.n == 1 and self.feed_config().advantage != "none":
+            raise ConfigError("n: a group of one has nobody to be compared with; give at least 2", param="n")
+        for task in self.batch.tasks:
+            if task.grader is None:
+                raise ConfigError(f"tasks: {task.id!r} has no grader, so nothing can be learnt from it", param="tasks")
 
     def plan(self) -> BatchPlan:
         """Tasks come round until there are groups enough."""
@@ -131,7 +138,7 @@ async def opened(config: ServeConfig, engine: Clocked) -> AsyncIterator[Place]:
 
 
 async def evaluate(place: Place, plan: BatchPlan, watch: Callable[[Tally], None] = lambda tally: None) -> BatchResult:
-    """Rollouts that nobody is trained on: run while no feed is open that takes their groups."""
+    """Rollouts that nobody is trained on: the plan has another name than that of the training, so no feed takes their groups."""
     result = await run_batch(plan, place.gateway, place.wayout, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")
@@ -139,7 +146,7 @@ async def evaluate(place: Place, plan: BatchPlan, watch: Callable[[Tally], None]
 
 
 async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told: Told = Told()) -> list[Step]:
-    """To the last step. The feed is removed at the end: what follows is not training."""
+    """To the last step. The feed stays, so that more steps may be asked for later."""
     clock = _Clock(place.engine)
     pace: Ahead | None = None
 
@@ -174,13 +181,36 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
                 result = running.result()
                 if result.stopped:
                     raise TurngateError(f"the agents' batch stopped: {result.stopped}")
+                await _enough(place.gateway, trainer, training, goal)
             await training
         finally:
             for task in (running, training):
                 task.cancel()
-            await asyncio.gather(running, training, return_exceptions=True)
-    await place.gateway.delete_feed(FEED)
+            await to_the_end(_ended(running, training, trainer, feed))
     return trainer.steps
+
+
+async def _ended(
+    running: asyncio.Task[BatchResult], training: asyncio.Task[list[Step]], trainer: Trainer, feed: Feed
+) -> None:
+    """Whatever ended it: what was learnt is kept."""
+    await asyncio.gather(running, training, return_exceptions=True)
+    with suppress(TurngateError):  # then the one before is gone on from
+        await trainer.save(feed)
+
+
+async def _enough(gateway: GatewayClient, trainer: Trainer, training: asyncio.Task[list[Step]], goal: Goal) -> None:
+    """All agents have ended. Where too few groups came of them, whoever trains would wait for more for ever."""
+    newest = (await gateway.show_feed(FEED)).newest
+    per_step = goal.settings.groups
+    missing = (goal.steps - trainer.state.step) * per_step - (newest - trainer.state.number)
+    while missing > 0 and not training.done():
+        if newest - trainer.state.number < per_step:  # it has trained all that there is
+            raise TurngateError(
+                f"the agents' rollouts have ended after {trainer.state.step} of {goal.steps} steps: {missing} groups had no rollout "
+                "that was graded; their outcomes are in the folder of the run"
+            )
+        await asyncio.wait({training}, timeout=_LOOK_S)
 
 
 class _Clock:

@@ -1,0 +1,98 @@
+"""A whole training run with agents of their own: gone on with, stopped in the middle, and one whose agents come to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests import kit
+from tests.batch.kit import plan
+from tests.engines.local_kit import model  # skips where there is no torch
+from turngate.errors import ConfigError, TurngateError
+from turngate.rollout.client import GatewayClient
+from turngate.rollout.wayout import WayOut
+from turngate.trainers.local import checkpoint
+from turngate.trainers.local.grpo import Settings, Step
+from turngate.trainers.local.training import Clocked, Goal, Place, Shares, Told, train
+
+
+@asynccontextmanager
+async def placed(data: Path) -> AsyncIterator[Place]:
+    engine = Clocked(model(vocabulary=kit.tokenizer().vocab_size), slots=8, flush_s=0.0)
+    async with (
+        kit.gateway(engine=engine, data=data, model="m") as gateway,
+        GatewayClient(gateway.root, gateway.app.admin_key) as client,
+        WayOut(gateway.root) as wayout,
+    ):
+        yield Place(engine, client, wayout)
+
+
+@pytest.fixture
+def root() -> Any:
+    folder = Path(tempfile.mkdtemp(prefix="tg-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def goal(root: Path, steps: int, *names: str, every: int = 10, **fields: Any) -> Goal:
+    session = {"limits": {"sampled_tokens": 4}}
+    batch = plan(root / "out" / "rollouts", root / "s", names, **{"n": 2, "session": session, "retries": 0, **fields})
+    return Goal(batch=batch, steps=steps, settings=Settings(groups=1), every=every)
+
+
+def numbers(steps: list[Step]) -> list[tuple[int, int]]:
+    return [(step.first, step.last) for step in steps]
+
+
+async def test_a_finished_run_goes_on_when_more_steps_are_asked_for(root: Path) -> None:
+    async with placed(root / "data") as place:
+        first = await train(place, goal(root, 1, "well-0"), root / "out", "")
+        again = await train(place, goal(root, 1, "well-0"), root / "out", "")
+    assert numbers(first) == numbers(again) == [(1, 1)]
+    async with placed(root / "data") as place:
+        more = await train(place, goal(root, 3, "well-0"), root / "out", "")
+    assert numbers(more) == [(1, 1), (2, 2), (3, 3)] and more[0] == first[0]
+
+
+async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
+    made = asyncio.Event()
+
+    def stepped(step: Step, shares: Shares) -> None:
+        made.set()
+
+    async with placed(root / "data") as place:
+        running = asyncio.create_task(
+            train(place, goal(root, 50, "well-0"), root / "out", "", Told(step=stepped)), name="run"
+        )
+        await asyncio.wait_for(made.wait(), 60)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        found = checkpoint.newest(root / "out" / "checkpoints")
+        assert found is not None and found.state.step >= 1
+        fence = await place.gateway.fence()
+        assert (fence["paused"], fence["version"]) == (False, found.state.version)
+        assert (await place.gateway.show_feed("grpo")).committed == found.state.number
+
+
+async def test_agents_that_come_to_nothing_keep_no_trainer_waiting(root: Path) -> None:
+    async with placed(root / "data") as place:
+        with pytest.raises(TurngateError, match="ended after 1 of 2 steps: 1 groups had no rollout that was graded"):
+            await asyncio.wait_for(train(place, goal(root, 2, "well-0", "sandbox-0"), root / "out", ""), 60)
+
+
+def test_what_nothing_could_be_learnt_from_is_refused_at_once(root: Path) -> None:
+    with pytest.raises(ConfigError, match="n: a group of one has nobody to be compared with"):
+        goal(root, 1, "well-0", n=1)
+    fine = goal(root, 1, "well-0").batch
+    ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
+    with pytest.raises(ConfigError, match="tasks: 'well-0' has no grader"):
+        Goal(batch=msgspec.structs.replace(fine, tasks=(ungraded,)), steps=1)
