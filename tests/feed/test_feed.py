@@ -404,8 +404,10 @@ async def test_turns_do_not_wait_for_groups_that_trainers_read(monkeypatch: pyte
 async def test_the_loop_goes_on_while_a_feed_is_filled_and_numbers_are_in_order() -> None:
     async with training() as t:
         outcome = Recorded(kind="graded", reward=1.0, task="t")
+        assert t.g.app.renderer is not None
+        vocabulary = t.g.app.renderer.tokenizer.digest
         for number in range(3000):
-            key = t.g.app.store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0)
+            key = t.g.app.store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0, vocabulary)
             written = msgspec.structs.replace(outcome, group=f"g{number // 4}").check()
             t.g.app.store.outcomes.put(key, written, happened(f"s{number}", "outcome", {}), replace=False)
         opening = asyncio.create_task(Feed.open(t.client, "f", FeedConfig(n=4, from_start=True)))
