@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -24,6 +24,7 @@ import numpy as np
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError
 from turngate.events import Events
 from turngate.fence import Fence
+from turngate.store.apart import Apart
 from turngate.store.feeds import FeedRow, Member, Waiting
 from turngate.store.outcome import Class
 from turngate.store.sqlite import Store
@@ -128,22 +129,13 @@ class Feeds:
     """The verbs. `close` when the gateway stops."""
 
     def __init__(self, store: Store, events: Events, fence: Fence) -> None:
-        self._store = store
         self._log = store.feeds
         self._events = events
         self._fence = fence
-        # One delivery at a time: they need memory, and all else needs the processor too. Not in the threads that turns use, which would
-        # wait behind them.
-        self._thread = ThreadPoolExecutor(1, "turngate-feeds")
-        self._reading: Store | None = None
-        self._closed = False
+        self._apart = Apart(store, "feeds")
 
     def close(self) -> None:
-        self._closed = True
-        self._thread.shutdown()
-        if self._reading is not None:
-            self._reading.close()
-            self._reading = None
+        self._apart.close()
 
     def wake(self) -> None:
         """There may be a new delivery."""
@@ -239,9 +231,7 @@ class Feeds:
         number = row.committed if after is None else after
         while number < row.newest and len(deliveries) < min(limit, MOST) and size < PAGE_BYTES:
             number += 1
-            if self._closed:
-                raise _stopping()
-            made = await asyncio.get_running_loop().run_in_executor(self._thread, self._delivery, row, number, version)
+            made = await self._apart.run(partial(_delivery, row, number, version))
             deliveries.append(msgspec.Raw(made))
             size += len(made)
         # Asked last: what takes time must not be a way to read past one's successor.
@@ -264,30 +254,6 @@ class Feeds:
         return Conflict(
             f"reader: another reader has taken over feed {name!r} since; only one may train on it", param="reader"
         )
-
-    # ── a delivery ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _delivery(self, row: FeedRow, number: int, version: int) -> bytes:
-        """Runs in the thread."""
-        config = _config(row)
-        if self._closed:
-            raise _stopping()
-        if self._reading is None:
-            self._reading = Store.reading(self._store.path.parent)
-        store = self._reading
-        members = store.feeds.members(row.key, number)
-        if not members:
-            raise _missing(row.name)  # it was deleted meanwhile
-        made = [_rolled(store, member, config, version) for member in members]
-        found = advantages([one.reward for one in made], config.advantage)
-        delivery = WireDelivery(
-            number=number,
-            group=members[0].group,
-            task=members[0].outcome.task,
-            version=version,
-            rollouts=tuple(one.wire(advantage) for one, advantage in zip(made, found, strict=True)),
-        )
-        return msgspec.msgpack.encode(delivery)
 
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -330,6 +296,24 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
             data=msgspec.json.encode(outcome.data),
             rows=() if excluded else tuple(_wire_row(row, weight(len(self.rows))) for row in self.rows),
         )
+
+
+def _delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
+    """Runs in the thread."""
+    config = _config(row)
+    members = store.feeds.members(row.key, number)
+    if not members:
+        raise _missing(row.name)  # it was deleted meanwhile
+    made = [_rolled(store, member, config, version) for member in members]
+    found = advantages([one.reward for one in made], config.advantage)
+    delivery = WireDelivery(
+        number=number,
+        group=members[0].group,
+        task=members[0].outcome.task,
+        version=version,
+        rollouts=tuple(one.wire(advantage) for one, advantage in zip(made, found, strict=True)),
+    )
+    return msgspec.msgpack.encode(delivery)
 
 
 def _rolled(store: Store, member: Member, config: FeedConfig, version: int) -> _Made:
@@ -473,10 +457,6 @@ def _differs(known: FeedConfig, wanted: FeedConfig) -> str:
     before, after = msgspec.structs.asdict(known), msgspec.structs.asdict(wanted)
     changed = [name for name in before if before[name] != after[name]]
     return "; ".join(f"{name}: is {before[name]!r}, not {after[name]!r}" for name in changed)
-
-
-def _stopping() -> StoreError:
-    return StoreError("the gateway is being stopped")
 
 
 def _missing(name: str) -> NotFound:

@@ -7,16 +7,15 @@ from what the store has of the session: whatever was answered is there, and one 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 import orjson
 
-from turngate.errors import NotFound, StoreError
+from turngate.errors import NotFound
+from turngate.store.apart import Apart
 from turngate.store.sqlite import Store
 from turngate.trace.roles import roles
 from turngate.trace.sample import Policy, Sample, samples
@@ -64,17 +63,10 @@ class Looks:
     """`close` when the gateway stops."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self._thread = ThreadPoolExecutor(1, "turngate-looks")
-        self._reading: Store | None = None
-        self._closed = False
+        self._apart = Apart(store, "looks")
 
     def close(self) -> None:
-        self._closed = True
-        self._thread.shutdown()
-        if self._reading is not None:
-            self._reading.close()
-            self._reading = None
+        self._apart.close()
 
     async def at(self, session_id: str, made: Callable[[Shown], T]) -> T:
         """What is made of a session, in the thread. What that takes is best done in pieces: a single long call into C keeps the
@@ -85,23 +77,11 @@ class Looks:
                 shown = read(store, session_id)
             return made(shown)
 
-        return await self._in_thread(look)
+        return await self._apart.run(look)
 
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
         """Of sessions with keys in a range: turns and roots."""
-        return await self._in_thread(lambda store: store.shapes(first, last))
-
-    async def _in_thread(self, work: Callable[[Store], T]) -> T:
-        def begun() -> T:
-            if self._closed:
-                raise _stopping()
-            if self._reading is None:
-                self._reading = Store.reading(self._store.path.parent)
-            return work(self._reading)
-
-        if self._closed:
-            raise _stopping()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, begun)
+        return await self._apart.run(lambda store: store.shapes(first, last))
 
 
 def read(store: Store, session_id: str) -> Shown:
@@ -169,7 +149,3 @@ def _sampled_view(node: Sampled, texts: Mapping[int, bytes], role: str) -> dict[
         "lost": info.lost,
         "delivered": node.delivered,
     }
-
-
-def _stopping() -> StoreError:
-    return StoreError("the gateway is being stopped")

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +122,10 @@ async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
 
 def children() -> dict[int, str]:
     """The processes that this one has started, with their command lines."""
-    pids = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    pids: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            pids += map(int, (task / "children").read_text().split())
     return {pid: _read(pid, "cmdline") for pid in pids}
 
 

@@ -14,13 +14,15 @@ from pathlib import Path
 import msgspec
 import uvicorn
 import uvloop
+from starlette.requests import Request
 
 from turngate.config import ServeConfig
 from turngate.engines.base import Engine
-from turngate.errors import ConfigError
+from turngate.errors import ConfigError, Stopping
 from turngate.render import Certificate, Renderer
-from turngate.server.app import Gateway
-from turngate.server.asgi import App
+from turngate.server.app import Gateway, speaks
+from turngate.server.asgi import App, Receive, Scope, Send
+from turngate.server.calls import respond_error
 from turngate.server.listening import allow_many_connections, announcement, listen, noted, url_of
 
 log = logging.getLogger("turngate")
@@ -76,7 +78,7 @@ async def embedded(
 
 def settings(app: App) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
+        guarded(app),
         http="httptools",
         lifespan="off",
         access_log=False,
@@ -86,6 +88,25 @@ def settings(app: App) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,  # nobody in front is trusted to say who calls
     )
+
+
+def guarded(app: App) -> App:
+    """The same, but whoever is still served when the time to stop is up is told so in the caller's own format. uvicorn's own reply
+    to that is a bare 500, which looks as if no gateway were here at all."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            try:
+                wrong = Stopping("the gateway is being stopped; repeat this call in a moment")
+                await respond_error(send, speaks(Request(scope)), wrong)
+            except RuntimeError:  # a reply has begun, and is broken off: that is how its caller learns of it
+                raise asyncio.CancelledError from None
+
+    return served
 
 
 class Server(uvicorn.Server):

@@ -1,0 +1,60 @@
+"""Whoever is still served when the time to stop is up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from turngate.server.asgi import ANSWERED, Receive, Scope, Send, respond
+from turngate.server.run import guarded
+
+SCOPE = {"type": "http", "method": "PUT", "path": "/admin/sessions/a/outcome", "headers": [], "query_string": b""}
+
+
+async def nothing() -> MutableMapping[str, Any]:
+    return {"type": "http.disconnect"}
+
+
+class Sent:
+    """As uvicorn takes it: a reply begins once."""
+
+    def __init__(self) -> None:
+        self.messages: list[MutableMapping[str, Any]] = []
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if self.messages and message["type"] == "http.response.start":
+            raise RuntimeError("a reply has begun")
+        self.messages.append(message)
+
+
+async def cancelled(app: Any, scope: Scope, sent: Sent) -> None:
+    task = asyncio.ensure_future(guarded(app)(scope, nothing, sent))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+async def test_a_call_that_is_cut_short_is_told_to_come_again_by_a_gateway() -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(60)
+
+    sent = Sent()
+    await cancelled(slow, SCOPE, sent)
+    start, body = sent.messages
+    assert start["status"] == 503 and ANSWERED in start["headers"]
+    assert json.loads(body["body"])["error"]["code"] == "gateway_stopping"
+
+
+async def test_a_reply_that_has_begun_is_broken_off() -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, 200, b"{}")
+        await asyncio.sleep(60)
+
+    sent = Sent()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled(slow, SCOPE, sent)
+    assert [message.get("status") for message in sent.messages] == [200, None]
