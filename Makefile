@@ -44,7 +44,7 @@ demo: $(READY)
 parts: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 trl verifiers || test "$$CI" != true
 	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
-	@$(BIN)/python tools/base_image.py docker bubblewrap || test "$$CI" != true
+	@$(BIN)/python tools/base_image.py docker bubblewrap chromium || test "$$CI" != true
 	@$(BIN)/python -m pip install --quiet --no-deps $(PARSERS) || test "$$CI" != true
 	@$(BIN)/python tools/swe_tasks.py --out .venv/swe.jsonl || test "$$CI" != true
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Make what the isolated sandboxes are tested with: Docker with the image `turngate-base:bookworm`, and bubblewrap.
+"""Make what tests need of Debian: Docker with the image `turngate-base:bookworm`, bubblewrap, and Chromium for the web page.
 
-Called by hand or by CI (`python tools/base_image.py docker bubblewrap`, as root on Debian) and by `parts.py`. Nothing is
+Called by hand or by CI (`python tools/base_image.py docker bubblewrap chromium`, as root on Debian) and by `parts.py`. Nothing is
 pulled: the image is what debootstrap makes of Debian's packages. Its tarball is kept in the cache, so that a new Docker has the
 image again in seconds. Where no Docker daemon answers, one is started by hand; its log lies in the cache too.
 
@@ -55,6 +55,12 @@ def missing_bubblewrap() -> str | None:
     return None if shutil.which("bwrap") else "bwrap is missing (run: python tools/base_image.py bubblewrap, as root)"
 
 
+def missing_chromium() -> str | None:
+    """Why no Chromium can be driven, and how to get one; None when it can."""
+    hint = "(run: python tools/base_image.py chromium, as root)"
+    return None if shutil.which("chromium") else f"chromium is missing {hint}"
+
+
 def missing_docker() -> str | None:
     """Why Docker, or its base image, cannot be used, and how to get it; None when it can."""
     hint = "(run: python tools/base_image.py docker, as root)"
@@ -70,6 +76,11 @@ def missing_docker() -> str | None:
 def ensure_bubblewrap() -> None:
     if missing_bubblewrap():
         _install("bubblewrap")
+
+
+def ensure_chromium() -> None:
+    if missing_chromium():
+        _install("chromium")
 
 
 def ensure_docker() -> None:
@@ -200,11 +211,11 @@ def _locked(name: str) -> Iterator[None]:
         yield
 
 
-ENSURE = {"docker": ensure_docker, "bubblewrap": ensure_bubblewrap}
+ENSURE = {"docker": ensure_docker, "bubblewrap": ensure_bubblewrap, "chromium": ensure_chromium}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Install what isolated sandboxes need, and make the base image.")
+    parser = argparse.ArgumentParser(description="Install what tests need of Debian, and make the base image.")
     parser.add_argument("names", nargs="+", choices=[*ENSURE], metavar="NAME", help=", ".join(ENSURE))
     try:
         for name in parser.parse_args().names:
