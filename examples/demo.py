@@ -38,7 +38,8 @@ from turngate.trainers.local.training import Goal
 
 HERE = Path(__file__).parent
 ERRANDS = HERE / "train" / "errands.py"
-N, GROUPS, STEPS = 8, 2, 10  # rollouts of a task, tasks of an update, updates
+N, GROUPS, STEPS = 8, 2, 8  # rollouts of a task, tasks of an update, updates
+HELD_OUT = 10  # tasks, before and after
 LEARNING_RATE = 3e-5
 CONTEXT = 256  # tokens; an errand takes half of it
 SHOWN = 2  # transcripts at the end
@@ -66,7 +67,7 @@ def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
         model_folder=model,
         tokenizer=tokenizer(model, out / "tokenizer"),
         max_context=CONTEXT,
-        held_out=tuple(tasks.read(f"{ERRANDS}:held_out", limit=5 if given.fast else None)),
+        held_out=tuple(tasks.read(f"{ERRANDS}:held_out", limit=5 if given.fast else HELD_OUT)),
     )
 
 
