@@ -18,13 +18,23 @@ ADMIN_KEY = "TURNGATE_ADMIN_KEY"
 
 
 def admin_key(data: Path) -> str:
+    """The gateway's."""
+    return own_key(data, ADMIN_KEY, "admin-key")
+
+
+def kept_key(data: Path) -> str | None:
+    """The admin key that the data folder holds, if it holds one."""
+    return _kept(data / "admin-key")
+
+
+def own_key(data: Path, variable: str, name: str) -> str:
     """From the environment, else from a file in the data folder that only its owner can read, made on first start."""
-    if from_environment := os.environ.get(ADMIN_KEY, "").strip():
+    if from_environment := os.environ.get(variable, "").strip():
         if len(from_environment) < 16:
-            raise ConfigError(f"{ADMIN_KEY}: must have at least 16 characters", param=ADMIN_KEY)
+            raise ConfigError(f"{variable}: must have at least 16 characters", param=variable)
         return from_environment
-    path = data / "admin-key"
-    if (known := kept_key(data)) is not None:
+    path = data / name
+    if (known := _kept(path)) is not None:
         return known
     key = "tga-" + secrets.token_urlsafe(32)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -33,9 +43,8 @@ def admin_key(data: Path) -> str:
     return key
 
 
-def kept_key(data: Path) -> str | None:
-    """The key that the data folder holds, if it holds one."""
-    path = data / "admin-key"
+def _kept(path: Path) -> str | None:
+    """The key that a file holds, if there is one."""
     if path.exists():
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise ConfigError(
