@@ -11,7 +11,7 @@ import pytest
 
 from tests.feed.kit import Trained, training
 from turngate.feed import FeedConfig
-from turngate.rollout.client import Unreachable
+from turngate.rollout.client import Refused, Unreachable
 from turngate.trainers import feed as module
 from turngate.trainers.feed import BlockingFeed, TakenOver
 
@@ -102,3 +102,20 @@ async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="`with` block"):
         gone.commit(1)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("turngate-feed")]
+
+
+async def test_a_gateway_that_is_waited_for_is_told_and_a_wrong_name_is_nobodys_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_BACK_S", 0.1)
+
+    def read(url: str, name: str) -> None:
+        with BlockingFeed(url, "k", name, PLAIN):
+            pass
+
+    with pytest.raises(Unreachable):
+        await asyncio.to_thread(read, "http://127.0.0.1:9", "f")
+    assert "it is waited for" in caplog.text
+    async with training() as t:
+        with pytest.raises(Refused):
+            await asyncio.to_thread(lambda: BlockingFeed(t.g.root, t.g.app.admin_key, "no/name", PLAIN).__enter__())

@@ -24,7 +24,7 @@ from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.engines.scripted import Turn, derived_logprobs
 from turngate.errors import ConfigError, Conflict, Gone, NotFound, Unauthorized
-from turngate.rollout.client import GatewayClient, Refused
+from turngate.rollout.client import GatewayClient
 from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.server.gate import Answer, Take, Taken
 from turngate.server.run import embedded
@@ -442,7 +442,7 @@ async def test_a_remote_gate_says_what_is_wrong() -> None:
         with pytest.raises(Unauthorized):
             await far.take()
     async with gateway() as g, remote(g) as far:
-        with pytest.raises(Refused, match="/admin/gate/take"):
+        with pytest.raises(ConfigError, match="--engine gate"):
             await far.take()
 
 

@@ -276,6 +276,15 @@ async def test_rollouts_whose_prompts_differ_make_no_pair(made: Recording) -> No
     assert [count for why, count in done.left_out.items() if "prompts differ" in why] and pairs
 
 
+def test_where_there_are_no_pairs_it_is_said_why(made: Recording) -> None:
+    pairs, done = made.export("dpo", margin=5.0)
+    assert not pairs and not done.replaced
+    assert any("--margin" in why for why in done.left_out)
+    alone, done = made.export("dpo", sessions=(made.ids["good"],))
+    assert not alone and done.replaced
+    assert any("two different rewards" in why for why in done.left_out)
+
+
 # ── other trainers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -59,7 +59,8 @@ def ordered(given: Mapping[str, Any]) -> None:
 def tell(done: Exported) -> None:
     console = new_console()
     of = f"{_count(done.rollouts, 'rollout')} in {_count(done.groups, 'group')}"
-    say(console, f"{_count(done.records, 'record')} of {of} → {done.out}", "" if done.records else "yellow")
+    name = f"{done.out}{' (what was there is replaced)' if done.replaced else ''}"
+    say(console, f"{_count(done.records, 'record')} of {of} → {name}", "" if done.records else "yellow")
     for why, count in done.left_out.items():
         say(console, f"  left out  {count} × {one_line(why)}", "yellow")
     for what in done.lost:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import time
 from collections import deque
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+log = logging.getLogger("turngate")
 _WAIT_S = 30  # that one question waits for an answer at the gateway
 _BACK_OFF_S = (0.1, 0.5, 2.0)  # while it does not answer
 _BACK_S = 60.0  # for a gateway that is being started again, where somebody waits to go on
@@ -171,7 +173,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             except TakenOver:
                 found = ""
             _check_mark(name, mark, found)
-        present = (await _answered(lambda: gateway.open_feed(name, config))).mark
+        present = (await _patiently(lambda: gateway.open_feed(name, config))).mark
         _check_mark(name, mark or present, present)
         reader = await _answered(lambda: gateway.read_feed(name))
         view = await _answered(lambda: gateway.show_feed(name))
@@ -238,14 +240,22 @@ def _check_mark(name: str, wanted: str, found: str) -> None:
 
 
 async def _answered(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    return await _patiently(lambda: _asked(ask()))
+
+
+async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """A gateway that is being started again is waited for. Only for what may be asked twice."""
-    end = time.monotonic() + _BACK_S
+    began = time.monotonic()
+    told = False
     while True:
         try:
-            return await _asked(ask())
-        except Unreachable:
-            if time.monotonic() > end:
+            return await ask()
+        except Unreachable as error:
+            if time.monotonic() > began + _BACK_S:
                 raise
+            if not told:
+                log.warning("%s; it is waited for, %.0f s at most", error.message, _BACK_S)
+            told = True
             await asyncio.sleep(_BACK_OFF_S[1])
 
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import numpy as np
 
 from turngate.engines.gatecall import Asked, End, Fault, GateCall
-from turngate.errors import BadRequest, Conflict, Gone, NotFound, TurngateError
+from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError
 from turngate.rollout.client import GatewayClient, Refused, Unreachable
 from turngate.server.gate import Answer, Failed, Handed, Leased, Renew, Renewed, Take, Taken
 from turngate.types import Ids, Logprobs, type_of_ids
@@ -78,6 +78,13 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                 tries = 0
                 if taken.calls:
                     return [self._call(handed) for handed in taken.calls]
+            except Refused as refused:
+                if refused.answered == 404:
+                    raise ConfigError(
+                        f"gateway: {self._client.url} answers its calls itself; start it with --engine gate (docs/gate.md)",
+                        param="gateway",
+                    ) from None
+                raise
             except Unreachable:
                 pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
                 tries += 1

@@ -38,6 +38,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it."""
 
     out: Path
+    replaced: bool  # something of that name was there before
     records: int
     rollouts: int  # that were looked at
     groups: int
@@ -51,6 +52,7 @@ def export(data: Path, out: Path, choices: Choices) -> Exported:
     if format is None:
         raise ConfigError(f"format: {choices.format!r} is none of {', '.join(FORMATS)}", param="format")
     choices = format.checked(choices)
+    replaced = out.is_file()
     left = Left()
     rollouts = groups = 0
     with (
@@ -67,6 +69,7 @@ def export(data: Path, out: Path, choices: Choices) -> Exported:
                     left.out(str(error))
     return Exported(
         out=out,
+        replaced=replaced,
         records=file.records,
         rollouts=rollouts,
         groups=groups,

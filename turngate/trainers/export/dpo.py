@@ -77,10 +77,15 @@ class Dpo:
             left.out("it is of no group, so there is none to compare it with", len(group.wanted))
             return
         scored = [one for one in usable(group, left) if one.reward is not None]
+        if len({one.reward for one in scored}) < 2:
+            left.out("groups without two different rewards: nothing is better than something else", bool(scored))
+            return
         found = 0
         for better, worse in sorted(product(scored, scored), key=_by_margin):
             margin = _margin(better, worse)
             if found == choices.pairs or margin <= 0 or margin < choices.margin:
+                if margin > 0 and found == 0 and margin < choices.margin:
+                    left.out(f"pairs whose rewards are less than {choices.margin:g} (--margin) apart")
                 break
             parting = _parting(better, worse)
             if parting is None:

@@ -15,7 +15,11 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+try:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"TRL is not there ({error}): pip install 'turngate[trl]'", name=error.name) from None
 
 from turngate.trainers.feed import Delivery, Rolled, Row
 

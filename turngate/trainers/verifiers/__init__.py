@@ -7,6 +7,13 @@
 Needs `pip install 'turngate[verifiers]'`; nothing else of Turngate imports this.
 """
 
+from importlib.util import find_spec
+
+if find_spec("verifiers") is None:
+    raise ModuleNotFoundError(
+        "turngate.trainers.verifiers needs verifiers: pip install 'turngate[verifiers]'", name="verifiers"
+    )
+
 from turngate.trainers.verifiers.environment import (
     TurngateEnv,
     TurngateEnvConfig,
