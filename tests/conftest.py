@@ -63,6 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_admin_key_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TURNGATE_ADMIN_KEY", raising=False)
+    monkeypatch.delenv("TURNGATE_ADMIN_KEY_FILE", raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from tests.kit import Gated, Json, Opened, Running, calls, gateway, say, tool, u
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derived_logprobs
 from turngate.errors import ConfigError
+from turngate.rollout.client import admin_key_given
 from turngate.server.app import Gateway
 
 HI = [user("Hi")]
@@ -180,6 +181,45 @@ def test_the_environments_key_wins_and_is_not_written_down(tmp_path: Path, monke
 def test_a_short_key_in_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "secret")
     with pytest.raises(ConfigError, match="16 characters"):
+        started(tmp_path)
+
+
+def test_the_key_may_be_in_a_file_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Docker, Kubernetes and systemd hand secrets over; whoever calls the gateway may have it so, too."""
+    file = tmp_path / "secret"
+    file.write_text("from-a-file-of-its-own\n")
+    file.chmod(0o444)  # so Docker mounts it
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", str(file))
+    assert started(tmp_path / "data") == admin_key_given() == "from-a-file-of-its-own"
+    assert not (tmp_path / "data" / "admin-key").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (None, "TURNGATE_ADMIN_KEY_FILE: .* cannot be read"),
+        (b"", "TURNGATE_ADMIN_KEY_FILE: .* holds no usable key"),
+        (b"\xff" * 40, "TURNGATE_ADMIN_KEY_FILE: .* holds no usable key"),
+        (b"one-key-and-then\nanother-key", "TURNGATE_ADMIN_KEY_FILE: .* holds no usable key"),
+        (b"short", "16 characters"),
+    ],
+)
+def test_a_key_file_without_a_key_is_refused_and_not_shown(
+    content: bytes | None, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=wrong) as refused:
+        started(tmp_path / "data")
+    assert "another-key" not in str(refused.value)
+
+
+def test_a_key_and_a_key_file_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", "/run/secrets/admin_key")
+    with pytest.raises(ConfigError, match="TURNGATE_ADMIN_KEY is set, too"):
         started(tmp_path)
 
 

@@ -33,7 +33,7 @@ from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome, Progress
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Resources
-from turngate.server.auth import ADMIN_KEY, kept_key
+from turngate.server.auth import ADMIN_KEY, given_key, kept_key
 from turngate.server.listening import serving
 from turngate.server.run import Address, embedded
 from turngate.types import Json
@@ -143,7 +143,7 @@ async def reached(config: ServeConfig, gateway: str, console: Console) -> AsyncI
             yield client, False
         return
     if (found := serving(data)) is not None:
-        key = os.environ.get(ADMIN_KEY, "").strip() or kept_key(data) or ""
+        key = given_key(ADMIN_KEY) or kept_key(data) or ""
         async with GatewayClient(found.url, key) as client:
             if await _answers(client, config.data):
                 say(console, f"A gateway serves {config.data} already: {found.url} is used, with its own engine", "dim")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +16,7 @@ import msgspec
 from turngate.errors import ConfigError, TurngateError, Unauthorized
 from turngate.feed import FeedConfig, FeedView, Page
 from turngate.fence import Pause
-from turngate.server.auth import ADMIN_KEY
+from turngate.server.auth import ADMIN_KEY, given_key
 from turngate.store.outcome import Recorded
 from turngate.types import Json
 
@@ -284,7 +283,7 @@ def _feed(name: str) -> str:
 
 def admin_key_given() -> str:
     """For a gateway that runs elsewhere. From the environment: a key in an argument could be read by everybody on the machine."""
-    key = os.environ.get(ADMIN_KEY, "").strip()
+    key = given_key(ADMIN_KEY)
     if not key:
         raise ConfigError(f"{ADMIN_KEY}: is not set; it has to hold the admin key of the gateway", param=ADMIN_KEY)
     if not key.isprintable():

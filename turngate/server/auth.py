@@ -29,10 +29,10 @@ def kept_key(data: Path) -> str | None:
 
 def own_key(data: Path, variable: str, name: str) -> str:
     """From the environment, else from a file in the data folder that only its owner can read, made on first start."""
-    if from_environment := os.environ.get(variable, "").strip():
-        if len(from_environment) < 16:
+    if given := given_key(variable):
+        if len(given) < 16:
             raise ConfigError(f"{variable}: must have at least 16 characters", param=variable)
-        return from_environment
+        return given
     path = data / name
     if (known := _kept(path)) is not None:
         return known
@@ -40,6 +40,25 @@ def own_key(data: Path, variable: str, name: str) -> str:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(key + "\n")
+    return key
+
+
+def given_key(variable: str) -> str:
+    """What the environment variable holds, or the file that `{variable}_FILE` names: secrets of Docker, Kubernetes and systemd are
+    files. Their modes are those systems' affair. Empty if neither is set."""
+    key, file = os.environ.get(variable, "").strip(), os.environ.get(f"{variable}_FILE", "").strip()
+    if not file:
+        return key
+    if key:
+        raise ConfigError(f"{variable}_FILE: {variable} is set, too; leave one of them out", param=f"{variable}_FILE")
+    try:
+        key = Path(file).read_bytes().decode("utf-8", "replace").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"{variable}_FILE: {file} cannot be read ({error.strerror})", param=f"{variable}_FILE"
+        ) from None
+    if not (key and key.isascii() and key.isprintable()):
+        raise ConfigError(f"{variable}_FILE: {file} holds no usable key", param=f"{variable}_FILE")
     return key
 
 
