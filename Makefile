@@ -1,6 +1,7 @@
 # make demo   trains a real agent on two cores, in less than ten minutes (FAST=1: the same path in two; SEED=2; SANDBOX=docker)
 # make test   sets everything up and runs every test
 # make check  format, lint, types, layering, generated docs
+# make docs   the documentation as a site
 # make fast   the tests that need no heavy part
 # make bench  what the gateway costs
 # make soak   two hundred kills under load
@@ -19,7 +20,7 @@ TORCH := torch==2.13.0+cpu
 GGUF := gguf==0.19.0 accelerate==1.15.0  # what reads the demo's model, which is a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test check format fast bench soak gauntlet parts clean
+.PHONY: setup demo test check format fast docs bench soak gauntlet parts clean
 
 setup: $(READY)
 
@@ -60,12 +61,18 @@ check: $(READY)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-cache > .venv/layers.log 2>&1 || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/python tools/make_docs.py --check
-	@echo "check: format, lint, types, layering and generated docs are in order"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "check: format, lint, types, layering and docs are in order"
 
 format: $(READY)
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/python tools/make_docs.py
+
+# The site; a broken link is an error.
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "docs: $(CURDIR)/.venv/site/index.html"
 
 fast: $(READY)
 	@$(BIN)/python -m pytest -q -n 2 -m "not real"

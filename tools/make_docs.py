@@ -1,15 +1,17 @@
-"""Writes the parts of `docs/` that follow from the code: the table of settings, the table of agents. `--check` only compares."""
+"""Writes the parts of `docs/` that follow from the code: settings, agents, commands, limits. `--check` only compares."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+import typer
 
-from turngate import config
+from turngate import cli, config
 from turngate.agents.spec import CATALOG, read
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +48,51 @@ def agents() -> str:
     return "\n".join(rows) + "\n"
 
 
-PARTS = {"settings": ("configuration.md", settings), "agents": ("agents.md", agents)}
+def commands() -> str:
+    """Every command with its arguments and options, from the command line's own description."""
+    root = typer.main.get_command(cli.app)
+    return "\n".join(_command("turngate", root))
+
+
+def _command(path: str, command: Any) -> Iterator[str]:
+    """`Any`: typer has its own copy of click, whose classes are nobody else's."""
+    if inside := vars(command).get("commands"):
+        for name, inner in inside.items():
+            if not inner.hidden:
+                yield from _command(f"{path} {name}", inner)
+        return
+    arguments = [param.name.upper() for param in command.params if param.param_type_name == "argument"]
+    yield f"## `{path}`\n\n{_prose(command.help or '')}\n"
+    yield f"    {' '.join([path, *arguments, '[OPTIONS]'])}\n"
+    yield "| option | default | |\n|---|---|---|"
+    for param in command.params:
+        if param.param_type_name != "option" or param.hidden:
+            continue
+        names = "<br>".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+        default = "" if callable(param.default) or param.default in (None, "", False, (), []) else f"`{param.default}`"
+        yield f"| {names} | {default} | {_prose(param.help or '')} |"
+    yield ""
+
+
+def _prose(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def limits() -> str:
+    """The README's list, as it is, with links that work from here."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## Honest limits\n")[2].partition("\nApache-2.0")[0]
+    if not section.strip():
+        raise SystemExit("README.md has no section 'Honest limits' before its last line")
+    return section.strip().replace("](docs/", "](") + "\n"
+
+
+PARTS = {
+    "settings": ("configuration.md", settings),
+    "agents": ("agents.md", agents),
+    "commands": ("reference/cli.md", commands),
+    "limits": ("limits.md", limits),
+}
 
 
 def main() -> None:

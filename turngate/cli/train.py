@@ -104,7 +104,7 @@ async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
     steps = await train(place, run.goal, run.folder, run.model_folder, Told(rollouts=watching.see, step=stepped))
     if not shares:
         watching.say(
-            f"the run has made {len(steps)} steps already, so nothing is trained; ask for more --steps to go on",
+            f"the run has made {len(steps)} steps already, so nothing is trained, whatever else was changed; ask for more --steps to go on",
             "yellow",
         )
     if held_out is not None:
