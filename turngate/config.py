@@ -52,6 +52,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_mb: float = 64.0  # largest request, in megabytes
     open_loopback: bool = False  # prime-rl API: loopback clients need no key
     log_turns: bool = False  # one log line per turn
+    log_format: Literal["text", "json"] = "text"  # json: one object per line, with session, rollout, group and worker
+    spans: bool = False  # OpenTelemetry spans (extra `otel`); on as well where OTEL_EXPORTER_OTLP_ENDPOINT is set
     verify_every: int = 0  # prove every n-th session that ends, beside the serving; 0: none
     echo_prompt: bool = False  # have the engine repeat each prompt and compare
 

@@ -21,6 +21,7 @@ from turngate.explain import explain
 from turngate.feed import Feeds, group_of, is_stale, oldest_allowed
 from turngate.fence import Fence, Pause
 from turngate.hosttools import HostTools
+from turngate.metrics import Metrics
 from turngate.shown import Looks
 from turngate.slots import ALONE, Place, new_secret
 from turngate.store.beside import NewEvent, happened
@@ -61,6 +62,7 @@ class Control:
         release: Callable[[str], None] = lambda session_id: None,
         place: Place = ALONE,
         ended: Callable[[str], None] = lambda session_id: None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._modes = modes  # what this gateway can serve; the first is the default
         self._models = models  # empty: any name
@@ -78,6 +80,7 @@ class Control:
         self._release = release
         self._place = place  # other workers' sessions are theirs alone
         self._ended = ended
+        self._metrics = metrics or Metrics()
         self._started = time.time()
         self._live: dict[str, Session] = {}
         self._by_secret: dict[bytes, str] = {
@@ -90,6 +93,11 @@ class Control:
     @property
     def default_mode(self) -> Mode:
         return self._modes[0]
+
+    @property
+    def open_count(self) -> int:
+        """How many sessions of this worker's are open."""
+        return len(self._secret_of)
 
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
         """A new session and its secret, which is shown here and never again."""
@@ -125,6 +133,7 @@ class Control:
         self._live[session_id] = session
         self._by_secret[digest] = session_id
         self._secret_of[session_id] = digest
+        self._metrics.count("turngate_sessions_opened_total", config.mode)
         self.events.wake(session_id)
         return session, secret
 
@@ -227,6 +236,8 @@ class Control:
         before = self._store.outcomes.put(row.key, written, event, replace=replace)
         if before is not None and before != written and not replace:
             raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")
+        if before is None:
+            self._metrics.outcome(outcome.kind, outcome.reward)
         self.events.wake(session_id)
         self.feeds.wake()
 
@@ -255,6 +266,7 @@ class Control:
                 session.ending = ""  # it did not end, and must not look as if it had
                 raise
             session.status, session.stop = status, told
+            self._metrics.count("turngate_sessions_ended_total", status)
             self._forget(session)
             self._release(session.id)
         self.events.wake(session_id)

@@ -170,6 +170,11 @@ class Feeds:
     def listing(self) -> list[FeedView]:
         return [_view(row) for row in self._log.listing()]
 
+    def waiting(self) -> dict[str, tuple[int, int]]:
+        """By name, how many groups are not complete, and how many rollouts those have; none where nothing waits."""
+        names = {row.key: row.name for row in self._log.listing()}
+        return {names[feed]: counts for feed, counts in self._log.waiting_counts().items() if feed in names}
+
     def show(self, name: str) -> FeedView:
         row = self._find(name)
         return _view(row, tuple(self._log.waiting(row.key, _SHOWN)))

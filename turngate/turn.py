@@ -37,6 +37,7 @@ from turngate.errors import (
     TurngateError,
 )
 from turngate.fence import Fence
+from turngate.metrics import Asked, Measured, Metrics
 from turngate.prompt import Preamble, Prompt, Prompts, context_info, observed
 from turngate.render import Reader, Renderer
 from turngate.store.beside import happened
@@ -87,7 +88,8 @@ class Settings(msgspec.Struct, frozen=True):
 class Draft:
     """The turn while it is being sampled."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, measured: Measured) -> None:
+        self.measured = measured
         self.ids: list[int] = []
         self.logprobs: list[float | None] | None = []
         self.started = time.time()
@@ -135,6 +137,7 @@ class Turns:
         engine: Engine | None = None,
         relay: Relay | None = None,
         notify: Callable[[Session, str, dict[str, object]], None] = lambda session, kind, data: None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._settings = settings
         self._journal = journal
@@ -143,17 +146,19 @@ class Turns:
         self._engine = engine
         self._relay = relay
         self._notify = notify
+        self._metrics = metrics or Metrics()
         self._prompts = Prompts()
 
-    async def take(self, session: Session, call: Call, tell: Tell) -> None:
+    async def take(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
         """One turn, from request to `Done`, told in batches of events that came at once.
 
         Told, and not given as an async generator: several of those, one in the other, cost more than all the rest of a turn's
         bookkeeping. Cancelling the task that runs it aborts the turn, which is recorded; so does whatever `tell` raises.
+        `measured` is told what the call waited for.
         """
         self._admit(session, call)
         try:
-            await self._admitted(session, call, tell)
+            await self._admitted(session, call, tell, measured)
         except LimitMet as met:
             await tell(self._at_limit(session, met.limit))
         except TurngateError as error:
@@ -161,32 +166,36 @@ class Turns:
                 session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
 
-    async def _admitted(self, session: Session, call: Call, tell: Tell) -> None:
+    async def _admitted(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
         session.require_within_limits(time.time(), session.in_flight)
         task = asyncio.current_task()
         assert task is not None
         session.begin_call(task)
         try:
-            await self._pass_fence(session)
+            await self._pass_fence(session, measured)
             try:
                 session.require_open()
                 session.require_within_limits(time.time(), session.in_flight - 1)
-                await (self._relayed if session.config.mode == "observe" else self._exact)(session, call, tell)
+                run = self._relayed if session.config.mode == "observe" else self._exact
+                await run(session, call, tell, measured)
             finally:
                 self._fence.leave()
         finally:
             session.end_call(task, time.time())
 
-    async def _pass_fence(self, session: Session) -> None:
+    async def _pass_fence(self, session: Session, measured: Measured) -> None:
         """Wait while weights are loaded; the session's own clock goes on."""
         if not self._fence.paused:
             await self._fence.enter()  # at once
             return
+        began = time.perf_counter()
         try:
             async with asyncio.timeout_at(_loop_time(session.deadline())):
                 await self._fence.enter()
         except TimeoutError:
             raise LimitMet("seconds") from None
+        finally:
+            measured.held_s = time.perf_counter() - began
 
     def _admit(self, session: Session, call: Call) -> None:
         session.require_open()
@@ -231,7 +240,7 @@ class Turns:
 
     # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _exact(self, session: Session, call: Call, tell: Tell) -> None:
+    async def _exact(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
@@ -246,7 +255,7 @@ class Turns:
         reader = renderer.reader(
             prompt.added, prompt.preamble.tools, call.stop, call.constraint, not call.parallel_tool_calls
         )
-        draft = Draft(self._fence.version)
+        draft = Draft(self._fence.version, measured)
         try:
             await self._generated(session, call, prompt, request, reader, draft, engine, sampling, tell)
         finally:
@@ -271,9 +280,15 @@ class Turns:
         )
         fault = ""
         last: list[Delta | CallDelta] = []  # what came with the end and goes out with it
+        asked = Asked(self._metrics, draft.measured)
+        if draft.measured.span is not None:
+            asked.span = draft.measured.span.engine(
+                engine.name, request.model or call.model, sampling, request.max_tokens
+            )
         try:
             async with engine.generate(request) as chunks:
                 async for chunk in _until(session.deadline(), chunks):
+                    asked.came()
                     _check(chunk, request)
                     events = self._sampled(session, draft, chunk, reader, call)
                     over = reader.satisfied or session.tokens_left == 0 or chunk.finish is not None
@@ -286,13 +301,16 @@ class Turns:
                     if over:
                         finish = "stop" if reader.satisfied else chunk.finish or "length"
                         break
+                    asked.waits()
             whole = finish != "abort"
         except TimeoutError:
             finish, whole = "length", True  # the session's wall clock ran out: what was sampled stands
         except TurngateError as error:
             fault = error.message
+            asked.failed(error.kind)
             raise
         finally:
+            asked.over(finish, len(request.prompt), len(draft.ids))
             # An engine that failed before its first token sampled nothing that could be recorded.
             if not whole and (draft.ids or not fault):
                 message = reader.finish()[1].message
@@ -370,7 +388,7 @@ class Turns:
 
     # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _relayed(self, session: Session, call: Call, tell: Tell) -> None:
+    async def _relayed(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
         relay = self._relay
         if relay is None:
             raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
@@ -378,7 +396,7 @@ class Turns:
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
         request = self._relay_request(session, call, pinned, _verbatim(located.node, relay.name))
-        draft = Draft(self._fence.version)
+        draft = Draft(self._fence.version, measured)
         draft.capture = "text"
         draft.engine = relay.name
         draft.biases = () if pinned is not None else ("the endpoint's own sampling",)
@@ -404,9 +422,13 @@ class Turns:
         finish: Finish = "abort"
         whole = False
         fault = ""
+        asked = Asked(self._metrics, draft.measured)
+        if draft.measured.span is not None:
+            asked.span = draft.measured.span.engine(draft.engine, call.model, sampling, call.max_tokens)
         try:
             async with reply as chunks:
                 async for chunk in _until(session.deadline(), chunks):
+                    asked.came()
                     heard.add(chunk)
                     self._tokens(session, draft, chunk)
                     if chunk.events:
@@ -414,13 +436,17 @@ class Turns:
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the endpoint gave this generation up")
                     finish = chunk.finish or finish
+                    asked.waits()
             whole = finish != "abort"
         except TimeoutError:
             finish, whole = "length", True
         except TurngateError as error:
             fault = error.message
+            asked.failed(error.kind)
             raise
         finally:
+            usage = heard.usage or Usage(0, len(draft.ids))
+            asked.over(finish, usage.prompt_tokens, usage.completion_tokens)
             message = heard.message()
             prompt = observed(located, heard.prompt, preamble, cause)
             if draft.capture == "tokens" and not heard.accounts_for(draft.ids):
@@ -541,6 +567,9 @@ class Turns:
             self._note_stop(session, "sampled_tokens")  # it may never call again
         if not sampled.delivered:
             self._journal.mark_undelivered(session.key, sampled.id)
+        self._metrics.recorded(call.dialect, session.config.mode, finish, context.length, sampled.size)
+        if draft.measured.span is not None:
+            draft.measured.span.recorded(sampled.id, finish, context.length, sampled.size, draft.version_end)
         self._notify(session, "turn", {**facts, "message": message})
         if cancelled is not None:
             raise cancelled

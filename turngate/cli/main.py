@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Optional, TypeVar
 
 import typer
 
-from turngate import __version__
+from turngate import __version__, logs
 from turngate.cli import options
-from turngate.errors import TurngateError
+from turngate.errors import ConfigError, TurngateError
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -101,6 +102,14 @@ def serve(
     log_turns: Annotated[
         Optional[bool], typer.Option("--log-turns/--no-log-turns", help="One log line per turn.")
     ] = None,
+    log_format: Annotated[Optional[str], typer.Option(help="Log lines as text or json. [text]")] = None,
+    spans: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--spans/--no-spans",
+            help="OpenTelemetry spans (extra otel); on where OTEL_EXPORTER_OTLP_ENDPOINT is set.",
+        ),
+    ] = None,
     verify_every: Annotated[
         Optional[int], typer.Option(help="Prove every n-th session that ends, beside the serving. [0: none]")
     ] = None,
@@ -112,10 +121,10 @@ def serve(
     """Start the gateway."""
     overrides = {name: value for name, value in locals().items() if name != "config"}
     overrides["engine_url"] = engine_url or None
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     from turngate.config import load
 
     settings = _or_exit(lambda: load(config, overrides))
+    logs.begin(settings.log_format)
     if settings.workers > 1:
         from turngate.server.front import run
     else:
@@ -191,6 +200,8 @@ def run(
     public_url: options.PublicUrl = "",
     tunnel: options.Tunnel = "",
     out: Annotated[Optional[Path], typer.Option(help="Folder for what the agent left. [DATA/rollouts]")] = None,
+    log_format: options.LogFormat = "text",
+    spans: options.Spans = False,
     as_json: Annotated[bool, typer.Option("--json", help="The outcome as JSON.")] = False,
 ) -> None:
     """Run one rollout: an agent on a task, in a sandbox, recorded token by token and graded.
@@ -198,11 +209,15 @@ def run(
     Exit codes: 0 the agent finished, whatever its reward; 1 it failed, or met its time or a limit; 2 something that was given is
     wrong; 3 something else than the agent failed; 130 stopped by Ctrl-C.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     given = dict(locals())
-    from turngate.cli.run import ordered
 
-    raise typer.Exit(_or_exit(lambda: ordered(given)))
+    def ran() -> int:
+        from turngate.cli.run import ordered
+
+        with _told(log_format, spans):
+            return ordered(given)
+
+    raise typer.Exit(_or_exit(ran))
 
 
 @app.command()
@@ -270,6 +285,8 @@ def batch(
     keep_work: Annotated[
         bool, typer.Option("--keep-work", help="Keep agents' working folders after they are graded.")
     ] = False,
+    log_format: options.LogFormat = "text",
+    spans: options.Spans = False,
     as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
 ) -> None:
     """Run n rollouts of each task, through failures; the same command again goes on with what is left.
@@ -277,11 +294,15 @@ def batch(
     Exit codes: 0 every rollout is finished, whatever its class; 2 something that was given is wrong; 3 it had to stop early; 130
     stopped by Ctrl-C.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     given = dict(locals())
-    from turngate.cli.batch import ordered
 
-    raise typer.Exit(_or_exit(lambda: ordered(given)))
+    def ran() -> int:
+        from turngate.cli.batch import ordered
+
+        with _told(log_format, spans):
+            return ordered(given)
+
+    raise typer.Exit(_or_exit(ran))
 
 
 @app.command()
@@ -311,18 +332,20 @@ def train(
     max_turns: options.MaxTurns = None,
     context_tokens: Annotated[Optional[int], typer.Option(help="Tokens of context that the engine reserves.")] = None,
     option: options.Set = None,
+    log_format: options.LogFormat = "text",
+    spans: options.Spans = False,
 ) -> None:
     """Train a model with an agent, in this process: GRPO on what the tasks' graders decide (extra `local`).
 
     Exit codes: 0 trained to the last step; 2 something that was given is wrong; 130 stopped by Ctrl-C.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     given = dict(locals())
 
     def trained() -> int:
         from turngate.cli.train import ordered
 
-        return ordered(given)
+        with _told(log_format, spans):
+            return ordered(given)
 
     raise typer.Exit(_or_exit(trained))
 
@@ -393,6 +416,40 @@ def export(
     from turngate.cli.export import ordered
 
     _or_exit(lambda: ordered(given))
+
+
+@app.command()
+def mcp(
+    config: Annotated[
+        Optional[Path], typer.Option(help="A TOML file with the endpoints and any other setting; flags win over it.")
+    ] = None,
+    data: Annotated[Optional[str], typer.Option(help="Folder for everything recorded. [turngate-data]")] = None,
+    sandbox: Annotated[
+        Optional[str], typer.Option(help="Where agents run: local, bubblewrap, docker … [bubblewrap]")
+    ] = None,
+    running: Annotated[Optional[int], typer.Option(help="Rollouts that run at once. [8]")] = None,
+    http: Annotated[
+        Optional[str],
+        typer.Option(metavar="HOST:PORT", help="Serve streamable HTTP there, at /mcp, instead of stdin and stdout."),
+    ] = None,
+    allow_host: Annotated[
+        Optional[list[str]],
+        typer.Option(help="HTTP: a further name of this machine, or of a page that may call it; repeat for more."),
+    ] = None,
+) -> None:
+    """Serve rollouts as MCP tools to agents and programs (extra `mcp`): on stdin and stdout, or over HTTP.
+
+    Over HTTP clients need a key: that of TURNGATE_MCP_KEY, or else the one that is made on first start and kept in DATA/mcp-key.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    given = dict(locals())
+
+    def served() -> None:
+        from turngate.cli.mcp import ordered
+
+        ordered(given)
+
+    _or_exit(served)
 
 
 @agents_app.callback(invoke_without_command=True)
@@ -471,6 +528,25 @@ def tasks_check(
     )
     if not _or_exit(lambda: check(asked)):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _told(log_format: str, asked: bool) -> Iterator[None]:
+    """Log lines and spans of a command that runs rollouts."""
+    from turngate import spans
+
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"log_format: {log_format!r} is neither text nor json", param="log_format")
+    if log_format == "json":
+        logs.begin("json", logging.INFO)
+    else:
+        logs.begin("text", logging.WARNING)
+    if spans.wanted(asked):
+        spans.begin("turngate-runner")
+    try:
+        yield
+    finally:
+        spans.end()
 
 
 def _or_exit(action: Callable[[], T]) -> T:

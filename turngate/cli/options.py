@@ -37,6 +37,10 @@ MemoryMb = Annotated[Optional[int], typer.Option(help="Memory of a sandbox, in m
 Set = Annotated[
     Optional[list[str]], typer.Option("--set", help="An option of the agent's own, NAME=VALUE; repeat for more.")
 ]
+LogFormat = Annotated[str, typer.Option(help="Log lines as text, or json: then stages and outcomes are told too.")]
+Spans = Annotated[
+    bool, typer.Option("--spans", help="OpenTelemetry spans (extra otel); on where OTEL_EXPORTER_OTLP_ENDPOINT is set.")
+]
 PublicUrl = Annotated[str, typer.Option(help="Where remote sandboxes reach the gateway.")]
 Tunnel = Annotated[
     str, typer.Option(help="A command that makes a tunnel to {port} and prints its URL, instead of a public URL.")

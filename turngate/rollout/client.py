@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +16,9 @@ import msgspec
 from turngate.errors import ConfigError, TurngateError, Unauthorized
 from turngate.feed import FeedConfig, FeedView, Page
 from turngate.fence import Pause
+from turngate.logs import keep_out
 from turngate.server.auth import ADMIN_KEY, given_key
+from turngate.spans import TRACEPARENT
 from turngate.store.outcome import Recorded
 from turngate.types import Json
 
@@ -55,6 +57,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
             raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
         self.url = url.rstrip("/")
         self._key = admin_key
+        keep_out(admin_key)
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GatewayClient:
@@ -67,9 +70,11 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         if self._http is not None:
             await self._http.close()
 
-    async def open(self, config: dict[str, Json], session: str | None = None) -> Opened:
-        """A new session; under an id of the caller's own, so that it can be ended even where no answer came."""
-        opened = await self._ask("POST", "/admin/sessions", {**config, "id": session})
+    async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> Opened:
+        """A new session; under an id of the caller's own, so that it can be ended even where no answer came. `traceparent`: the span
+        that its turns belong to, where there are spans."""
+        headers = {TRACEPARENT: traceparent} if traceparent else {}
+        opened = await self._ask("POST", "/admin/sessions", {**config, "id": session}, headers=headers)
         return Opened(opened["id"], opened["api_key"])
 
     async def check(self) -> None:
@@ -236,13 +241,14 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         *,
         kind: type[Any] | None = None,
         within: aiohttp.ClientTimeout = _LIMIT,
+        headers: Mapping[str, str] = {},
     ) -> Any:
         """`kind`: what the answer is, where it is msgpack; all others are JSON, errors always."""
         assert self._http is not None, "use it as a context manager"
         try:
             # A gateway redirects nobody, and its key is not for others.
             async with self._http.request(
-                method, self.url + path, **_sent(body), allow_redirects=False, timeout=within
+                method, self.url + path, **_sent(body), headers=headers, allow_redirects=False, timeout=within
             ) as response:
                 raw = await response.read()
                 answered = "x-turngate" in response.headers

@@ -24,11 +24,12 @@ never run twice on one trace; only the grading is tried again. Called by `turnga
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -48,6 +49,7 @@ from turngate.errors import (
     TaskError,
     TurngateError,
 )
+from turngate.logs import within
 from turngate.rollout.agreement import differences
 from turngate.rollout.announce import Announcer
 from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
@@ -57,12 +59,14 @@ from turngate.rollout.outcome import Fault, Gates, Order, Outcome, Progress, Sta
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.sandboxes.posix import to_the_end
+from turngate.spans import Span, tracing
 from turngate.tasks import place
 from turngate.tasks.grading.grade import Grade, Ground, Work
 from turngate.tasks.grading.work import take, with_git
 from turngate.types import Json
 from turngate.types import Limits as SessionLimits
 
+log = logging.getLogger(__name__)
 # Seconds. The agent's own time is the rollout's to say.
 _LIMITS: Mapping[Stage, float] = {
     "sandbox": 600,
@@ -135,11 +139,42 @@ class Rollout:
             else (order.installed, tuple((folder, folder) for folder in order.installed.mounts))
         )
         self._over = asyncio.Event()  # the session: a limit was met, or somebody ended it
+        self._span: Span | None = None  # of the rollout, and of the agent's run while there is one
+        self._run_span: Span | None = None
 
     async def run(self) -> Outcome:
         """To the end. Cancelling it is a way to end it: everything is cleaned up before the cancellation goes on."""
-        async with self._announcer:
-            return await self._run()
+        outcome, spans = self.outcome, tracing()
+        if spans is not None:
+            known = (outcome.rollout, outcome.group, outcome.task, outcome.agent, outcome.sandbox, outcome.attempt)
+            self._span = spans.rollout(*known)
+        with within(self._session, {"rollout": outcome.rollout, "group": outcome.group}):
+            try:
+                async with self._announcer:
+                    return await self._run()
+            finally:
+                self._sum_up_spans()
+                log.info(
+                    "ended: %s, %s, reward %s, %d turns", outcome.status, outcome.kind, outcome.reward, outcome.turns
+                )
+
+    def _sum_up_spans(self) -> None:
+        if self._span is None:
+            return
+        outcome = self.outcome
+        self._span.note(
+            {
+                "turngate.status": outcome.status,
+                "turngate.class": outcome.kind,
+                "turngate.reward": outcome.reward,
+                "turngate.turns": outcome.turns,
+                "gen_ai.usage.output_tokens": outcome.sampled_tokens,
+                "gen_ai.conversation.id": outcome.session or None,
+            }
+        )
+        if outcome.fault is not None:
+            self._span.failed(outcome.fault.boundary)
+        self._span.end()
 
     async def _run(self) -> Outcome:
         try:
@@ -179,7 +214,30 @@ class Rollout:
             async with self._gates("start"):
                 sandbox = await self._started(stack)
             async with self._gates("run"):
-                await self._ran(stack, sandbox)
+                with self._running():
+                    await self._ran(stack, sandbox)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The agent's run as a span of its own, under which the gateway puts the turns."""
+        if self._span is None:
+            yield
+            return
+        agent = self._order.agent
+        facts = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.provider.name": "turngate",
+            "gen_ai.agent.name": agent.name,
+            "gen_ai.conversation.id": self._session,
+            "gen_ai.request.model": self._order.model,
+            "turngate.agent.version": agent.install.version,
+        }
+        self._run_span = self._span.inside(f"invoke_agent {agent.name}", facts)
+        try:
+            yield
+        finally:
+            self._run_span.end()
+            self._run_span = None
 
     async def _started(self, stack: AsyncExitStack) -> Sandbox:
         order = self._order
@@ -300,10 +358,13 @@ class Rollout:
         began = time.monotonic()
         async with self._gates("grade"):
             self._told("grade")
+            span = None if self._span is None else self._span.inside("stage grade", {"turngate.stage": "grade"})
             try:
                 return await graded(order.task, self._work, ground)
             finally:
                 self._spent("grade", began)
+                if span is not None:
+                    span.end()
 
     async def _recorded(self) -> None:
         """At the gateway, beside the trace. Where it is gone, the outcome is still the caller's, who may record it later."""
@@ -362,7 +423,8 @@ class Rollout:
     async def _open(self, stack: AsyncExitStack) -> Opened:
         """Under an id of our own: where we are cancelled before the answer comes, there is a session to end all the same."""
         stack.push_async_callback(self._end_whatever_happened)
-        opened = await self._gateway.open(self._settings(), self._session)
+        parent = "" if self._run_span is None else self._run_span.traceparent
+        opened = await self._gateway.open(self._settings(), self._session, parent)
         self._session = self.outcome.session = self.progress.session = opened.id
         return opened
 
@@ -593,20 +655,30 @@ class Rollout:
         self._told(stage)
         began = time.monotonic()
         limit = limit_s or _LIMITS[stage]
+        outer = self._run_span or self._span
+        span = None if outer is None else outer.inside(f"stage {stage}", {"turngate.stage": stage})
         try:
             async with asyncio.timeout(limit):
                 yield
         except TimeoutError:
             self._fault_at = self._fault_at or stage
-            raise _SLOW.get(stage, SandboxError)(f"stage {stage} took longer than {limit:.0f} s") from None
-        except TurngateError:
+            slow = _SLOW.get(stage, SandboxError)
+            if span is not None:
+                span.failed(slow.kind)
+            raise slow(f"stage {stage} took longer than {limit:.0f} s") from None
+        except TurngateError as error:
             self._fault_at = self._fault_at or stage
+            if span is not None:
+                span.failed(error.kind)
             raise
         finally:
             self._spent(stage, began)
+            if span is not None:
+                span.end()
 
     def _told(self, stage: Stage | Literal["done"]) -> None:
         self.progress.stage = stage
+        log.info("stage %s", stage)
         self._watch(self.progress)
         self._announcer.say("stage", self._facts(stage))
 

@@ -17,6 +17,7 @@ from turngate.errors import BadRequest, NotFound
 from turngate.server.auth import Auth
 from turngate.server.http import body, read_cursor, reply, route, whole_number, written
 from turngate.shown import Shown, as_json, piece
+from turngate.spans import TRACEPARENT, parent_of, tracing
 from turngate.store.outcome import Recorded
 from turngate.trace.session import SessionConfig
 from turngate.types import Json, Mode
@@ -78,7 +79,11 @@ class Admin:
 
     async def open(self, request: Request) -> Response:
         wanted = await body(request, Open)
-        session, secret = self._control.open(wanted.config(self._control.default_mode), wanted.id)
+        config = wanted.config(self._control.default_mode)
+        if tracing() is not None and (parent := parent_of(request.headers.get(TRACEPARENT, ""))):
+            # Kept with the session: its turns hang there after a restart as well.
+            config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
+        session, secret = self._control.open(config, wanted.id)
         return reply({**self._control.described(session), "api_key": secret}, 201)
 
     async def listing(self, request: Request) -> Response:

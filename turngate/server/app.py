@@ -34,14 +34,17 @@ from turngate.engines.weights import Load, replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
+from turngate.logs import keep_out
+from turngate.metrics import Metrics
 from turngate.render import Certificate, Renderer, find, load
 from turngate.server.admin import Admin
 from turngate.server.asgi import Receive, Scope, Send, answered
-from turngate.server.auth import Auth, admin_key
+from turngate.server.auth import Auth, admin_key, metrics_key
 from turngate.server.calls import ModelCalls, Paths
 from turngate.server.feeds import FeedRoutes
 from turngate.server.gate import GateRoutes
 from turngate.server.http import reply, route
+from turngate.server.metrics import Probe
 from turngate.server.openenv import OpenEnv
 from turngate.server.prime import Prime
 from turngate.server.tools import ToolsOfHost
@@ -76,11 +79,13 @@ class Gateway:
         place: Place = ALONE,
     ) -> None:
         self.config = config
-        self._place = place
+        self.place = place
+        self.metrics = Metrics()
         data = Path(config.data)
         self.store = Store(data, config.durability, place)
         with _Undo(self.store.close) as undo:
-            self.admin_key = admin_key(data)
+            self.admin_key, metrics = admin_key(data), metrics_key()
+            keep_out(self.admin_key, metrics)
             self.renderer, self.certificate = renderer or _renderer(config)
             self.engine, self.relay = (
                 _engine(config, self.renderer) if engine is None and relay is None else (engine, relay)
@@ -110,11 +115,13 @@ class Gateway:
             release=self.engine.release if self.engine is not None else lambda session_id: None,
             place=place,
             ended=self._proof.ended if self._proof is not None else lambda session_id: None,
+            metrics=self.metrics,
         )
         self._expect(self.fence.version)
         self.updates = Updates(self.control, self.engine, OneBar(self.control, self.ready))
-        self.auth = Auth(self.admin_key, self.control, open_loopback=config.open_loopback)
-        self.journal = Journal(self.store)
+        self.auth = Auth(self.admin_key, self.control, metrics=metrics, open_loopback=config.open_loopback)
+        self.probe = Probe(self)
+        self.journal = Journal(self.store, self.metrics)
         self.started = time.time()
         self.turns = self._turns(config.max_context)
         self._calls = self._model_calls()
@@ -160,6 +167,7 @@ class Gateway:
             engine=self.engine,
             relay=self.relay,
             notify=self.control.notify,
+            metrics=self.metrics,
         )
 
     def _model_calls(self) -> ModelCalls:
@@ -167,6 +175,7 @@ class Gateway:
             self.turns,
             self.control,
             self.auth,
+            self.metrics,
             max_body=int(self.config.max_body_mb * 1e6),
             alive_s=self.config.alive_s,
         )
@@ -180,8 +189,9 @@ class Gateway:
             if known:
                 self.turns = self._turns(min(known))
                 self._calls = self._model_calls()
-        if self._place.workers == 1:
+        if self.place.workers == 1:
             await self.updates.start()
+        self.probe.start()
         self._expiry = asyncio.create_task(self.control.expire_idle())
         self._loop = asyncio.get_running_loop()
         if self._proof is not None:
@@ -205,6 +215,7 @@ class Gateway:
             await self.engine.close()
 
     async def stop(self) -> None:
+        await self.probe.stop()
         if self._proof is not None:
             await asyncio.to_thread(self._proof.stop)
         if self._expiry is not None:
@@ -248,6 +259,7 @@ class Gateway:
 
         routes = [
             route("/health", "GET", self._health, None),
+            self.probe.route(),
             Route("/", self._probe),
             Route("/s/{id}", self._probe),
             *(
@@ -275,7 +287,7 @@ class Gateway:
 
     async def _health(self, request: Request) -> Response:
         """For load balancers: no key, nothing but whether calls can be served."""
-        health = await self._engines()
+        health = await self.engines()
         ok = any(h.ok for h in health)
         return reply(
             {
@@ -286,7 +298,7 @@ class Gateway:
             200 if ok else 503,
         )
 
-    async def _engines(self) -> list[Health]:
+    async def engines(self) -> list[Health]:
         """As seen at most two seconds ago: anybody may ask, and must not make us ask a provider each time."""
         now = time.monotonic()
         if now - self._seen[0] > 2:
@@ -309,7 +321,7 @@ class Gateway:
                 names = [session.config.model or self.config.model]
             else:
                 names = [self.config.model]
-            names = [name for name in names if name] or [h.model for h in await self._engines() if h.model]
+            names = [name for name in names if name] or [h.model for h in await self.engines() if h.model]
             wanted = request.path_params.get("model")
             if wanted is not None:
                 if wanted not in names:
@@ -450,6 +462,7 @@ def _engine_key(config: ServeConfig) -> str | None:
         raise ConfigError(
             f"engine_key_env: the environment variable {config.engine_key_env} is not set", param="engine_key_env"
         )
+    keep_out(key)
     return key
 
 

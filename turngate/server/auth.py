@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the front of several workers needs the key, and nothing of 
     from turngate.trace.session import Session
 
 ADMIN_KEY = "TURNGATE_ADMIN_KEY"
+METRICS_KEY = "TURNGATE_METRICS_KEY"
 
 
 def admin_key(data: Path) -> str:
@@ -25,6 +26,14 @@ def admin_key(data: Path) -> str:
 def kept_key(data: Path) -> str | None:
     """The admin key that the data folder holds, if it holds one."""
     return _kept(data / "admin-key")
+
+
+def metrics_key() -> str:
+    """A key that reads the metrics and nothing else, where one is given; empty: there is none, and the admin key reads them."""
+    key = given_key(METRICS_KEY)
+    if key and len(key) < 16:
+        raise ConfigError(f"{METRICS_KEY}: must have at least 16 characters", param=METRICS_KEY)
+    return key
 
 
 def own_key(data: Path, variable: str, name: str) -> str:
@@ -77,8 +86,9 @@ def _kept(path: Path) -> str | None:
 
 
 class Auth:
-    def __init__(self, admin: str, control: Control, *, open_loopback: bool = False) -> None:
+    def __init__(self, admin: str, control: Control, *, metrics: str = "", open_loopback: bool = False) -> None:
         self._admin = admin.encode()
+        self._metrics = metrics.encode()
         self._control = control
         self._open_loopback = open_loopback
 
@@ -88,6 +98,14 @@ class Auth:
     def require_admin(self, key: str) -> None:
         if not self.is_admin(key):
             raise Unauthorized("the admin key is missing or wrong; send it as 'Authorization: Bearer …'")
+
+    def require_metrics(self, key: str) -> None:
+        """The admin key, or the one that opens only this."""
+        given = key.encode("utf-8", "surrogatepass")
+        if not (self.is_admin(key) or (self._metrics and secrets.compare_digest(given, self._metrics))):
+            raise Unauthorized(
+                f"the key is missing or wrong; send the admin key or that of {METRICS_KEY} as 'Authorization: Bearer …'"
+            )
 
     def session(self, key: str, session_id: str | None) -> Session:
         """The session of a model call. Named by its path: its secret or the admin key opens it. Otherwise its secret finds it."""

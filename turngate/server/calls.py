@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import re
+import time
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,8 @@ from turngate.control import Control
 from turngate.dialects import Dialect, Verb, Wire
 from turngate.dialects.known import Frames, Known
 from turngate.errors import Conflict, Stopping, TurngateError
+from turngate.logs import about
+from turngate.metrics import Measured, Metrics
 from turngate.server.asgi import (
     EventStream,
     HungUp,
@@ -31,6 +34,7 @@ from turngate.server.asgi import (
     respond,
 )
 from turngate.server.auth import Auth
+from turngate.spans import tracing
 from turngate.trace.session import Session
 from turngate.trace.signals import read
 from turngate.turn import Turns
@@ -70,10 +74,13 @@ class Paths:
 
 
 class ModelCalls:
-    def __init__(self, turns: Turns, control: Control, auth: Auth, *, max_body: int, alive_s: float) -> None:
+    def __init__(
+        self, turns: Turns, control: Control, auth: Auth, metrics: Metrics, *, max_body: int, alive_s: float
+    ) -> None:
         self._turns = turns
         self._control = control
         self._auth = auth
+        self._metrics = metrics
         self._max_body = max_body
         self._alive_s = alive_s
         self._frames = Frames()
@@ -98,7 +105,9 @@ class ModelCalls:
                 session = self._control.find(session_id)
             else:
                 session = self._auth.session(key, session_id)
+            about(session.id, session.config.metadata)  # this task is of one call, and ends with it
             body = await read_body(receive, headers, self._max_body)
+            measured = Measured(time.perf_counter())
             wire = Wire(body, headers, query, found.verb, found.model)
             call = self._known_to(session, dialect).decode(wire)
             if session.config.signals:
@@ -108,11 +117,28 @@ class ModelCalls:
                 if found.verb == "count":
                     await self._count(session, call, dialect, send, watch)
                 else:
-                    await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch)
+                    await self._turn(session, call, dialect, send, watch, measured)
         except TurngateError as error:
+            self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
             await respond_error(send, dialect, error)
         except HungUp:
             return
+
+    async def _turn(
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+    ) -> None:
+        if (spans := tracing()) is not None:
+            measured.span = spans.turn(session.id, session.config.metadata, dialect.name, call.model)
+        try:
+            await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, measured)
+        except TurngateError as error:
+            if measured.span is not None:
+                measured.span.failed(error.kind)
+            raise
+        finally:
+            self._metrics.served(dialect.name, measured, time.perf_counter())
+            if measured.span is not None:
+                measured.span.end()
 
     def _known_to(self, session: Session, dialect: Dialect) -> Known:
         """What the session has sent before in this dialect, so that only what is new has to be read."""
@@ -121,7 +147,9 @@ class ModelCalls:
             known[dialect.name] = Known(dialect, self._frames)
         return known[dialect.name]
 
-    async def _collect(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
+    async def _collect(
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+    ) -> None:
         done: ReplyEvent | None = None
 
         async def keep(events: Sequence[ReplyEvent]) -> None:
@@ -129,7 +157,7 @@ class ModelCalls:
             done = events[-1]
 
         with _cancellation_told(session, watch):
-            await self._turns.take(session, call, keep)
+            await self._turns.take(session, call, keep, measured)
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
                 await respond(send, 200, dialect.whole(call, done), _named(dialect))
@@ -138,7 +166,9 @@ class ModelCalls:
         with _cancellation_told(session, watch):
             await respond(send, 200, dialect.count(await self._turns.count(session, call)), _named(dialect))
 
-    async def _stream(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
+    async def _stream(
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+    ) -> None:
         encoder = dialect.stream(call)
         headers = [(b"content-type", encoder.media.encode()), *_named(dialect)]
 
@@ -153,10 +183,13 @@ class ModelCalls:
         with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s, headers) as stream:
             try:
                 with _cancellation_told(session, watch), _faults_told():
-                    await self._turns.take(session, call, tell)
+                    await self._turns.take(session, call, tell, measured)
             except TurngateError as error:
                 if not stream.started and not dialect.in_stream(error):
                     raise
+                self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
+                if measured.span is not None:
+                    measured.span.failed(error.kind)
                 await stream.write(encoder.error(error), last=True)
 
     def _delivering(self, session: Session, done: Done) -> _Delivering:

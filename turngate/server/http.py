@@ -87,6 +87,11 @@ def too_deep(raw: bytes) -> str | None:
     return None
 
 
+def bearer(request: Request) -> str:
+    """The key that a request carries."""
+    return _chat.key(request.headers, {})
+
+
 def whole_number(request: Request, name: str, default: int | None = None) -> int | None:
     text = request.query_params.get(name)
     if text is None:
@@ -102,7 +107,7 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Rout
     async def guarded(request: Request) -> Response:
         try:
             if auth is not None:
-                auth.require_admin(_chat.key(request.headers, {}))
+                auth.require_admin(bearer(request))
             return await endpoint(request)
         except TurngateError as error:
             return error_reply(error)

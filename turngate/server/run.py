@@ -24,6 +24,7 @@ from turngate.server.app import Gateway, speaks
 from turngate.server.asgi import App, Receive, Scope, Send
 from turngate.server.calls import respond_error
 from turngate.server.listening import allow_many_connections, announcement, listen, noted, url_of
+from turngate.spans import begin, end, wanted
 
 log = logging.getLogger("turngate")
 
@@ -37,8 +38,21 @@ def run(config: ServeConfig) -> None:
         raise
     settle_memory()
     allow_many_connections()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with traced(config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(gateway, Server(settings(gateway), gateway), listener))
+
+
+@contextmanager
+def traced(config: ServeConfig) -> Iterator[None]:
+    """Spans, where they are wanted, for as long as the block runs."""
+    if not wanted(config.spans):
+        yield
+        return
+    begin("turngate-gateway")
+    try:
+        yield
+    finally:
+        end()
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -82,6 +96,7 @@ def settings(app: App) -> uvicorn.Config:
         http="httptools",
         lifespan="off",
         access_log=False,
+        log_config=None,  # its lines go where ours go, in our format
         log_level="warning",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,

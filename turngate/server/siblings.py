@@ -46,6 +46,7 @@ FENCE = {
     ("GET", "/admin/weights"),
     ("POST", "/admin/weights"),
 }
+METRICS = ("GET", "/metrics")
 
 
 class Siblings:
@@ -113,6 +114,8 @@ class Doors:
             await self._gateway(scope, receive, send)  # which has nothing of the kind
         elif asked in FENCE:
             await self._at(0, scope, receive, send, here=self._together)
+        elif asked == METRICS:  # whoever is asked asks the others
+            await self._together(scope, receive, send)
         elif asked in _BY_BODY:
             await self._by_body(scope, receive, send)
         else:

@@ -1,4 +1,4 @@
-"""What concerns all workers: the fence, which worker 0 puts up and takes down for everyone.
+"""What concerns all workers: the fence, which worker 0 puts up and takes down for everyone, and the metrics of all.
 
 A worker that is started again in the middle of a pause, alone or with all the others, comes up paused and at the right version,
 because the fence is written to the store before anybody is told. Whoever is not there when it changes is waited for. `routes` is what
@@ -17,11 +17,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.errors import Stopping
+from turngate.metrics import Snapshot
 from turngate.server.app import Gateway
 from turngate.server.http import body, reply, route
 from turngate.server.siblings import RETURN_S, Siblings
 from turngate.server.weights import FenceRoutes, Updates
 from turngate.types import Json
+
+_METRICS_S = 2.0  # for another worker to tell its numbers; Prometheus itself waits ten
 
 
 class State(msgspec.Struct, frozen=True):
@@ -47,7 +50,7 @@ class Together:
         self.updates = Updates(gateway.control, gateway.engine, self)
 
     def routes(self) -> list[Route]:
-        return FenceRoutes(self.updates, self._gateway.auth).routes()
+        return [*FenceRoutes(self.updates, self._gateway.auth).routes(), self._gateway.probe.route(self._metrics)]
 
     def worker_routes(self) -> list[Route]:
         return [
@@ -55,6 +58,7 @@ class Together:
             route("/worker/fence/pause", "POST", self.worker_pause, None),
             route("/worker/fence/drained", "GET", self.worker_drained, None),
             route("/worker/fence/resume", "POST", self.worker_resume, None),
+            route("/worker/metrics", "GET", self.worker_metrics, None),
         ]
 
     async def take_up(self) -> None:
@@ -130,6 +134,22 @@ class Together:
         in_flight = self._gateway.fence.in_flight + sum(state.in_flight for state in others)
         return {**ours, "in_flight": in_flight}
 
+    async def _metrics(self) -> dict[int, Snapshot | None]:
+        """The numbers of the other workers; None for one that does not answer, which is no reason to tell nothing."""
+
+        async def one(number: int) -> Snapshot | None:
+            try:
+                async with (
+                    asyncio.timeout(_METRICS_S),
+                    self._siblings.ask(number, "GET", "/worker/metrics", self._siblings.own) as response,
+                ):
+                    return msgspec.json.decode(await response.read(), type=Snapshot)
+            except (TimeoutError, Stopping, aiohttp.ClientError, OSError, msgspec.DecodeError):
+                return None
+
+        others = self._siblings.others
+        return dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
+
     # ── this worker's own, asked for by worker 0 ────────────────────────────────────────────────────────────────
 
     async def worker_fence(self, request: Request) -> Response:
@@ -150,6 +170,9 @@ class Together:
         self._gateway.fence.resume(told.version, told.model)
         self._gateway.control.version_rose()
         return self._state()
+
+    async def worker_metrics(self, request: Request) -> Response:
+        return reply(await self._gateway.probe.own())
 
     def _state(self) -> Response:
         fence = self._gateway.fence

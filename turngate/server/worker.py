@@ -21,11 +21,12 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from turngate import logs
 from turngate.errors import TurngateError
 from turngate.server.app import Gateway
 from turngate.server.asgi import App, Receive, Scope, Send, answered
 from turngate.server.front import HEAD_BYTES, Start, Told
-from turngate.server.run import Server, announce_renderer, settings, settle_memory
+from turngate.server.run import Server, announce_renderer, settings, settle_memory, traced
 from turngate.server.siblings import FENCE, OWN, RUN, Doors, Siblings, private, socket_of
 from turngate.server.together import Together
 from turngate.slots import Place
@@ -36,14 +37,14 @@ log = logging.getLogger("turngate")
 def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the front says when to stop
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.number}: %(message)s", stream=sys.stderr)
+    logs.begin(start.config.log_format, worker=start.number)
     for descriptor in (start.lock, start.pair):  # ours, and of no process that we may start
         os.set_inheritable(descriptor, False)
     with socket.socket(fileno=start.pair) as pair:
         try:
             gateway = Gateway(start.config, place=Place(start.number, start.workers))
             settle_memory()
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with traced(start.config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(start, pair, gateway))
         except TurngateError as error:
             with suppress(OSError):

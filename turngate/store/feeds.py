@@ -171,6 +171,14 @@ class FeedLog:
         with self._reading() as db:
             return [Waiting(*row) for row in db.execute(query, (feed, limit)).fetchall()]
 
+    def waiting_counts(self) -> dict[int, tuple[int, int]]:
+        """By feed, how many groups are not complete, and how many rollouts those have."""
+        if not self._there:
+            return {}
+        query = "SELECT feed, count(DISTINCT team), count(*) FROM rolled WHERE number IS NULL GROUP BY feed"
+        with self._reading() as db:
+            return {feed: (groups, rollouts) for feed, groups, rollouts in db.execute(query).fetchall()}
+
     def delete(self, feed: int) -> None:
         with self._writing() as db:
             for table in ("rolled", "filling", "later"):

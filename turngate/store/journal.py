@@ -7,20 +7,28 @@ syncs, so turns that end at the same time share one transaction, written by a th
 from __future__ import annotations
 
 import asyncio
+import time
 
 from turngate.errors import StoreError
+from turngate.metrics import Metrics
 from turngate.store.sqlite import NewTurn, Store
 
 
 class Journal:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, metrics: Metrics | None = None) -> None:
         self._store = store
+        self._took = (metrics or Metrics()).commit
         self._waiting: list[tuple[NewTurn, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._failed = False
 
     async def commit(self, turn: NewTurn) -> None:
         """Returns when the turn is durable; raises StoreError if it cannot be."""
+        began = time.perf_counter()
+        await self._durable(turn)
+        self._took.add(time.perf_counter() - began)
+
+    async def _durable(self, turn: NewTurn) -> None:
         if self._store.durability == "process":
             self._write([turn])
             return

@@ -1,0 +1,1 @@
+"""What `turngate doctor` examines."""
