@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import typer
 
 from turngate import cli, config
 from turngate.agents.spec import CATALOG, read
+from turngate.mcp.tools import TOOLS
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,9 +89,33 @@ def limits() -> str:
     return section.strip().replace("](docs/", "](") + "\n"
 
 
+def tools() -> str:
+    """Each MCP tool, with its arguments as its schema has them."""
+    parts = []
+    for tool in TOOLS.values():
+        hints = [
+            word
+            for word, holds in (("reads only", tool.reads), ("destructive", tool.destroys), ("idempotent", tool.again))
+            if holds
+        ]
+        parts.append(
+            f"### {tool.name}\n\n{tool.about} Gives `{tool.gives.__name__}`{''.join(f'; {hint}' for hint in hints)}.\n"
+        )
+        schema = tool.input_schema()
+        if schema["properties"]:
+            rows = ["| argument | | |", "|---|---|---|"]
+            for name, value in schema["properties"].items():
+                default = "required" if name in schema["required"] else f"`{json.dumps(value.get('default'))}`"
+                default = "" if default in ('`""`', "`null`", "`{}`") else default
+                rows.append(f"| `{name}` | {default} | {value['description']} |")
+            parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
 PARTS = {
     "settings": ("configuration.md", settings),
     "agents": ("agents.md", agents),
+    "tools": ("mcp.md", tools),
     "commands": ("reference/cli.md", commands),
     "limits": ("limits.md", limits),
 }

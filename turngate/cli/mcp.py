@@ -1,0 +1,57 @@
+"""What `turngate mcp` does around the server: settings, key, the loop, and a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from turngate.cli.run import stoppable
+from turngate.cli.terminal import console, say
+from turngate.errors import ConfigError
+from turngate.server.auth import own_key
+from turngate.server.listening import allow_many_connections
+from turngate.service.config import ServiceConfig, load
+from turngate.service.rollouts import Rollouts
+
+try:
+    from turngate.mcp import http, stdio
+except ModuleNotFoundError as error:
+    raise ConfigError(f"mcp: needs {error.name}: pip install 'turngate[mcp]'", param="mcp") from None
+
+STOPPING = "Stopping: what runs is aborted and its sandboxes are removed; what was recorded stays …"
+_SETTINGS = ("data", "sandbox", "running")
+
+
+def ordered(given: Mapping[str, Any]) -> None:
+    """Serve what the flags of `turngate mcp` ask for, until the client or a signal ends it."""
+    config = load(given["config"], {name: given[name] for name in _SETTINGS})
+    if not config.endpoints and not config.allowed_hosts:
+        raise ConfigError(
+            'endpoints: there are none; list some in a TOML file, [endpoints."vllm://Qwen3-8B"], and give it as --config',
+            param="endpoints",
+        )
+    allow_many_connections()
+    to = console(stderr=True)
+    # Who is told to end ends well: that is no failure.
+    with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(stoppable(_serve(config, given), to, STOPPING))
+    say(to, "turngate mcp has stopped", "dim")
+
+
+async def _serve(config: ServiceConfig, given: Mapping[str, Any]) -> None:
+    rollouts = Rollouts(config)
+    if given["http"] is None:
+        await stdio.serve(rollouts)
+    else:
+        await http.serve(rollouts, _place(config, given))
+
+
+def _place(config: ServiceConfig, given: Mapping[str, Any]) -> http.Place:
+    data = Path(config.data)
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return http.Place.parse(given["http"], own_key(data, http.KEY, http.KEY_FILE), given["allow_host"] or ())

@@ -1,0 +1,180 @@
+"""MCP over streamable HTTP: many clients, each with the key. Called by `turngate mcp --http`.
+
+Before a request reaches the SDK it has to name a host that is ours (a page that had its own name point here cannot), come from no
+foreign page, and carry the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from urllib.parse import urlsplit
+
+import msgspec
+import uvicorn
+from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from turngate.errors import ConfigError
+from turngate.mcp.server import serving
+from turngate.server.listening import url_of
+from turngate.service.rollouts import Rollouts
+
+PATH = "/mcp"
+KEY = "TURNGATE_MCP_KEY"
+KEY_FILE = "mcp-key"
+MOST_BYTES = 96 * 1024 * 1024  # of a request: files to upload are in it
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+log = logging.getLogger("turngate")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where to listen, who may come in, and under which names of ours."""
+
+    host: str
+    port: int
+    key: str
+    names: Sequence[str] = ()  # further names of this machine that clients use
+
+    @classmethod
+    def parse(cls, text: str, key: str, names: Sequence[str] = ()) -> Place:
+        """Of HOST:PORT, :PORT or PORT."""
+        host, _, port = text.rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"http: {text!r} is not HOST:PORT, such as 127.0.0.1:8710", param="http")
+        return cls(host.strip("[]") or "127.0.0.1", int(port), key, names)
+
+
+async def serve(rollouts: Rollouts, place: Place) -> None:
+    """Until this is cancelled. Then whatever runs is aborted, the calls that wait for it are answered, and the door is closed."""
+    with _listening(place) as listener:
+        door = Door(StreamableHTTPSessionManager(serving(rollouts), max_request_body_size=MOST_BYTES), place)
+        async with _served(door, listener), door.manager.run():
+            try:
+                async with rollouts:
+                    door.open = True
+                    log.warning("turngate serves MCP on %s%s", url_of(listener), PATH)
+                    await asyncio.Event().wait()
+            finally:
+                door.open = False
+
+
+class Door:
+    """The ASGI application: refuses, or hands on to the SDK."""
+
+    def __init__(self, manager: StreamableHTTPSessionManager, place: Place) -> None:
+        self.manager = manager
+        self.open = False  # new calls are taken
+        self._key = place.key.encode()
+        # Nobody can make an address of ours the name of a page of theirs, so any address will do; names are ours or they are not.
+        self._hosts = {*_LOOPBACK, place.host, socket.gethostname().lower(), *(name.lower() for name in place.names)}
+        self._pages = {*_LOOPBACK, *(name.lower() for name in place.names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            refusal = self._refusal(scope["path"], Headers(scope=scope))
+            await (self.manager.handle_request if refusal is None else refusal)(scope, receive, send)
+
+    def _refusal(self, path: str, headers: Headers) -> Response | None:
+        if path == "/health":
+            return JSONResponse({"status": "ok" if self.open else "stopping"}, 200 if self.open else 503)
+        if not self._is_ours(headers.get("host", "")):
+            return _refused(421, "Host: this is not a name of this server; start it with --allow-host for another one")
+        if (origin := headers.get("origin")) is not None and _host_of(origin) not in self._pages:
+            return _refused(403, "Origin: pages of other sites may not call this server; --allow-host lets one in")
+        if not self._may_enter(headers.get("authorization", "")):
+            return _refused(
+                401,
+                "the key is missing or wrong; send it as 'Authorization: Bearer …'",
+                {"WWW-Authenticate": 'Bearer realm="turngate"'},
+            )
+        if path != PATH:
+            return _refused(404, f"there is only {PATH} here")
+        if not self.open:
+            return _refused(503, "the server is starting or being stopped; repeat this call in a moment")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = _host_of(f"//{host}")
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self._hosts
+        return True
+
+    def _may_enter(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        given = key.strip().encode("utf-8", "surrogatepass")
+        return scheme.lower() == "bearer" and secrets.compare_digest(given, self._key)
+
+
+def _host_of(url: str) -> str:
+    """Its host, without a port; empty where there is none to be read."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _refused(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """In JSON-RPC's form, as clients expect it."""
+    error = {"code": -32600, "message": message}
+    return JSONResponse({"jsonrpc": "2.0", "id": None, "error": error}, status, headers)
+
+
+# ── uvicorn ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the command line."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def _listening(place: Place) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((place.host, place.port))
+            listener.listen(2048)
+        except OSError as error:
+            raise ConfigError(
+                f"http: cannot listen on {place.host}:{place.port} ({error.strerror}); choose another place",
+                param="http",
+            ) from None
+        yield listener
+
+
+@asynccontextmanager
+async def _served(door: Door, listener: socket.socket) -> AsyncIterator[None]:
+    server = _Server(
+        uvicorn.Config(
+            door,
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+            server_header=False,
+            proxy_headers=False,
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task

@@ -1,0 +1,120 @@
+"""The SDK's server over the tools: lists them, calls them, tells how far a long call is, and turns errors into words.
+
+What is wrong with the arguments is a tool's error, which the calling model reads. What goes wrong with a rollout is in its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+from mcp.server import Server, ServerRequestContext
+from mcp.shared.exceptions import MCPError
+from mcp_types import (
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    CallToolRequestParams,
+    CallToolResult,
+    ListToolsResult,
+    PaginatedRequestParams,
+    TextContent,
+    ToolAnnotations,
+)
+from mcp_types import Tool as Listed
+
+from turngate import __version__
+from turngate.errors import TurngateError
+from turngate.explain import suggestion
+from turngate.mcp.tools import TOOLS, Tool
+from turngate.service.result import RolloutResult
+from turngate.service.rollouts import Rollouts
+
+SIGN_OF_LIFE_S = 2.0  # between two words about a rollout that is waited for
+INSTRUCTIONS = (
+    "Runs coding agents on tasks in sandboxes, records every token that their model samples, and grades what they did. "
+    "list_endpoints shows the models. run_rollout does all of it in one call; start_rollout, get_state, get_messages, subscribe_events, "
+    "abort_rollout and finalize_rollout do it step by step. A rollout goes on when its caller is gone."
+)
+Context = ServerRequestContext[Any]
+
+log = logging.getLogger("turngate")
+
+
+def serving(rollouts: Rollouts) -> Server[Any]:
+    """A server of these rollouts, for any transport and any number of clients."""
+
+    async def listing(context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
+        return ListToolsResult(tools=[_listed(tool) for tool in TOOLS.values()])
+
+    async def calling(context: Context, params: CallToolRequestParams) -> CallToolResult:
+        return await _called(rollouts, context, params)
+
+    return Server(
+        "turngate",
+        version=__version__,
+        title="Turngate",
+        instructions=INSTRUCTIONS,
+        on_list_tools=listing,
+        on_call_tool=calling,
+        get_tool_input_schema=lambda name: TOOLS[name].input_schema() if name in TOOLS else None,
+    )
+
+
+def _listed(tool: Tool) -> Listed:
+    return Listed(
+        name=tool.name,
+        title=tool.title,
+        description=tool.about,
+        input_schema=tool.input_schema(),
+        output_schema=tool.output_schema(),
+        annotations=ToolAnnotations(
+            title=tool.title,
+            read_only_hint=tool.reads,
+            destructive_hint=tool.destroys,
+            idempotent_hint=tool.again or tool.reads,
+            open_world_hint=not tool.reads,
+        ),
+    )
+
+
+async def _called(rollouts: Rollouts, context: Context, params: CallToolRequestParams) -> CallToolResult:
+    tool = TOOLS.get(params.name)
+    if tool is None:
+        near = suggestion(params.name, list(TOOLS))
+        raise MCPError(INVALID_PARAMS, f"name: there is no tool {params.name[:80]!r}{near}")
+
+    async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:
+        return await _waited(rollouts, context, rollout_id, wait_s)
+
+    try:
+        return _answer(await tool.call(rollouts, params.arguments or {}, wait))
+    except TurngateError as error:
+        return CallToolResult(content=[TextContent(text=error.message)], is_error=True)
+    except Exception:
+        # A fault of ours. The SDK would tell the caller its words, which may say what is none of its business.
+        log.exception("tool %s failed", tool.name)
+        raise MCPError(INTERNAL_ERROR, "the server failed; its log says why") from None
+
+
+async def _waited(rollouts: Rollouts, context: Context, rollout_id: str, wait_s: float | None) -> RolloutResult:
+    """The result. A client that asked for progress hears at once which rollout it is, and then every now and then how far it has come,
+    so that its time limit does not cut the call. When the call is cut the rollout goes on."""
+    waiting = asyncio.ensure_future(rollouts.finalize(rollout_id, wait_s))
+    try:
+        while True:
+            state = rollouts.state(rollout_id)
+            told = f"rollout {rollout_id}: {state.status}, {state.stage}, {state.turns} turns"
+            await context.session.report_progress(state.wall_s, message=told)
+            done, _ = await asyncio.wait({waiting}, timeout=SIGN_OF_LIFE_S)
+            if done:
+                return waiting.result()
+    finally:
+        waiting.cancel()
+
+
+def _answer(result: msgspec.Struct) -> CallToolResult:
+    """Twice, as the protocol wants it: as JSON for programs, and as text for clients that know only that."""
+    text = msgspec.json.encode(result)
+    return CallToolResult(content=[TextContent(text=text.decode())], structured_content=msgspec.json.decode(text))
