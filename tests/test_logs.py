@@ -1,0 +1,137 @@
+"""Log lines: JSON that machines can read, about which session and rollout, and never with a secret."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.cli.kit import ROOT, refused
+from tests.kit import gateway, say
+from turngate import logs
+
+log = logging.getLogger("turngate.test")
+
+
+@contextmanager
+def lines(format: logs.Format = "json", worker: int | None = None) -> Iterator[list[Any]]:
+    """What is logged inside, a line each; JSON ones are read."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logs.JsonLines(worker) if format == "json" else logs.TextLines(worker))
+    root, level = logging.getLogger(), logging.getLogger().level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    found: list[Any] = []
+    try:
+        yield found
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        written = stream.getvalue()
+        found += map(json.loads, written.splitlines()) if format == "json" else written.splitlines()
+
+
+def test_a_line_is_one_object_with_what_is_known() -> None:
+    with lines(worker=3) as found:
+        log.info("hello %s", "two\nlines")
+        with logs.within("s1", {"rollout": "r1", "group": "g1", "other": "x"}):
+            log.warning("inside")
+        log.warning("outside")
+    first, inside, outside = found
+    assert (first["level"], first["logger"], first["message"]) == ("info", "turngate.test", "hello two\nlines")
+    assert first["time"].endswith("Z") and first["worker"] == 3 and "session" not in first
+    assert (inside["session"], inside["rollout"], inside["group"]) == ("s1", "r1", "g1")
+    assert "session" not in outside
+    wrong = log.makeRecord(log.name, logging.INFO, "", 0, "%d of them", ("no number",), None)
+    assert "no number" in json.loads(logs.JsonLines().format(wrong))["message"]  # a line all the same
+
+
+def test_an_error_has_its_traceback_in_a_field() -> None:
+    with lines() as found:
+        try:
+            raise ValueError("it is broken")
+        except ValueError:
+            log.exception("failed")
+    [line] = found
+    assert (line["message"], line["error"]) == ("failed", "ValueError: it is broken")
+    assert "test_an_error_has_its_traceback" in line["traceback"]
+
+
+@pytest.mark.parametrize("format", ["json", "text"])
+def test_secrets_are_kept_out_wherever_they_are(format: logs.Format) -> None:
+    session, admin = "tg-0a1b" + "x" * 43, "tga-" + "y" * 43
+    engine, quoted = "engine-key-0123456789", 'with"quotes\\and-more'
+    logs.keep_out(engine, quoted, "short")
+    with lines(format) as found:
+        log.error("keys %s %s %s %s", session, admin, engine, quoted)
+        log.error("Authorization: Bearer %s and http://me:%s@host/v1", "abcdefgh12345678", "password")
+        try:
+            raise RuntimeError(f"calling with {engine}")
+        except RuntimeError:
+            log.exception("wrong")
+        log.error("a short word stays, and so does tg-cafe")
+    text = json.dumps(found)
+    for secret in (session, admin, engine, quoted, json.dumps(quoted)[1:-1], "abcdefgh12345678", "password"):
+        assert secret not in text
+    assert text.count("[secret]") >= 7
+    assert "a short word stays, and so does tg-cafe" in text
+
+
+async def test_the_lines_of_a_call_say_whose_it_is(tmp_path: Path) -> None:
+    async with gateway([say("x", fail_before=True)], data=tmp_path) as g:
+        one = await g.open(metadata={"rollout": "task-7/2", "group": "task-7"})
+        with lines() as found:
+            with pytest.raises(openai.APIStatusError):
+                await g.ask(one.key, "Hi")
+            logging.getLogger("turngate").warning("of nobody; %s", g.app.admin_key)
+    [told] = [line for line in found if "engine error" in line["message"]]
+    assert (told["session"], told["rollout"], told["group"]) == (one.id, "task-7/2", "task-7")
+    [other] = [line for line in found if "of nobody" in line["message"]]
+    assert "session" not in other and g.app.admin_key not in other["message"]
+    assert one.key not in json.dumps(found)
+
+
+def test_every_line_of_a_gateway_is_json(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "turngate",
+        "serve",
+        "--port",
+        "0",
+        "--data",
+        str(tmp_path),
+        "--log-format",
+        "json",
+    ]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("TURNGATE", "OTEL"))}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT, env=env) as process:
+        assert process.stderr is not None
+        first = json.loads(process.stderr.readline())
+        url = first["message"].split()[3]
+        assert httpx.get(f"{url}/health", trust_env=False, timeout=20).is_success
+        process.send_signal(signal.SIGTERM)
+        rest = [json.loads(line) for line in process.stderr]
+    assert process.returncode == 0
+    assert first["message"].startswith("turngate listens on http://127.0.0.1:")
+    assert any("renderer" in line["message"] for line in rest)
+
+
+def test_a_format_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    assert "log_format" in refused("serve", "--log-format", "xml", "--data", tmp_path)
+    assert "neither text nor json" in refused(
+        "run", "--agent", "shell", "--prompt", "x", "--log-format", "xml", "--data", tmp_path
+    )
