@@ -25,6 +25,7 @@ _BESIDE = (
     "tests/trainers/test_grpo_crash",
     "tests/trainers/test_training",
     "tests/trainers/test_demo",
+    "tests/deploy/test_image",
 )
 # These count what is on the machine, kill servers, or need all of it.
 _ALONE = (

@@ -134,7 +134,7 @@ def _from_environment(names: list[str]) -> dict[str, str]:
     return found
 
 
-def upload(wanted: Wanted, folder: Path, token: str) -> str:
+def upload(wanted: Wanted, folder: Path, files: list[Path], token: str) -> str:
     """The Space's page."""
     try:
         import httpx2  # what huggingface_hub asks with
@@ -143,27 +143,33 @@ def upload(wanted: Wanted, folder: Path, token: str) -> str:
     except ModuleNotFoundError as error:
         raise Refused(f"{error.name} is missing: pip install 'turngate[huggingface]'") from None
     try:
-        return _uploaded(HfApi(token=token), wanted, folder)
+        return _uploaded(HfApi(token=token), wanted, folder, files)
     except HFValidationError as error:
         raise Refused(f"space: {error}") from None
     except (OSError, httpx2.HTTPError) as error:  # the Hub refuses, or is not there
         raise Failed(str(error).replace(token, "…")) from None
 
 
-def _uploaded(api: HfApi, wanted: Wanted, folder: Path) -> str:
+def _uploaded(api: HfApi, wanted: Wanted, folder: Path, files: list[Path]) -> str:
+    """One commit, so that the Space is built once, of all of it."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
     made = api.create_repo(
         wanted.space, repo_type="space", space_sdk="docker", private=not wanted.public, exist_ok=True
     )
-    there = set(api.list_repo_files(wanted.space, repo_type="space")) - {".gitattributes", "README.md"}
-    if there and MARK not in there:
+    there = set(api.list_repo_files(wanted.space, repo_type="space")) - {".gitattributes"}
+    if there - {"README.md"} and MARK not in there:
         raise Refused(f"{wanted.space}: this Space holds something else; choose another name, or delete it first")
     for name, value in wanted.secrets.items():
         api.add_space_secret(wanted.space, name, value)
-    api.upload_folder(
-        repo_id=wanted.space,
+    names = {file.as_posix() for file in files}
+    api.create_commit(
+        wanted.space,
+        [
+            *(CommitOperationAdd(name, folder / name) for name in sorted(names)),
+            *(CommitOperationDelete(name) for name in sorted(there - names)),
+        ],
         repo_type="space",
-        folder_path=folder,
-        delete_patterns=["*"],  # what is in the Space and no longer here
         commit_message="Turngate, as it is now",
     )
     return str(made)
@@ -190,7 +196,7 @@ def deploy(wanted: Wanted, dry_run: bool, stage: Path | None) -> None:
             return
         if not token:
             raise Refused("HF_TOKEN: is not set; it has to hold a token that may write to the Space")
-        print(upload(wanted, folder, token))
+        print(upload(wanted, folder, files, token))
     if not wanted.public:
         print(
             "It is private: who calls it has to send a Hugging Face token where model calls send their key. For agents, use --public."

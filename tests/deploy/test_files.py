@@ -1,0 +1,168 @@
+"""The files in `deploy/` against their schemas, against the settings there are, and against each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from turngate.config import load
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+KUBERNETES = [
+    document
+    for name in yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())["resources"]
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text())
+]
+UNIT = DEPLOY / "systemd" / "turngate.service"
+
+
+def tool(name: str) -> str:
+    """A program that may not be on this machine; in CI it has to be."""
+    found = shutil.which(name)
+    if found is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{name} is missing (apt-get install systemd)")
+    return found
+
+
+def flags(command: list[str]) -> dict[str, str]:
+    """The settings that a `turngate serve …` names."""
+    assert command[:3] == ["serve", "--config", "/etc/turngate/serve.toml"]
+    return {command[n].removeprefix("--").replace("-", "_"): command[n + 1] for n in range(3, len(command), 2)}
+
+
+def of_kind(kind: str) -> Any:
+    [found] = [document for document in KUBERNETES if document["kind"] == kind]
+    return found
+
+
+# ── settings and versions ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("folder", ["docker", "kubernetes", "systemd", "space"])
+def test_the_settings_are_ones_that_the_gateway_takes(folder: str) -> None:
+    settings = load(DEPLOY / folder / "serve.toml", {})
+    assert settings.host == ("127.0.0.1" if folder == "systemd" else "0.0.0.0")
+    assert settings.port == (7860 if folder == "space" else 8700)
+    assert settings.data == ("/var/lib/turngate" if folder == "systemd" else "/data")
+
+
+def test_the_pinned_versions_are_ones_that_turngate_works_with() -> None:
+    lines = (DEPLOY / "docker" / "requirements.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in pins)
+    here = {
+        canonicalize_name(p.name): p for p in pins if p.marker is None or p.marker.evaluate({"python_version": "3.11"})
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["families"],
+        *project["optional-dependencies"]["mcp"],
+    ]
+    for line in wanted:
+        requirement = Requirement(line)
+        pin = here.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"deploy/docker/requirements.txt lacks {line}; its first lines say how it is made"
+        assert requirement.specifier.contains(str(pin.specifier).removeprefix("==")), (line, str(pin))
+
+
+# ── compose ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_compose_file_is_one() -> None:
+    schema = files("check_jsonschema").joinpath("builtin_schemas", "vendor", "compose-spec.json").read_bytes()
+    jsonschema.Draft7Validator(msgspec.json.decode(schema)).validate(COMPOSE)
+    for service in COMPOSE["services"].values():
+        assert {*service["networks"]} <= {*COMPOSE["networks"]}
+        assert {volume.partition(":")[0] for volume in service["volumes"]} <= {*COMPOSE["volumes"]}
+        assert {*service.get("secrets", ())} <= {*COMPOSE["secrets"]}
+
+
+def test_the_compose_file_publishes_the_gateway_alone_and_asks_for_the_right_logprobs() -> None:
+    gateway, vllm = COMPOSE["services"]["gateway"], COMPOSE["services"]["vllm"]
+    assert "ports" not in vllm and [port.rpartition(":")[2] for port in gateway["ports"]] == ["8700"]
+    assert gateway["ports"][0].startswith("${TURNGATE_BIND:-127.0.0.1}:")
+    shared = {*gateway["networks"]} & {*vllm["networks"]}
+    assert [COMPOSE["networks"][name] for name in shared] == [{"internal": True}]
+    words = vllm["command"]
+    assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
+    given: dict[str, Any] = {**flags(gateway["command"])}
+    settings = load(DEPLOY / "docker" / "serve.toml", given)
+    assert settings.engine_url == ["http://vllm:8000"] and settings.model == words[0]
+
+
+# ── Kubernetes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.34"])
+def test_the_manifests_fit_the_schemas_of_kubernetes(version: str) -> None:
+    for document in KUBERNETES:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_pod_is_locked_down_and_its_parts_fit_together() -> None:
+    deployment = of_kind("Deployment")["spec"]
+    pod = deployment["template"]["spec"]
+    [gateway] = pod["containers"]
+    assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+    uid = re.search(r"^ARG UID=(\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert uid is not None and pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == int(uid[1])
+    assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
+    assert gateway["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    labels = deployment["template"]["metadata"]["labels"]
+    assert of_kind("Service")["spec"]["selector"] == deployment["selector"]["matchLabels"] == labels
+    assert of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
+    assert {mount["name"] for mount in gateway["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    [key] = gateway["env"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in gateway["volumeMounts"]}
+    assert key == {"name": "TURNGATE_ADMIN_KEY_FILE", "value": f"{mounts['secret']}/admin-key"}
+
+
+def test_an_engine_that_is_away_does_not_get_the_gateway_killed() -> None:
+    [gateway] = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    paths = {name: gateway[name]["httpGet"]["path"] for name in gateway if name.endswith("Probe")}
+    assert paths == {"startupProbe": "/", "livenessProbe": "/", "readinessProbe": "/health"}
+
+
+# ── systemd ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
+    analyze = tool("systemd-analyze")
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/turngate/bin/turngate", sys.executable))
+    done = subprocess.run([analyze, "verify", "--man=no", unit], capture_output=True, text=True, timeout=30)
+    complaints = [
+        line for line in done.stderr.splitlines() if UNIT.name in line
+    ]  # others are of this machine's own units
+    assert (done.returncode, complaints) == (0, []), done.stderr
+    rated = [analyze, "security", "--offline=true", "--threshold=15", unit]
+    assert subprocess.run(rated, capture_output=True, timeout=30).returncode == 0
+
+
+def test_the_unit_keeps_the_key_out_of_the_environment() -> None:
+    lines = UNIT.read_text().splitlines()
+    assert "LoadCredential=admin-key:/etc/turngate/admin-key" in lines
+    assert "Environment=TURNGATE_ADMIN_KEY_FILE=%d/admin-key" in lines
+    assert not any("TURNGATE_ADMIN_KEY=" in line for line in lines)
