@@ -68,7 +68,7 @@ class Probe:
             "turngate_sessions_open": [((), gateway.control.open_count)],
             "turngate_engines": [(("up",), up), (("down",), len(health) - up)],
             "turngate_fence_version": [((), gateway.fence.version)],
-            "turngate_fence_paused": [((), gateway.fence.paused)],
+            "turngate_fence_paused": [((), int(gateway.fence.paused))],
             **_process(self._started),
         }
         return gateway.metrics.snapshot(looked)

@@ -143,9 +143,10 @@ class Together:
                     asyncio.timeout(_METRICS_S),
                     self._siblings.ask(number, "GET", "/worker/metrics", self._siblings.own) as response,
                 ):
-                    return msgspec.json.decode(await response.read(), type=Snapshot)
-            except (TimeoutError, Stopping, aiohttp.ClientError, OSError, msgspec.DecodeError):
+                    answer = await response.read()
+            except (TimeoutError, Stopping, aiohttp.ClientError, OSError):
                 return None
+            return msgspec.json.decode(answer, type=Snapshot) if response.status == 200 else None
 
         others = self._siblings.others
         return dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
