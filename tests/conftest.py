@@ -19,6 +19,7 @@ _BESIDE = (
     "tests/swe/test_swe",
     "tests/engines/test_local",
     "tests/trainers/test_openenv_real",
+    "tests/environment",
     "tests/trainers/test_export_real",
     "tests/trainers/test_trl",
     "tests/trainers/test_verifiers",

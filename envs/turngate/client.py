@@ -1,0 +1,5 @@
+"""The client, where OpenEnv looks for it."""
+
+from turngate.environment.client import TurngateEnv
+
+__all__ = ["TurngateEnv"]

@@ -1,0 +1,1 @@
+"""The server, where OpenEnv looks for it."""

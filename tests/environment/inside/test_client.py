@@ -1,0 +1,292 @@
+"""The real OpenEnv client against the real server: reset, step and state, every tool, bad arguments, clients that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openenv.core.env_server.mcp_types import CallToolAction
+from openenv.core.generic_client import GenericEnvClient
+from openenv.core.mcp_client import MCPToolClient
+
+from tests.environment.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
+from turngate.environment import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
+from turngate.errors import BadRequest, NotFound
+from turngate.mcp.tools import TOOLS
+
+RUN = {"model_key": MODEL, "instruction": ASK, "test_script": GOOD}
+
+
+# ── reset, step, state ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_episode(url: str) -> None:
+    async with TurngateEnv(url) as env:
+        ready = await env.reset(episode_id="first", seed=3)
+        assert isinstance(ready.observation, ReadyObservation) and not ready.done and ready.reward is None
+        assert {endpoint["key"]: endpoint["key_is_set"] for endpoint in ready.observation.endpoints} == {
+            MODEL: True,
+            "openai://kept": False,
+        }
+        step = await env.step(TurngateAction(tool_name="run_rollout", arguments=RUN))
+        assert isinstance(step.observation, TurngateObservation)
+        assert step.done and step.reward == 1.0 and step.observation.status == "finished"
+        assert step.observation.result["reward"] == 1.0 and step.observation.result["wall_s"] > 0
+        state = await env.state()
+        assert (state.episode_id, state.step_count, state.last_reward) == ("first", 1, 1.0)
+        assert state.rollouts == [step.observation.rollout_id] == [state.last_rollout]
+
+        await env.reset()
+        again = await env.state()
+        assert again.episode_id != "first" and again.step_count == 0 and again.rollouts == []
+
+
+async def test_a_reward_that_is_not_known_is_none_and_one_that_is_0_is_0(url: str) -> None:
+    async with TurngateEnv(url) as env:
+        ungraded = await env.step(CallToolAction(tool_name="run_rollout", arguments={**RUN, "test_script": ""}))
+        assert ungraded.done and ungraded.reward is None and (await env.state()).last_reward is None
+        wrong = await env.step(CallToolAction(tool_name="run_rollout", arguments={**RUN, "test_script": BAD}))
+        assert wrong.done and wrong.reward == 0.0
+        broken = await env.step(CallToolAction(tool_name="run_rollout", arguments={**RUN, "setup_shell": "exit 7"}))
+        assert broken.done and broken.reward is None
+        assert broken.observation.error is None and broken.observation.result["error"]["stage"] == "setup"
+        assert broken.observation.result["wall_s"] > 0
+
+
+def test_from_code_that_does_not_await(url: str) -> None:
+    with TurngateEnv(url).sync() as env:
+        assert env.reset().observation.endpoints
+        result = env.run_rollout(MODEL, ASK, GOOD, task_id="sum", agent_timeout_s=60)
+        assert result.reward == 1.0 and result.task_id == "sum" and result.done and result.wall_s > 0
+        assert env.state().step_count == 2  # start and finalize
+
+
+# ── tools ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_rollout_as_a_whole(url: str) -> None:
+    async with TurngateEnv(url) as env:
+        result = await env.run_rollout(MODEL, ASK, GOOD, upload_files={"notes/a.txt": "hello"}, max_tokens_cap=64)
+        assert (result.status, result.reward, result.exit_code, result.error) == ("finished", 1.0, 0, None)
+        [turn] = result.turns
+        assert turn.text == SAYS and turn.finish_reason == "stop" and turn.capture == "tokens"
+        assert turn.logprobs is not None and len(turn.logprobs) == turn.sampled_tokens and max(turn.logprobs) < 0
+        assert result.workdir_files["answer.txt"] == SAYS and result.workdir_files["notes/a.txt"] == "hello"
+        assert SAYS in "".join(result.log_tails.values())
+
+
+async def test_a_rollout_step_by_step(url: str) -> None:
+    async with TurngateEnv(url) as env:
+        rollout = await env.start_rollout(MODEL, SLOW)
+        assert not (await env.get_state(rollout)).done
+        events, cursor = [], 0
+        while not any(event.kind == "turn.committed" for event in events):
+            page = await env.subscribe_events(rollout, cursor, wait_s=10)
+            events, cursor = events + page.events, page.cursor
+        said = await env.get_messages(rollout)
+        assert [message.role for message in said.messages] == ["user", "assistant"]
+        assert said.messages[-1].text == SAYS and said.messages[-1].sampled and not said.over
+        unfinished = await env.finalize_rollout(rollout, wait_s=0)
+        assert not unfinished.done and unfinished.reward is None and unfinished.wall_s > 0
+
+        aborted = await env.abort_rollout(rollout, "seen enough")
+        assert aborted.status == "cancelled" and aborted.done
+        assert (await env.abort_rollout(rollout)).status == "cancelled"
+        result = await env.finalize_rollout(rollout)
+        assert result == await env.finalize_rollout(rollout) and result.status == "cancelled" and result.reward is None
+        while not page.over:
+            page = await env.subscribe_events(rollout, cursor, wait_s=10)
+            events, cursor = events + page.events, page.cursor
+        assert [event.cursor for event in events] == list(range(1, cursor + 1))
+        listed = await env.list_rollouts(status="cancelled")
+        assert rollout in [one.rollout_id for one in listed.rollouts]
+        assert [endpoint.key for endpoint in await env.list_endpoints()] == [MODEL, "openai://kept"]
+
+
+async def test_rows_of_swe_data_sets(url: str) -> None:
+    """Where an image is needed, and the server has none, the argument is named."""
+    row = {"instance_id": "a__b-1", "repo": "a/b", "base_commit": "0" * 40, "problem_statement": "Mend it"}
+    async with TurngateEnv(url) as env:
+        with pytest.raises(BadRequest) as wrong:
+            await env.run_swe_rollout(row, MODEL)
+        assert str(wrong.value.param).startswith("task")
+        step = await env.step(TurngateAction(tool_name="run_swe_rollout", arguments={"model_key": MODEL}))
+        assert step.observation.error.error_type == "invalid_args" and step.observation.metadata["param"] == "task"
+
+
+async def test_openenv_s_own_clients_know_the_tools(url: str) -> None:
+    """At `/mcp` there are tools and nothing else: no reset, no step, no state."""
+    async with MCPToolClient(url) as client:
+        tools = {tool.name: tool for tool in await client.list_tools()}
+        assert set(tools) == set(TOOLS) and not {"reset", "step", "state", "close"} & set(tools)
+        assert tools["run_rollout"].input_schema["required"] == ["model_key", "instruction"]
+        assert "key" not in tools["run_rollout"].input_schema["properties"]
+        told = await client.call_tool("run_rollout", **RUN)
+        assert told["reward"] == 1.0 and told["turns"][0]["logprobs"]
+        with pytest.raises(RuntimeError, match="model_key: there is no 'vllm://nothing'"):
+            await client.call_tool("run_rollout", **{**RUN, "model_key": "vllm://nothing"})
+    async with GenericEnvClient(base_url=url) as plain:
+        listed = await plain.step({"type": "list_tools"})
+        assert {tool["name"] for tool in listed.observation["tools"]} == set(TOOLS)
+        told = await plain.step({"type": "call_tool", "tool_name": "list_endpoints", "arguments": {}})
+        assert told.observation["result"]["endpoints"] and told.reward is None and not told.done
+    async with TurngateEnv(url) as env:
+        assert {tool.name for tool in await env.list_tools()} == set(TOOLS)
+
+
+# ── bad arguments ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "param"),
+    [
+        ("run_rollout", {"model_key": MODEL}, "instruction"),
+        ("run_rollout", {**RUN, "model_key": "vllm://nothing"}, "model_key"),
+        ("run_rollout", {**RUN, "model_key": "openai://kept"}, "model_key"),
+        ("run_rollout", {**RUN, "agent": "codex"}, "agent"),
+        ("run_rollout", {**RUN, "mode": "sideways"}, "mode"),
+        ("run_rollout", {**RUN, "agent_timeout_s": "long"}, "agent_timeout_s"),
+        ("run_rollout", {**RUN, "upload_files": {"../x": "y"}}, "upload_files"),
+        ("run_rollout", {**RUN, "endpoint_url": "https://example.org/v1"}, "endpoint_url"),
+        ("start_rollout", {**RUN, "hf_token": "hf_planted"}, "hf_token"),
+        ("get_state", {"rollout_id": "nobody"}, "rollout_id"),
+        ("finalize_rollout", {"rollout_id": "nobody"}, "rollout_id"),
+        ("subscribe_events", {"rollout_id": "nobody", "after": -1}, "after"),
+        ("list_rollouts", {"limit": 0}, "limit"),
+    ],
+)
+async def test_bad_arguments_are_named(url: str, tool: str, arguments: dict[str, Any], param: str) -> None:
+    async with TurngateEnv(url) as env:
+        told = (await env.step(CallToolAction(tool_name=tool, arguments=arguments))).observation
+        assert told.error.error_type == "invalid_args" and told.metadata["param"] == param
+        assert param in told.error.message and "planted" not in told.error.message
+        assert told.reward is None and not told.done
+        with pytest.raises(NotFound if told.metadata["kind"] == "not_found" else BadRequest, match=param) as wrong:
+            await env.call_tool(tool, **arguments)
+        assert wrong.value.param == param
+
+
+async def test_what_is_no_tool_and_no_action(url: str) -> None:
+    async with TurngateEnv(url) as env:
+        told = (await env.step(CallToolAction(tool_name="run_rolout"))).observation
+        assert told.error.error_type == "tool_not_found" and "did you mean run_rollout?" in told.error.message
+        with pytest.raises(RuntimeError, match="split: reset has no such argument"):
+            await env.reset(split="train")
+    async with GenericEnvClient(base_url=url) as plain:
+        with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
+            await plain.step({"message": "hello"})
+
+
+# ── clients that come and go ────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_two_clients_at_once(url: str) -> None:
+    """Each has an episode of its own; rollouts are everybody's, run beside each other, and hold nobody up."""
+    async with TurngateEnv(url) as one, TurngateEnv(url) as other:
+        await one.reset(episode_id="one")
+        await other.reset(episode_id="other")
+        slow = await one.start_rollout(MODEL, SLOW)
+        waiting = asyncio.ensure_future(one.wait_for(slow))
+        quick = await other.run_rollout(MODEL, ASK, GOOD)
+        assert quick.reward == 1.0 and not waiting.done()
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{url}/health")).json() == {"status": "healthy"}
+        await other.abort_rollout(slow)
+        assert (await waiting).status == "cancelled"
+        assert (await one.state()).rollouts == [slow] and (await other.state()).rollouts == [quick.rollout_id]
+        async with await other.new_session() as third:
+            assert (await third.finalize_rollout(quick.rollout_id)).reward == 1.0
+
+
+async def test_one_client_for_many_callers(url: str) -> None:
+    async with TurngateEnv(url) as env:
+        results = await asyncio.gather(*(env.run_rollout(MODEL, ASK, GOOD, task_id=f"t{n}") for n in range(5)))
+        assert [(result.task_id, result.reward) for result in results] == [(f"t{n}", 1.0) for n in range(5)]
+
+
+async def test_whoever_goes_leaves_the_rollout_running(url: str) -> None:
+    """In the middle of a call, without a word. Another client takes it up."""
+    gone = TurngateEnv(url)
+    await gone.connect()
+    step = asyncio.ensure_future(
+        gone._step_async(
+            TurngateAction(tool_name="run_rollout", arguments={**RUN, "instruction": SLOW, "task_id": "left"})
+        )
+    )
+    async with TurngateEnv(url) as env:
+        while not (found := [one for one in (await env.list_rollouts()).rollouts if one.task_id == "left"]):
+            await asyncio.sleep(0)
+        rollout = found[0].rollout_id
+        events = (await env.subscribe_events(rollout, wait_s=20)).events
+        assert gone._ws is not None
+        gone._ws.transport.abort()
+        with pytest.raises(Exception, match="close"):
+            await step
+        while not any(event.kind == "turn.committed" for event in events):
+            events += (await env.subscribe_events(rollout, events[-1].cursor, wait_s=20)).events
+        state = await env.get_state(rollout)
+        assert state.status == "running" and state.turns == 1
+        assert (await env.abort_rollout(rollout)).status == "cancelled"
+    await gone.close()
+
+
+async def test_a_connection_that_breaks_is_made_again_while_a_rollout_is_waited_for(url: str) -> None:
+    async with TurngateEnv(url) as env:
+        rollout = await env.start_rollout(MODEL, ASK + "time.sleep(1)\n", GOOD)
+        waiting = asyncio.ensure_future(env.wait_for(rollout))
+        await asyncio.sleep(0)
+        assert env._ws is not None
+        env._ws.transport.abort()
+        assert (await waiting).reward == 1.0
+
+
+async def test_a_step_with_a_time_limit_is_answered_in_time(url: str) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        action = {"type": "call_tool", "tool_name": "run_rollout", "arguments": {**RUN, "instruction": SLOW}}
+        told = (await http.post(f"{url}/step", json={"action": action, "timeout_s": 0.5})).json()
+        assert not told["done"] and told["reward"] is None and told["observation"]["status"] in ("queued", "running")
+    async with TurngateEnv(url) as env:
+        assert (await env.abort_rollout(told["observation"]["rollout_id"])).status == "cancelled"
+
+
+# ── the server ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_server_with_a_key_and_how_it_ends(tmp_path: Path) -> None:
+    """Stopped in the middle of a rollout it ends at once and leaves no process; started again it knows what became of it."""
+    key = {"Authorization": "Bearer planted-key"}
+    with serving(tmp_path, TURNGATE_OPENENV_KEY="planted-key", KEPT_KEY="planted-too") as server:
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{server.url}/health")).status_code == 200
+            assert (await http.get(f"{server.url}/schema")).status_code == 401
+            assert (await http.get(f"{server.url}/schema", headers=key)).status_code == 200
+        with pytest.raises(ConnectionError):
+            await TurngateEnv(server.url).connect()
+        async with TurngateEnv(server.url, headers=key) as env:
+            assert [endpoint.key_is_set for endpoint in await env.list_endpoints()] == [True, True]
+            rollout = await env.start_rollout(MODEL, SLOW)
+            while not (await env.get_state(rollout)).turns:
+                await env.subscribe_events(rollout, wait_s=1)
+            assert server.stop() == 0
+        assert "planted" not in server.log and "Traceback" not in server.log
+    assert _alive(tmp_path) == []
+    with serving(tmp_path) as server:
+        async with TurngateEnv(server.url) as env:
+            result = await env.finalize_rollout(rollout)
+            assert result.done and result.reward is None and result.status in ("cancelled", "error")
+
+
+def _alive(folder: Path) -> list[str]:
+    """Processes that know the folder."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if str(folder).encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                pass
+    return found

@@ -1,0 +1,118 @@
+"""What the tests of the environment are written with: its server as a process of its own, with an agent that is a small program.
+
+The agent is the catalogue's `shell`, whose command is a Python; so an instruction is a program, and `ask()` in it asks the model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MODEL = "scripted://demo"
+SAYS = "Four."
+# A program that asks the model once, and leaves what it said.
+ASK = """\
+import json, os, pathlib, time, urllib.request
+asked = {"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": "2 and 2?"}]}
+headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["TURNGATE_API_KEY"]}
+url = os.environ["TURNGATE_BASE_URL"] + "/v1/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), headers)) as reply:
+    answer = json.load(reply)["choices"][0]["message"]["content"]
+pathlib.Path("answer.txt").write_text(answer)
+print(answer, flush=True)
+"""
+SLOW = ASK + "time.sleep(600)\n"
+GOOD = "grep -q Four answer.txt"
+BAD = "grep -q Five answer.txt"
+
+SETTINGS = """\
+data = "{folder}/data"
+sandbox = "local"
+agent = "shell"
+agents = ["shell"]
+running = 8
+most_agent_timeout_s = 700
+
+[agent_options.shell]
+command = "exec {python} -"
+
+[endpoints."{model}"]
+script = "{folder}/replies.json"
+
+[endpoints."openai://kept"]
+key_env = "KEPT_KEY"
+"""
+
+
+class Server:
+    """One that runs."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, folder: Path) -> None:
+        self.process = process
+        self.url = url
+        self.folder = folder
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TURNGATE_ADMIN", "PYTEST"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
+def settings(folder: Path) -> Path:
+    """The service's file."""
+    (folder / "replies.json").write_text(f'["{SAYS}"]')
+    file = folder / "service.toml"
+    file.write_text(SETTINGS.format(folder=folder, model=MODEL, python=sys.executable))
+    return file
+
+
+@contextmanager
+def serving(folder: Path, *, package: Path | None = None, **env: str) -> Iterator[Server]:
+    """The server, on a port of its own. `package`: as OpenEnv starts it, from such a folder; else by Turngate's own command."""
+    module = ["server.app"] if package else ["turngate.environment"]
+    given = {} if package else {"TURNGATE_SERVICE": str(settings(folder))}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *module, "--port", "0"],
+            cwd=package or folder,
+            env=environment(**given, **env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+    try:
+        yield Server(process, _place(process, folder / "log"), folder)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+def _place(process: subprocess.Popen[str], log: Path) -> str:
+    """Where it listens, when it says so."""
+    while process.poll() is None:
+        if found := re.search(r"environment on (http://\S+)", log.read_text()):
+            return found[1]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    raise AssertionError(f"the server ended: {log.read_text()[-3000:]}")

@@ -1,0 +1,159 @@
+"""The environment's server: OpenEnv's own, with our sessions in it, and one service for all of them.
+
+    python -m turngate.environment --service service.toml        # TURNGATE_SERVICE names the file as well
+    uvicorn turngate.environment.app:create --factory
+
+Keys of endpoints are in the environment variables that the service's file names. `TURNGATE_OPENENV_KEY`, where it is set, is what callers
+have to send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.mcp_types import CallToolAction
+from openenv.core.env_server.types import ConcurrencyConfig
+
+from turngate.environment.environment import NAME, TurngateEnvironment, offered
+from turngate.environment.models import ReadyObservation, TurngateObservation, TurngateState
+from turngate.environment.thread import ServiceThread
+from turngate.errors import ConfigError, TurngateError
+from turngate.server.listening import url_of
+from turngate.service.config import load
+from turngate.service.rollouts import Rollouts
+
+SERVICE = "TURNGATE_SERVICE"
+KEY = "TURNGATE_OPENENV_KEY"
+SESSIONS = "MAX_CONCURRENT_ENVS"  # as OpenEnv's environments call it
+_GRACE_S = 5  # for calls in flight when it is stopped; rollouts are aborted after that
+_MOST_BYTES = 128 * 1024 * 1024  # of a message: files to upload are in it
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def create(service: Path | None = None) -> FastAPI:
+    """The application. Reads the settings at once, so that what is wrong with them is told; the service starts with it."""
+    file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
+    config = load(file)
+    thread = ServiceThread(lambda: Rollouts(config))
+    app: FastAPI = create_app(
+        functools.partial(TurngateEnvironment, thread, offered(thread)),
+        CallToolAction,
+        TurngateObservation,
+        env_name=NAME,
+        concurrency_config=ConcurrencyConfig(
+            max_concurrent_envs=_sessions(),
+            # Of sessions at /mcp that nobody closed. One call of theirs may take as long as a rollout does.
+            session_timeout=2 * config.most_agent_timeout_s + config.setup_timeout_s + config.test_timeout_s,
+        ),
+        state_cls=TurngateState,
+        reset_observation_cls=ReadyObservation,
+    )
+    app.state.service = thread
+    app.router.on_startup.append(functools.partial(asyncio.to_thread, thread.start))
+    app.router.on_shutdown.append(functools.partial(asyncio.to_thread, thread.stop))
+    if key := os.environ.get(KEY, "").strip():
+        app.add_middleware(Locked, key=key)
+    return app
+
+
+def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None = None) -> None:
+    """The command. `make` is for a server that wants its own application."""
+    parser = argparse.ArgumentParser(
+        prog="python -m turngate.environment", description="Turngate as an OpenEnv environment."
+    )
+    parser.add_argument("--service", type=Path, help=f"a TOML file with the service's settings [${SERVICE}]")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--open", action="store_true", help=f"listen beyond this machine although ${KEY} is not set")
+    given = parser.parse_args(argv)
+    try:
+        _guard(given.host, given.open)
+        with _listening(given.host, given.port) as listener:
+            app = make() if make else create(given.service)
+            service: ServiceThread = app.state.service
+            service.start()
+            try:
+                print(f"turngate serves an OpenEnv environment on {url_of(listener)}", file=sys.stderr, flush=True)
+                config = uvicorn.Config(
+                    app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=_MOST_BYTES
+                )
+                uvicorn.Server(config).run(sockets=[listener])
+            finally:
+                service.stop()
+    except TurngateError as error:
+        sys.exit(f"error: {error.message}")
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(2048)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"port: cannot listen on {host}:{port} ({error}); choose another one", param="port"
+            ) from None
+        yield listener
+
+
+def _sessions() -> int:
+    given = os.environ.get(SESSIONS, "256")
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"{SESSIONS}: {given!r} has to be a number of sessions, at least 1", param=SESSIONS)
+    return int(given)
+
+
+def _guard(host: str, is_open: bool) -> None:
+    """Whoever can call this server can run programs in its sandboxes, at its owner's cost."""
+    try:
+        near = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        near = host == "localhost"
+    if not (near or is_open or os.environ.get(KEY, "").strip()):
+        raise ConfigError(
+            f"host: {host} can be reached from elsewhere; set {KEY}, or give --open where something else keeps strangers out "
+            "(a private Space, a proxy that asks for a login)",
+            param="host",
+        )
+
+
+class Locked:
+    """Lets nobody through but with the key, to anything but `/health`."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
+        self._app = app
+        self._key = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health" or self._fits(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "the key is missing or wrong"})
+        else:
+            body = b'{"detail": "the key is missing or wrong; send it as \'Authorization: Bearer ...\'"}'
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _fits(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return secrets.compare_digest(given, self._key)
