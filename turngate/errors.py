@@ -60,6 +60,27 @@ class Unauthorized(TurngateError):
     kind = "invalid_api_key"
 
 
+class Forbidden(TurngateError):
+    """Whoever asks is known, but may not ask for this from there."""
+
+    boundary = "client"
+    status = 403
+    kind = "permission_error"
+
+
+class TooMany(TurngateError):
+    """Too often, for now. `wait_s`: when to ask again."""
+
+    boundary = "client"
+    status = 429
+    kind = "rate_limit_exceeded"
+    retry_safe = True
+
+    def __init__(self, message: str, *, param: str | None = None, wait_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.wait_s = wait_s
+
+
 class NotFound(TurngateError):
     boundary = "client"
     status = 404
@@ -94,6 +115,15 @@ class Unprocessable(TurngateError):
     boundary = "client"
     status = 422
     kind = "invalid_request_error"
+
+
+class Busy(TurngateError):
+    """As much is under way, and waits, as may. The same call will work later."""
+
+    boundary = "client"
+    status = 429
+    kind = "rate_limit_exceeded"
+    retry_safe = True
 
 
 class Stopping(TurngateError):

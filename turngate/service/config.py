@@ -45,7 +45,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     resources: Resources = Resources()  # cpus, memory_mb, pids of a sandbox
     public_url: str = ""  # remote sandboxes: an address that leads to the gateway
     tunnel: str = ""  # remote sandboxes: a command that prints one
-    agent: str = "mini-swe-agent"  # the default
+    agent: str = ""  # the default; left out, the first of `agents`, or mini-swe-agent
     agents: list[str] = []  # that callers may use: names, or files of your own; left out, every preset but `shell`
     agent_options: dict[str, dict[str, str]] = {}  # per agent
     running: Annotated[int, msgspec.Meta(ge=1)] = 8  # rollouts at once

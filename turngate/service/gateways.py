@@ -1,0 +1,158 @@
+"""The gateways that the service's rollouts go through: one for each endpoint and mode, in this process, started when it is first needed.
+
+Each has a folder of its own, `DATA/gateways/NAME`, so that its traces are there after a restart, for `turngate show --data` and for
+feeds. A `gateway://` entry is one that runs already. That of a caller's own endpoint is stopped when its last rollout is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from turngate.config import OBSERVED, ServeConfig
+from turngate.engines.base import Engine
+from turngate.errors import BadRequest, ConfigError
+from turngate.render import Certificate, Renderer, find, load
+from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.rollout.wayout import WayOut
+from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.server.auth import given_key
+from turngate.server.run import embedded
+from turngate.service.catalog import Choice
+from turngate.service.config import ServiceConfig
+
+MOST = 32  # gateways at once; callers can bring endpoints of their own
+Opened = Callable[[str, GatewayClient], Awaitable[None]]
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """A gateway, ready to be used."""
+
+    client: GatewayClient
+    wayout: WayOut
+    model: str  # the name that agents ask for
+
+
+class _Kept:
+    """One gateway, held open by a task of its own: whoever asked for it first need not be who needs it last."""
+
+    def __init__(self, holding: Callable[[_Kept], Awaitable[None]]) -> None:
+        self.ready: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
+        self.stop = asyncio.Event()
+        self.task = asyncio.ensure_future(holding(self))
+
+
+class Gateways:
+    """`engines`: for endpoints whose engine the caller of `Rollouts` made itself, by key. `opened` is called with a gateway's place
+    and client before anybody else has it. `close` at the end."""
+
+    def __init__(self, config: ServiceConfig, engines: Mapping[str, Engine], opened: Opened) -> None:
+        self._config = config
+        self._engines = engines
+        self._opened = opened
+        self._kept: dict[str, _Kept] = {}
+        self._users: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def reached(self, choice: Choice) -> AsyncIterator[Reached]:
+        """The gateway for a choice, at least for as long as the block runs."""
+        place = choice.place
+        self._users[place] += 1
+        try:
+            yield await self._reach(choice)
+        finally:
+            self._users[place] -= 1
+            if not self._users[place]:
+                del self._users[place]
+                if choice.own and (kept := self._kept.pop(place, None)) is not None:
+                    await _stopped(kept)
+
+    async def _reach(self, choice: Choice) -> Reached:
+        kept = self._kept.get(choice.place)
+        if kept is None or kept.task.done():  # the last try failed, or it broke down
+            if sum(not one.task.done() for one in self._kept.values()) >= MOST:
+                raise BadRequest(f"endpoint_url: {MOST} gateways run already; try again later", param="endpoint_url")
+            kept = self._kept[choice.place] = _Kept(lambda own: self._hold(choice, own))
+        return await asyncio.shield(kept.ready)
+
+    async def _hold(self, choice: Choice, kept: _Kept) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                reached = await self._open(choice, stack)
+                kept.ready.set_result(reached)
+                await kept.stop.wait()
+        except BaseException as error:  # for those who wait, whatever it is
+            if kept.ready.done():
+                raise
+            kept.ready.set_exception(error)
+            kept.ready.exception()  # perhaps nobody waits any more
+
+    async def _open(self, choice: Choice, stack: AsyncExitStack) -> Reached:
+        endpoint = choice.endpoint
+        folder = Path(self._config.data) / "gateways" / choice.place
+        config = endpoint.serves(choice.mode, str(folder))
+        if config is None:
+            client = GatewayClient(endpoint.urls[0], _key(endpoint.key_env))
+            await stack.enter_async_context(client)
+            await client.check()
+        else:
+            client = await self._start(choice, config, stack)
+        await self._opened(choice.place, client)
+        wayout = WayOut(client.url, self._config.public_url, self._config.tunnel)
+        await stack.enter_async_context(wayout)
+        model = endpoint.served or next(iter(await client.models()), "")
+        return Reached(client, wayout, model)
+
+    async def _start(self, choice: Choice, config: ServeConfig, stack: AsyncExitStack) -> GatewayClient:
+        await asyncio.to_thread(Path(config.data).mkdir, parents=True, exist_ok=True, mode=0o700)
+        engine = self._engines.get(choice.endpoint.key) if choice.mode in ("exact", "gate") else None
+        if engine is None and config.engine == "local":
+            engine = await asyncio.to_thread(_local, config)
+        renderer = None if config.engine in OBSERVED else await asyncio.to_thread(_renderer, config)
+        address = await stack.enter_async_context(embedded(config, engine=engine, renderer=renderer))
+        return await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(_stopped(kept) for kept in self._kept.values()))
+        self._kept.clear()
+
+
+async def _stopped(kept: _Kept) -> None:
+    kept.stop.set()
+    if not kept.ready.done():  # it was still being started
+        kept.task.cancel()
+    await asyncio.wait([kept.task])
+
+
+def _renderer(config: ServeConfig) -> tuple[Renderer, Certificate]:
+    """Read and certified in a thread: a new tokenizer takes seconds."""
+    wanted = config.tokenizer or config.model_folder
+    return load(find(wanted) if wanted else BUILTIN_TOKENIZER, model=config.model, family=config.family)
+
+
+def _local(config: ServeConfig) -> Engine:
+    """The same of a model, which takes longer."""
+    try:
+        from turngate.engines.local import LocalEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"endpoints: local:// needs {error.name}: pip install 'turngate[local]'", param="endpoints"
+        ) from None
+    return LocalEngine(
+        find(config.model_folder or config.tokenizer), max_context=config.max_context, served=config.model
+    )
+
+
+def _key(name: str) -> str:
+    """The admin key of a gateway that runs already."""
+    if not name:
+        return admin_key_given()
+    key = given_key(name)
+    if not key or not key.isprintable():
+        raise ConfigError(f"key_env: {name} is not set, or holds no key", param="key_env")
+    return key

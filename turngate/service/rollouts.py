@@ -1,0 +1,705 @@
+"""The service: rollouts that are started, watched, aborted and finalised by whoever is at the other end.
+
+    async with Rollouts(config) as rollouts:
+        rollout = rollouts.start(Asked(model_key="vllm://Qwen3-8B", instruction="…", test_script="…"))
+        page = await rollouts.events(rollout, wait_s=20)
+        result = await rollouts.finalize(rollout)
+
+A rollout belongs to the service, not to who started it: a caller that goes away does not end it. What goes wrong with a task, an agent, an
+engine or a sandbox is a result with an `error`; exceptions are for arguments that are wrong and ids that are unknown. States, events
+and results are on disk (`books.py`), and there after a restart; what ran when the process was killed is told as lost. MCP, the OpenEnv
+environment and the Python API call only this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, get_args
+
+import msgspec
+
+from turngate.agents.spec import AgentSpec
+from turngate.engines.base import Engine
+from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError, TurngateError
+from turngate.rollout.client import GatewayClient, Refused
+from turngate.rollout.gates import Bounds, Gates
+from turngate.rollout.one import Rollout
+from turngate.rollout.outcome import Outcome, Progress, Status
+from turngate.rollout.wayout import WayOut
+from turngate.sandboxes import backend as make_backend
+from turngate.sandboxes.base import Backend
+from turngate.sandboxes.posix import to_the_end
+from turngate.service import report
+from turngate.service.agents import Agents
+from turngate.service.asked import AnyAsked, Asked
+from turngate.service.books import Books
+from turngate.service.catalog import Catalog, Choice, EndpointView
+from turngate.service.config import ServiceConfig
+from turngate.service.direct import Forwarder, Unrecorded
+from turngate.service.gateways import Gateways, Reached
+from turngate.service.orders import lay, order_of, task_of
+from turngate.service.result import (
+    Event,
+    EventPage,
+    Listing,
+    Messages,
+    RolloutResult,
+    RolloutState,
+    Said,
+    Trouble,
+)
+from turngate.tasks.task import Task
+from turngate.types import Json
+from turngate.viewed import Viewed
+
+log = logging.getLogger("turngate")
+_DRAIN_S = 20.0  # for the last events, and for the trace, of a rollout that has ended
+STATES = ("queued", "running", *get_args(Status))
+Views = list[EndpointView]  # `list` is a verb in there
+Conversation = list[Said]
+LOST = "lost: the service ended while this rollout ran; what was recorded until then is at its gateway"
+
+
+class _Live:
+    """A rollout that is not over."""
+
+    def __init__(
+        self, rollout: str, asked: AnyAsked, choice: Choice, agent: AgentSpec, task: Task, task_id: str
+    ) -> None:
+        self.id = rollout
+        self.asked = asked
+        self.choice = choice
+        self.agent = agent
+        self.task = task
+        self.task_id = task_id
+        self.started = time.time()
+        self.began = time.monotonic()
+        self.seconds: dict[str, float] = {}  # of what comes before the rollout itself
+        self.model = choice.endpoint.served
+        self.stage = "queued"
+        self.running = False
+        self.progress = Progress()
+        self.rollout: Rollout | None = None
+        self.reached: Reached | None = None
+        self.stack = AsyncExitStack()  # what it holds open
+        self.following: asyncio.Task[None] | None = None
+        self.cursor = 0
+        self.seq = 0  # of the newest event that came from the gateway
+        self.aborted: str | None = None  # why, once somebody did
+        self.notes: list[str] = []
+        self.announced = asyncio.Event()  # its gateway knows of it
+        self.changed = asyncio.Event()  # set, and replaced, when there is something new
+        self.over = asyncio.Event()
+        self.work: asyncio.Task[Outcome] | None = None
+        self.life: asyncio.Task[None] | None = None
+        self.said: tuple[int, list[Said]] = (0, [])  # as of an event's number
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a session at a gateway."""
+        return self.choice.mode != "direct" and bool(self.progress.session)
+
+    def state(self) -> RolloutState:
+        return RolloutState(
+            rollout_id=self.id,
+            task_id=self.task_id,
+            agent=self.agent.name,
+            model_key=self.choice.endpoint.key,
+            model=self.model,
+            mode=self.choice.mode,
+            status="running" if self.running else "queued",
+            stage=self.stage,
+            turns=self.progress.turns,
+            sampled_tokens=self.progress.sampled_tokens,
+            wall_s=self.wall_s(),
+            session=self.progress.session if self.recorded else "",
+            cursor=self.cursor,
+            started=self.started,
+            gateway=self.reached.client.url if self.reached is not None and self.choice.mode == "gate" else "",
+        )
+
+    def wall_s(self) -> float:
+        return round(time.monotonic() - self.began, 3)
+
+    def watch(self, progress: Progress) -> None:
+        """Told by the rollout itself."""
+        self.progress = progress
+        self.stage = "result" if progress.stage == "done" else progress.stage
+        self.announced.set()
+
+    def wake(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+
+class Rollouts(AbstractAsyncContextManager["Rollouts"]):
+    """`backend`: sandboxes of the caller's own making. `engines`: for endpoints whose engine lives in this process, by key."""
+
+    def __init__(
+        self, config: ServiceConfig, *, backend: Backend | None = None, engines: Mapping[str, Engine] | None = None
+    ) -> None:
+        self.config = config.check()
+        self._catalog = Catalog(config.endpoints, config.allowed_hosts)
+        self._agents = Agents(config)
+        self._backend = backend or make_backend(config.sandbox)
+        self._engines = dict(engines or {})
+        self._live: dict[str, _Live] = {}
+        self._ended: dict[str, RolloutState] = {}  # by id, oldest first
+        self._lost: dict[str, list[str]] = {}  # sessions that may still be open, by their gateway's place
+        self._unwritten: dict[str, tuple[RolloutResult, list[Said]]] = {}  # where the disk was full
+        self._folder = Path(config.data).absolute() / "service"
+        self._closing = False
+        self._newest = 0  # what the newest id begins with
+        self._books: Books | None = None
+        self._gateways: Gateways | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._gates: Gates | None = None
+
+    async def __aenter__(self) -> Rollouts:
+        await self._backend.check()
+        await self._backend.sweep()
+        self._books = await asyncio.to_thread(Books, self._folder)
+        await self._taken_up()
+        self._gateways = Gateways(self.config, self._engines, self._opened)
+        self._slots = asyncio.Semaphore(self.config.running)
+        bounds = Bounds(running=self.config.running, starting=self.config.starting, grading=self.config.grading, warm=0)
+        self._gates = Gates(bounds)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await to_the_end(self._close())
+
+    async def _close(self) -> None:
+        """Whatever still runs is aborted, and everything is cleaned up."""
+        self._closing = True
+        lives = [live.life for live in self._live.values() if live.life is not None]
+        await asyncio.gather(*(self.abort(rollout, "the service is being stopped") for rollout in list(self._live)))
+        await asyncio.gather(*lives)
+        await self._agents.close()
+        if self._gateways is not None:
+            await self._gateways.close()
+        if self._books is not None:
+            self._books.close()
+
+    # ── verbs ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, asked: AnyAsked) -> str:
+        """Begin a rollout: its id, at once. `BadRequest` names the argument that is wrong; `Busy`: as many wait as may."""
+        if self._closing:
+            raise Stopping("the service is being stopped")
+        asked = asked.check()
+        choice = self._catalog.choose(asked.model_key, asked.mode, asked.thinking, asked.endpoint_url)
+        agent = self._agents.named(asked.agent)
+        if asked.agent_timeout_s > self.config.most_agent_timeout_s:
+            raise BadRequest(
+                f"agent_timeout_s: {asked.agent_timeout_s:g} is more than this server allows "
+                f"({self.config.most_agent_timeout_s:g})",
+                param="agent_timeout_s",
+            )
+        if choice.mode == "direct":
+            _speaks(agent, choice)
+        most = self.config.running + self.config.queued
+        if len(self._live) >= most:
+            raise Busy(
+                f"the queue is full: {self.config.running} rollouts run and {self.config.queued} wait; try again when one "
+                "has ended"
+            )
+        rollout = self._new_id()
+        task = task_of(asked, self.config, self._store.inputs(rollout))
+        self._agents.check(agent, task.instruction)
+        task_id = asked.task_id or task.id if isinstance(asked, Asked) else str(asked.task["instance_id"])
+        live = _Live(rollout, asked, choice, agent, task, task_id)
+        self._store.put(live.state(), choice.place)
+        self._live[rollout] = live
+        self._tell(live, "queued", {"task": task_id, "agent": agent.name, "model_key": choice.endpoint.key})
+        live.work = asyncio.create_task(self._worked(live), name=f"rollout {rollout}")
+        live.life = asyncio.create_task(self._lived(live, live.work), name=f"life of rollout {rollout}")
+        return rollout
+
+    def _new_id(self) -> str:
+        """Later ones are greater."""
+        self._newest = max(self._newest + 1, int(time.time() * 1000))
+        return f"{self._newest:012x}{secrets.token_hex(6)}"
+
+    async def run(self, asked: AnyAsked, *, abort_if_cancelled: bool = False) -> RolloutResult:
+        """`start`, then `finalize`. Cancelling the caller leaves the rollout alone, unless `abort_if_cancelled`."""
+        rollout = self.start(asked)
+        try:
+            return await self.finalize(rollout)
+        except asyncio.CancelledError:
+            if abort_if_cancelled:
+                await to_the_end(self.abort(rollout, "its caller was cancelled"))
+            raise
+
+    def state(self, rollout: str) -> RolloutState:
+        """How far it is."""
+        live = self._live.get(rollout)
+        return live.state() if live is not None else self._known(rollout)
+
+    async def messages(self, rollout: str, after: int = 0, limit: int = 100) -> Messages:
+        """The conversation so far, past a cursor: every branch of it, each message with its branch and the role of its turn."""
+        _bounded("after", after, 0, None)
+        _bounded("limit", limit, 1, 1000)
+        live = self._live.get(rollout)
+        if live is None:
+            self._known(rollout)
+            kept = self._unwritten.get(rollout)
+            said = kept[1] if kept is not None else await asyncio.to_thread(self._store.messages, rollout)
+        else:
+            said = await self._said(live)
+        found, clamped = report.page(said, after, limit, self.config.clamp)
+        cursor = found[-1].cursor if found else after
+        return Messages(
+            rollout_id=rollout,
+            messages=found,
+            cursor=cursor,
+            over=live is None and cursor >= len(said),
+            clamped=clamped,
+        )
+
+    async def events(self, rollout: str, after: int = 0, limit: int = 200, wait_s: float = 0) -> EventPage:
+        """What happened past a cursor, in order; none is lost, and none is told twice. Waits up to `wait_s` for the first."""
+        _bounded("after", after, 0, None)
+        _bounded("limit", limit, 1, 1000)
+        _bounded("wait_s", wait_s, 0, 600)
+        deadline = time.monotonic() + wait_s
+        while True:
+            live = self._live.get(rollout)
+            newest = live.cursor if live is not None else self._known(rollout).cursor
+            page = self._store.page(rollout, after, limit)
+            cursor = page[-1].cursor if page else after
+            over = live is None and cursor >= newest
+            left = deadline - time.monotonic()
+            if page or over or left <= 0 or live is None:
+                return EventPage(rollout_id=rollout, events=page, cursor=cursor, over=over)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(live.changed.wait(), left)
+
+    async def abort(self, rollout: str, reason: str = "") -> RolloutState:
+        """End it, at whatever stage: generation, agent and sandbox are gone when this returns. Fine when it has ended already."""
+        live = self._live.get(rollout)
+        if live is None:
+            return self._known(rollout)
+        if live.aborted is None:
+            live.aborted = reason[:1000]
+            self._tell(live, "abort", {"reason": live.aborted})
+            assert live.work is not None
+            live.work.cancel()
+        await live.over.wait()
+        return self.state(rollout)
+
+    async def finalize(self, rollout: str, wait_s: float | None = None) -> RolloutResult:
+        """The result, when the rollout has ended and is graded. Past `wait_s` how far it is, with `done` false. As often as one likes."""
+        if wait_s is not None:
+            _bounded("wait_s", wait_s, 0, None)
+        live = self._live.get(rollout)
+        if live is not None:
+            try:
+                await asyncio.wait_for(live.over.wait(), wait_s)
+            except TimeoutError:
+                return _unfinished(self.state(rollout)) if rollout in self._live else await self._result(rollout)
+        return await self._result(rollout)
+
+    def list(self, status: str = "", limit: int = 50, before: str = "") -> Listing:
+        """Rollouts, newest first; of one status, or `done`, or all. `before`: those that were started before that one."""
+        known = (*STATES, "done")
+        if status and status not in known:
+            raise BadRequest(f"status: {status[:80]!r} is none of {', '.join(known)}", param="status")
+        _bounded("limit", limit, 1, 500)
+        live = [one.state() for one in self._live.values()]
+        found = sorted((*live, *self._ended.values()), key=lambda one: one.rollout_id, reverse=True)
+        wanted = [
+            one
+            for one in found
+            if (not status or one.status == status or (status == "done" and one.done))
+            and (not before or one.rollout_id < before)
+        ]
+        running = sum(one.status == "running" for one in live)
+        return Listing(rollouts=wanted[:limit], more=len(wanted) > limit, running=running, queued=len(live) - running)
+
+    def catalog(self) -> Views:
+        """The endpoints that there are."""
+        return self._catalog.show()
+
+    @asynccontextmanager
+    async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
+        """The gateway that has its trace, for what is not in a result: whole traces, rows, verdicts. Started again if need be."""
+        live = self._live.get(rollout)
+        if live is not None and live.reached is not None:
+            yield live.reached.client
+            return
+        state = self.state(rollout)
+        if not state.session:
+            raise NotFound(f"rollout_id: {rollout} has no session: nothing of it was recorded", param="rollout_id")
+        assert self._gateways is not None
+        choice = self._catalog.choose(state.model_key, state.mode)
+        async with self._gateways.reached(choice) as reached:
+            yield reached.client
+
+    # ── one rollout ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _worked(self, live: _Live) -> Outcome:
+        """Everything that can be aborted. What it opens, `_lived` closes: the last events are read after this."""
+        assert self._slots is not None and self._gates is not None
+        async with self._slots:
+            live.running = True
+            live.seconds["queued"] = round(time.monotonic() - live.began, 3)
+            self._tell(live, "started", {"waited_s": live.seconds["queued"]})
+            with _timed(live, "gateway"):
+                reached = live.reached = await self._reached(live)
+                live.model = reached.model
+            with _timed(live, "install"):
+                installed = await self._agents.installed(live.agent)
+            await to_the_end(asyncio.to_thread(lay, live.asked, self._store.inputs(live.id)))
+            order = order_of(
+                live.id,
+                live.asked,
+                live.task,
+                live.choice,
+                self.config,
+                backend=self._backend,
+                agent=live.agent,
+                installed=installed,
+                options=self._agents.options(live.agent),
+                model=reached.model,
+                folder=self._store.folder / "left",
+            )
+            ticket = self._gates.ticket()
+            live.rollout = Rollout(order, reached.client, reached.wayout, live.watch, gates=ticket, session=live.id)
+            live.following = asyncio.create_task(self._follow(live, reached.client))
+            try:
+                return await live.rollout.run()
+            finally:
+                ticket.leave()
+
+    async def _reached(self, live: _Live) -> Reached:
+        assert self._gateways is not None
+        if live.choice.mode != "direct":
+            return await live.stack.enter_async_context(self._gateways.reached(live.choice))
+        forwarder = Forwarder(live.choice.endpoint.urls[0])
+        url = await live.stack.enter_async_context(forwarder.open())
+        client = Unrecorded(url, lambda: forwarder.calls, lambda kind, data: self._tell(live, kind, data))
+        wayout = WayOut(url, self.config.public_url, self.config.tunnel)
+        await live.stack.enter_async_context(client)
+        await live.stack.enter_async_context(wayout)
+        return Reached(client, wayout, live.choice.endpoint.served)
+
+    async def _lived(self, live: _Live, work: asyncio.Task[Outcome]) -> None:
+        """From its start to its result. Nobody cancels this, so that whatever happens there is one."""
+        try:
+            await asyncio.wait([work])
+            failed_at, live.stage = live.stage, "result"
+            await self._finished(live, work, failed_at)
+            await asyncio.to_thread(self._store.clear_inputs, live.id)
+            if not self.config.keep_work:
+                await asyncio.to_thread(self._store.clear_work, live.id)
+            await self._removed_oldest()
+        finally:
+            self._live.pop(live.id, None)
+            live.over.set()
+            live.wake()
+
+    async def _finished(self, live: _Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
+        outcome = live.rollout.outcome if live.rollout is not None else None
+        view, said = None, list[Said]()
+        if live.following is not None:
+            await _cancelled(live.following)
+        if live.reached is not None and live.choice.mode != "direct":
+            await self._drained(live, live.reached.client)
+            if outcome is not None and outcome.session:
+                view, said = await self._viewed(live, live.reached.client)
+        await live.stack.aclose()
+        state = _settled(live, work, outcome, failed_at)
+        folder, clamp = self._store.left(live.id), self.config.clamp
+        result = await asyncio.to_thread(report.ended, state, outcome, view, folder, clamp, live.notes)
+        state = msgspec.structs.replace(state, wall_s=live.wall_s(), cursor=live.cursor + 1)
+        seconds = {**live.seconds, **(outcome.seconds if outcome is not None else {})}
+        stop = result.stop if live.aborted is None or state.status != "cancelled" else f"aborted: {live.aborted}"
+        result = msgspec.structs.replace(result, wall_s=state.wall_s, seconds=seconds, stop=stop.removesuffix(": "))
+        try:
+            await asyncio.to_thread(self._store.write, result, said)
+        except StoreError as error:
+            log.error("the result of rollout %s is only in memory: %s", live.id, error.message)
+            self._unwritten[live.id] = result, said
+        self._tell(
+            live, "ended", {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
+        )
+        self._ended[live.id] = msgspec.structs.replace(state, cursor=live.cursor)
+        with _logged(live.id):
+            self._store.put(self._ended[live.id], live.choice.place)
+
+    # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell(
+        self, live: _Live, kind: str, data: dict[str, Json], seq: int | None = None, at: float | None = None
+    ) -> None:
+        """One more event. It is on disk before anybody is told of it."""
+        event = Event(cursor=live.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
+        with _logged(live.id):
+            self._store.add(live.id, event)
+            live.cursor += 1
+            live.seq = seq or live.seq
+            live.wake()
+
+    def _took(self, live: _Live, event: Json) -> None:
+        """What the gateway told. It tells each event once, past the one that we have."""
+        if event["seq"] > live.seq:
+            self._tell(live, event["kind"], event["data"], event["seq"], event["time"])
+
+    async def _follow(self, live: _Live, client: GatewayClient) -> None:
+        if live.choice.mode == "direct":
+            return
+        await live.announced.wait()
+        while True:  # it ends where the gateway does not know the session yet
+            async for event in client.events(live.id, live.seq):
+                self._took(live, event)
+            await asyncio.sleep(0.05)
+
+    async def _drained(self, live: _Live, client: GatewayClient) -> None:
+        """What was told in the end, after which there is no more."""
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                async for event in client.events(live.id, live.seq, wait=False):
+                    self._took(live, event)
+        except TimeoutError:
+            live.notes.append("its gateway could not be asked for the last events")
+
+    async def _viewed(self, live: _Live, client: GatewayClient) -> tuple[Viewed | None, Conversation]:
+        try:
+            async with asyncio.timeout(_DRAIN_S * 3):
+                trace = await client.trace(live.id)
+                view = await asyncio.to_thread(report.viewed, trace)
+                return view, await asyncio.to_thread(report.conversation, view)
+        except (TurngateError, TimeoutError) as error:
+            live.notes.append(f"its gateway could not be asked for the trace, which has the turns: {error}")
+            return None, []
+
+    async def _said(self, live: _Live) -> Conversation:
+        """Made anew when something has happened since."""
+        if live.reached is None or not live.recorded:
+            return []
+        seq = live.seq
+        if live.said[0] != seq:
+            try:
+                trace = await live.reached.client.trace(live.id)
+            except Refused as refused:
+                if refused.answered != 404:
+                    raise
+                return []
+            said = await asyncio.to_thread(lambda: report.conversation(report.viewed(trace)))
+            live.said = seq, said
+        return live.said[1]
+
+    # ── what is remembered ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _store(self) -> Books:
+        assert self._books is not None, "use it as a context manager"
+        return self._books
+
+    def _known(self, rollout: str) -> RolloutState:
+        found = self._ended.get(rollout)
+        if found is None:
+            raise NotFound(f"rollout_id: there is no rollout {rollout[:80]!r}", param="rollout_id")
+        return found
+
+    async def _result(self, rollout: str) -> RolloutResult:
+        self._known(rollout)
+        if (kept := self._unwritten.get(rollout)) is not None:
+            return kept[0]
+        found = await asyncio.to_thread(self._store.result, rollout)
+        if found is None:
+            raise StoreError(f"rollout_id: the result of {rollout} is gone from the disk", param="rollout_id")
+        return found
+
+    async def _taken_up(self) -> None:
+        """Where the last process left off. What ran then is lost, and told so."""
+        for state, place in self._store.states():
+            if not state.done:
+                state = await self._given_up(state, place)
+            self._ended[state.rollout_id] = state
+        await self._removed_oldest()
+
+    async def _given_up(self, state: RolloutState, place: str) -> RolloutState:
+        store, rollout = self._store, state.rollout_id
+        events = store.page(rollout, 0, -1)
+        finished = await asyncio.to_thread(store.result, rollout)
+        if finished is not None:  # all but the last line about it was written
+            state = _state_of(finished, state)
+        else:
+            state = _lost(state, events)
+            result = report.ended(state, None, None, store.left(rollout), self.config.clamp, ())
+            await asyncio.to_thread(store.write, result, ())
+        if not events or events[-1].kind != "ended":
+            facts = {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
+            events.append(Event(cursor=len(events) + 1, time=time.time(), kind="ended", data=facts))
+            store.add(rollout, events[-1])
+        state = msgspec.structs.replace(state, cursor=len(events))
+        store.put(state, place)
+        await asyncio.to_thread(store.clear_inputs, rollout)
+        self._lost.setdefault(place, []).append(rollout)
+        return state
+
+    async def _opened(self, place: str, client: GatewayClient) -> None:
+        """A gateway was started: sessions that nobody runs any more are ended there."""
+        for session in self._lost.pop(place, ()):
+            with suppress(TurngateError):
+                await client.cancel(session)
+
+    async def _removed_oldest(self) -> None:
+        surplus = list(self._ended)[: max(0, len(self._ended) - self.config.keep)]
+        for rollout in surplus:
+            del self._ended[rollout]
+            self._unwritten.pop(rollout, None)
+        if surplus:
+            with _logged(surplus[0]):
+                self._store.forget(surplus)
+            for rollout in surplus:
+                await asyncio.to_thread(self._store.clear, rollout)
+
+
+def _settled(live: _Live, work: asyncio.Task[Outcome], outcome: Outcome | None, failed_at: str) -> RolloutState:
+    """How it ended."""
+    state = msgspec.structs.replace(live.state(), done=True, stage="done", gateway="", status="cancelled")
+    if not work.cancelled() and (error := work.exception()) is not None:
+        return msgspec.structs.replace(state, status="error", **_failed(live, error, failed_at))
+    if outcome is None:
+        return state
+    if work.cancelled() and outcome.status == "error" and outcome.fault is None:  # it never came to say anything else
+        outcome.status = "cancelled"
+    recorded = live.choice.mode != "direct"
+    if not recorded:
+        made = "" if outcome.calls is None else f"; it made {outcome.calls} calls"
+        live.notes.append(report.DIRECT + made)
+    return msgspec.structs.replace(
+        state,
+        status=outcome.status,
+        kind=outcome.kind,
+        reward=outcome.reward,
+        turns=outcome.turns if recorded else 0,
+        sampled_tokens=outcome.sampled_tokens if recorded else 0,
+        session=outcome.session if recorded else "",
+        error=report.trouble(outcome),
+    )
+
+
+def _failed(live: _Live, error: BaseException, stage: str) -> dict[str, Any]:
+    """What came before the rollout itself, or was Turngate's own fault."""
+    if isinstance(error, TurngateError):
+        trouble = Trouble(boundary=error.boundary, stage=stage, message=error.message)
+    else:
+        log.error("rollout %s failed in a way that nobody thought of", live.id, exc_info=error)
+        trouble = Trouble(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")
+    return {"error": trouble, "kind": "invalid task" if trouble.boundary == "task" else "infrastructure fault"}
+
+
+def _lost(state: RolloutState, events: list[Event]) -> RolloutState:
+    """What ran when the process was killed: as far as its events tell. Its time is counted up to the last of them."""
+    turns = [event.data for event in events if event.kind == "turn"]
+    stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
+    opened = any(event.kind == "opened" for event in events)
+    stage = stages[-1] if stages else state.stage
+    return msgspec.structs.replace(
+        state,
+        done=True,
+        stage="done",
+        status="error",
+        kind="infrastructure fault",
+        turns=len(turns),
+        sampled_tokens=sum(int(turn.get("sampled_tokens", 0)) for turn in turns),
+        wall_s=round(max(0.0, (events[-1].time if events else state.started) - state.started), 3),
+        session=state.rollout_id if opened else "",
+        error=Trouble(boundary="gateway", stage=stage, message=LOST),
+        gateway="",
+    )
+
+
+def _state_of(result: RolloutResult, begun: RolloutState) -> RolloutState:
+    """Of a rollout whose result was written."""
+    return msgspec.structs.replace(
+        begun,
+        done=True,
+        stage="done",
+        status=result.status,
+        kind=result.kind,
+        reward=result.reward,
+        turns=result.turn_count,
+        sampled_tokens=result.sampled_tokens,
+        wall_s=result.wall_s,
+        session=result.session,
+        error=result.error,
+        model=result.model,
+        gateway="",
+    )
+
+
+def _unfinished(state: RolloutState) -> RolloutResult:
+    """A result that says how far it is."""
+    return RolloutResult(
+        rollout_id=state.rollout_id,
+        task_id=state.task_id,
+        agent=state.agent,
+        model_key=state.model_key,
+        model=state.model,
+        mode=state.mode,
+        done=False,
+        status=state.status,
+        wall_s=state.wall_s,
+        turn_count=state.turns,
+        sampled_tokens=state.sampled_tokens,
+        session=state.session,
+    )
+
+
+def _speaks(agent: AgentSpec, choice: Choice) -> None:
+    """In direct mode nobody translates between an agent and its endpoint."""
+    spoken = choice.endpoint.kind.speaks
+    if agent.dialect != "any" and agent.dialect not in spoken:
+        raise BadRequest(
+            f"mode: {agent.name} speaks {agent.dialect}, and {choice.endpoint.key} {' and '.join(spoken)}; in direct mode nobody "
+            "translates: use observe, or another agent",
+            param="mode",
+        )
+
+
+def _bounded(name: str, value: float, least: float, most: float | None) -> None:
+    if not least <= value <= (math.inf if most is None else most):
+        bound = f"at least {least:g}" if most is None else f"between {least:g} and {most:g}"
+        raise BadRequest(f"{name}: {value} has to be {bound}", param=name)
+
+
+@contextmanager
+def _timed(live: _Live, stage: str) -> Iterator[None]:
+    """A stage of the service's own."""
+    live.stage = stage
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        live.seconds[stage] = round(time.monotonic() - began, 3)
+
+
+@contextmanager
+def _logged(rollout: str) -> Iterator[None]:
+    """A rollout goes on where the disk does not."""
+    try:
+        yield
+    except StoreError as error:
+        log.error("rollout %s: %s", rollout, error.message)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the events of a rollout were not followed to the end", exc_info=error)
