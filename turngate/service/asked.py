@@ -18,6 +18,7 @@ import msgspec
 
 from turngate.errors import BadRequest
 from turngate.explain import explain
+from turngate.tasks.task import Task
 from turngate.types import Json
 
 Mode = Literal["exact", "observe", "gate", "direct"]
@@ -132,7 +133,27 @@ class AskedSwe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self
 
 
-AnyAsked = Asked | AskedSwe
+class AskedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of a task that the host itself has: for code in this process (the Python API). Never made from what somebody sends."""
+
+    task: Task
+    model_key: str
+    group: str = ""  # of rollouts that are compared; empty: the task's id
+    agent: str = ""
+    thinking: bool | None = None
+    mode: str = ""
+    max_tokens_cap: int | None = None
+    agent_timeout_s: float = 600.0
+    endpoint_url: str = ""
+    session: dict[str, Json] = {}  # further settings of its session, over those of the endpoint
+
+    def check(self) -> AskedTask:
+        """What types cannot say."""
+        _common(self)
+        return self
+
+
+AnyAsked = Asked | AskedSwe | AskedTask
 
 
 def read(values: Mapping[str, Json], kind: type[T]) -> T:

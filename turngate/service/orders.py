@@ -20,7 +20,7 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import BadRequest, StoreError, TaskError
 from turngate.rollout.outcome import Order
 from turngate.sandboxes.base import Backend
-from turngate.service.asked import AnyAsked, Asked, AskedSwe
+from turngate.service.asked import AnyAsked, Asked, AskedSwe, AskedTask
 from turngate.service.catalog import Choice
 from turngate.service.config import ServiceConfig
 from turngate.tasks import swe
@@ -32,6 +32,8 @@ _REWARD_FILE = re.compile(r"reward\.(txt|json)")
 
 def task_of(asked: AnyAsked, config: ServiceConfig, inputs: Path) -> Task:
     """The task that is asked for. `inputs`: where `lay` puts what the caller gave. `BadRequest` names the argument."""
+    if isinstance(asked, AskedTask):
+        return asked.task
     if isinstance(asked, AskedSwe):
         return _row(asked, config)
     return Task(
@@ -72,7 +74,7 @@ def _row(asked: AskedSwe, config: ServiceConfig) -> Task:
 
 def lay(asked: AnyAsked, inputs: Path) -> None:
     """Write down what the caller gave. Blocks."""
-    if isinstance(asked, AskedSwe):
+    if not isinstance(asked, Asked):
         return
     try:
         for path, data in asked.files().items():
@@ -123,11 +125,12 @@ def order_of(
         folder=folder,
         keep_work=True,
         rollout=rollout,
+        group=asked.group if isinstance(asked, AskedTask) else "",
     )
 
 
 def _session(asked: AnyAsked, choice: Choice) -> dict[str, Json]:
-    given = dict(choice.endpoint.session)
+    given = {**choice.endpoint.session, **(asked.session if isinstance(asked, AskedTask) else {})}
     given["mode"] = choice.mode
     if asked.max_tokens_cap is not None:
         given["max_tokens"] = asked.max_tokens_cap

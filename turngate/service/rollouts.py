@@ -217,7 +217,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         rollout = self._new_id()
         task = task_of(asked, self.config, self._store.inputs(rollout))
         self._agents.check(agent, task.instruction)
-        task_id = asked.task_id or task.id if isinstance(asked, Asked) else str(asked.task["instance_id"])
+        task_id = (asked.task_id if isinstance(asked, Asked) else "") or task.id
         live = _Live(rollout, asked, choice, agent, task, task_id)
         self._store.put(live.state(), choice.place)
         self._live[rollout] = live
@@ -345,6 +345,11 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         choice = self._catalog.choose(state.model_key, state.mode)
         async with self._gateways.reached(choice) as reached:
             yield reached.client
+
+    def left(self, rollout: str) -> Path:
+        """Where what its agent left is kept (stdout, stderr, home/, work/), for code on this machine."""
+        self.state(rollout)
+        return self._store.left(rollout)
 
     # ── one rollout ─────────────────────────────────────────────────────────────────────────────────────────────
 
