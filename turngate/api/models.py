@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from turngate.agents.spec import find
 from turngate.errors import BadRequest, ConfigError
 from turngate.explain import explain, suggestion
 from turngate.server.auth import ADMIN_KEY
@@ -42,7 +43,6 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
     key_env: str = ""
     gateway: str = ""
-    thinking: bool = False
 
 
 def settled(
@@ -114,9 +114,7 @@ def _written(model: str, wanted: Wanted, known: list[str]) -> Endpoint:
     key_env = wanted.key_env or ("" if url else _KEYS.get(kind, ""))
     exact = KINDS[kind].exact is not None
     tokenizer = wanted.tokenizer or (name if exact else "")
-    return Endpoint(
-        key=_key(kind, name), url=url, model=name, tokenizer=tokenizer, key_env=key_env, thinking=wanted.thinking
-    )
+    return Endpoint(key=_key(kind, name), url=url, model=name, tokenizer=tokenizer, key_env=key_env, thinking=exact)
 
 
 def _scripted(name: str) -> Endpoint:
@@ -130,3 +128,8 @@ def _scripted(name: str) -> Endpoint:
 def _key(kind: str, name: str) -> str:
     """The name of an entry, of the signs that one may have."""
     return f"{kind}://{re.sub(r'[^A-Za-z0-9._:/@+-]+', '-', name).lstrip('./-') or kind}"
+
+
+def agent_named(agent: str) -> str:
+    """The name of an agent that may be given as a file."""
+    return find(agent).spec.name if agent else ""

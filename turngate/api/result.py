@@ -40,7 +40,8 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     ids: Ids  # what was sampled; empty where the endpoint told no ids
     logprobs: Logprobs | None  # one for each of them; None: not known. Never filled in
     pieces: tuple[str, ...]  # the text that each id adds; empty: no tokenizer was at hand
-    text: str
+    message: Json  # what the model said, in OpenAI's form
+    text: str  # and apart
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     finish: str
@@ -57,19 +58,6 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if self.logprobs is None or not len(self.logprobs) or bool(np.isnan(self.logprobs).any()):
             return None
         return float(self.logprobs.mean())
-
-    @property
-    def message(self) -> Json:
-        """What the model said, in OpenAI's form."""
-        said: dict[str, Json] = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            said["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            said["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return said
 
     def __repr__(self) -> str:
         return f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})"

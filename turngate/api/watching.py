@@ -25,13 +25,19 @@ OFTEN_S = 0.2  # between two looks
 class Board:
     """The states of the rollouts that somebody waits for. Written by one thread, and read by another."""
 
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted  # rollouts; 1: nothing is counted
+    def __init__(self) -> None:
+        self.wanted = 1  # rollouts; where there is one, nothing is counted
         self._began = time.monotonic()
         self._states: dict[str, RolloutState] = {}
         self._seen: dict[str, float] = {}  # when each was put
+        self.followed: list[str] = []  # those that run: whoever keeps the board up to date asks for their states
+
+    def follow(self, rollout: str) -> None:
+        self.followed = [*self.followed, rollout]
 
     def put(self, state: RolloutState) -> None:
+        if state.done:
+            self.followed = [rollout for rollout in self.followed if rollout != state.rollout_id]
         self._states[state.rollout_id] = state
         self._seen[state.rollout_id] = time.monotonic()
 
@@ -42,14 +48,14 @@ class Board:
         found = [self._line(state) for state in running[:_LINES]]
         if len(running) > _LINES:
             found.append(f"and {len(running) - _LINES} more")
-        if self._wanted == 1:
+        if self.wanted == 1:
             return found or [self._line(state) for state in states]
         return [self._count(states, len(running)), *found]
 
     def _count(self, states: list[RolloutState], running: int) -> str:
         done = [state for state in states if state.done]
         known = [state.reward for state in done if state.reward is not None]
-        facts = [f"{_clock(time.monotonic() - self._began)}  {len(done)} of {self._wanted} done", f"{running} running"]
+        facts = [f"{_clock(time.monotonic() - self._began)}  {len(done)} of {self.wanted} done", f"{running} running"]
         facts += [f"mean reward {sum(known) / len(known):.3g}"] if known else []
         unknown = len(done) - len(known)
         return " · ".join([*facts, *([f"{unknown} without a reward"] if unknown else [])])
@@ -62,7 +68,7 @@ class Board:
             facts.append(f"{turns} · {state.sampled_tokens:,} tokens")
         if state.reward is not None:
             facts.append(f"reward {state.reward:g}")
-        facts += [state.task_id] if self._wanted > 1 else []
+        facts += [state.task_id] if self.wanted > 1 else []
         return one_line("  ".join(facts))
 
 

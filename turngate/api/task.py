@@ -1,0 +1,136 @@
+"""A task from whatever people have at hand: a `Task`, a path, a row, or plain words. `client.py` calls it; errors name the argument."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from turngate.errors import BadRequest, TaskError
+from turngate.service.asked import Asked, Encoded
+from turngate.service.config import ServiceConfig
+from turngate.service.orders import lay, task_of
+from turngate.tasks.read import HUB, look, made, read
+from turngate.tasks.task import Task
+from turngate.types import Json
+
+AnyTask: TypeAlias = Task | str | Path | Mapping[str, Json]
+# No whitespace, and a slash or an ending that tasks have: meant as a path, even where there is none.
+_PATH = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|parquet|md|txt|toml)")
+_ROW = re.compile(r"(?P<file>.+\.(?:jsonl?|ndjson|parquet))#(?P<row>.+)", re.S)
+
+
+def one(
+    task: AnyTask,
+    *,
+    test_script: str,
+    setup: str,
+    files: Mapping[str, str | bytes],
+    task_id: str,
+    config: ServiceConfig,
+    inputs: Path,
+) -> Task:
+    """The one task that is meant. What goes with words alone is refused with anything else. `inputs`: a folder for what is given."""
+    if isinstance(task, str) and not _is_place(task):
+        return _said(task, test_script, setup, files, task_id, config, inputs)
+    given = {"test_script": test_script, "setup": setup, "files": files, "task_id": task_id}
+    for name in (name for name, value in given.items() if value):
+        raise BadRequest(f"{name}: goes with an instruction in words; this task has its own: leave it out", param=name)
+    if isinstance(task, Task):
+        return task
+    if isinstance(task, Mapping):
+        return made(task, "the row")
+    if not isinstance(task, str | Path):
+        raise BadRequest(
+            f"task: {type(task).__name__} is no task; give a Task, a path, a row (a dict), or words", param="task"
+        )
+    return _at(str(task))
+
+
+def many(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
+    """Every task of a place, or what was given one by one."""
+    if isinstance(tasks, str | Path):
+        if isinstance(tasks, str) and not _is_place(tasks):
+            raise BadRequest(f"tasks: {tasks[:80]!r} is no place; for one instruction use run or group", param="tasks")
+        yield from read(str(tasks))
+    elif isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable):
+        raise BadRequest(
+            f"tasks: is one {type(tasks).__name__}; give a list of tasks, or the place where they lie", param="tasks"
+        )
+    else:
+        yield from tasks
+
+
+def _is_place(text: str) -> bool:
+    """Whether a string is meant as a path: there is something, or it looks like one."""
+    if "\n" in text or "\0" in text or len(text) > 1000:
+        return False
+    if text.startswith(HUB) or _ROW.fullmatch(text) or Path(text).expanduser().exists():
+        return True
+    return _PATH.fullmatch(text.strip()) is not None
+
+
+def _said(
+    instruction: str,
+    test_script: str,
+    setup: str,
+    files: Mapping[str, str | bytes],
+    task_id: str,
+    config: ServiceConfig,
+    inputs: Path,
+) -> Task:
+    """Words become a task the way those of a service's callers do."""
+    asked = Asked(
+        model_key="any",
+        instruction=instruction,
+        test_script=test_script,
+        setup_shell=setup,
+        task_id=task_id,
+        upload_files={name: _file(data) for name, data in files.items()},
+    )
+    try:
+        asked.check()
+        lay(asked, inputs)
+        return task_of(asked, config, inputs)
+    except BadRequest as error:
+        # In the names that things have here.
+        for theirs, ours in (("upload_files", "files"), ("setup_shell", "setup"), ("instruction", "task")):
+            if error.param == theirs:
+                raise BadRequest(error.message.replace(theirs, ours), param=ours) from None
+        raise
+
+
+def _file(data: str | bytes) -> str | Encoded:
+    return data if isinstance(data, str) else Encoded(base64=base64.b64encode(data).decode())
+
+
+def _at(where: str) -> Task:
+    """`rows.jsonl#3` is the third row, `rows.jsonl#fix-add` the one of that id; any other place has to hold one task."""
+    row = _ROW.fullmatch(where)
+    if row is not None and not Path(where).exists():
+        return _row(row["file"], row["row"])
+    found = [*read(where, limit=2)]
+    if len(found) > 1:
+        raise TaskError(
+            f"task: {where} holds several tasks; name one (rows.jsonl#ID, or its own folder), or use batch for all of them",
+            param="task",
+        )
+    return found[0]
+
+
+def _row(file: str, row: str) -> Task:
+    if not row.isdigit():
+        return next(iter(read(file, only=[row])))
+    number = int(row)
+    found = [*look(file, limit=number)] if number else []
+    if len(found) < number or not found:
+        raise TaskError(
+            f"task: {file} has no row {row}; the first is 1, the last {len(found) or 'not there'}", param="task"
+        )
+    last = found[-1]
+    if last.error is not None:
+        raise last.error
+    assert last.task is not None
+    return last.task
