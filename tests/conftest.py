@@ -16,6 +16,7 @@ _BESIDE = (
     "tests/tasks/test_prove",
     "tests/batch",
     "tests/cli/test_run",
+    "tests/mcp",
     "tests/swe/test_swe",
     "tests/engines/test_local",
     "tests/trainers/test_openenv_real",

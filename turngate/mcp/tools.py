@@ -31,7 +31,7 @@ ABOUT: Mapping[str, str] = {
     "model_key": "The endpoint that answers the agent: a key of list_endpoints, such as vllm://Qwen3-8B.",
     "instruction": "What the agent is to do, in words.",
     "test_script": "A bash script that grades the agent's work in a fresh sandbox, in a copy of the working folder: exit code 0 is "
-    "reward 1. Without one there is no reward.",
+    "reward 1, 1 is 0. Or it writes a number into $TURNGATE_LOGS/verifier/reward.txt. Without a script there is no reward.",
     "task_id": "Your name for the task. By default one that follows from the instruction.",
     "agent": "The agent that works on it, one of those that the server allows. By default the server's.",
     "setup_shell": "Shell commands that are run in the working folder before the agent starts.",
@@ -49,7 +49,8 @@ ABOUT: Mapping[str, str] = {
     "limit": "At most so many.",
     "wait_s": "Seconds to wait for it, at most. Give it where your tool calls have a time limit, and call again.",
     "reason": "Why, for whoever reads the result.",
-    "status": "Only rollouts of this status: queued, running, finished, failed, timed out, limit, cancelled or error.",
+    "status": "Only rollouts of this status: queued, running, done; or how they ended: finished, failed, timed out, limit, cancelled, "
+    "error.",
     "logprobs": "false leaves the turns' log-probabilities out of the answer: for a caller that reads it with a model's context.",
     "before": "The id of the last rollout of the answer before, for the next page.",
 }
@@ -91,7 +92,7 @@ class FinalizeRollout(OfRollout):
 
 class ListRollouts(_Arguments):
     status: str = ""
-    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 50
+    limit: Annotated[int, msgspec.Meta(ge=1, le=500)] = 50
     before: str = ""
 
 

@@ -1,0 +1,109 @@
+"""Real agents that speak MCP drive real rollouts: Claude Code and Codex, each over stdio and over HTTP, set up as docs/mcp.md says.
+
+Their own model is Turngate's scripted engine, which makes them call the tools; what a tool answered is then in their prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests import kit as gateways
+from tests.agents_real.kit import agent, call, says
+from tests.mcp import kit
+from tests.mcp.kit import KEY, MODEL, asked
+from turngate.agents.launch import Launch, plan
+from turngate.rollout.playbook import Playbook, Scene
+
+PROMPT = "Try the rollouts, please."
+WITHIN_S = 60.0
+
+
+def _scene() -> Scene:
+    def tool(name: str, **arguments: object) -> object:
+        return call(f"mcp__turngate__{name}", **arguments)
+
+    order = asked('open("a.txt", "w").write(ask("Hi"))', test_script="grep -q Hello a.txt")
+    steps = (
+        says("I look what there is.", tool("list_endpoints")),  # type: ignore[arg-type]
+        says("", tool("start_rollout", **order)),  # type: ignore[arg-type]
+        says("", tool("finalize_rollout", rollout_id="{rollout}", wait_s=40, logprobs=False)),  # type: ignore[arg-type]
+        says("All done."),
+    )
+    return Scene(PROMPT, steps, finds={"rollout": r'"rollout_id":"([^"]+)"'})
+
+
+def _claude(server: kit.Server, home: Path, launch: Launch) -> list[str]:
+    """`--mcp-config`, with the key left in the environment."""
+    parameters = server.parameters()
+    entry: dict[str, object] = {"type": "stdio", "command": parameters.command, "args": parameters.args}
+    entry["env"] = {name: value for name, value in server.env.items() if name != "TURNGATE_MCP_KEY"}
+    if server.url:
+        header = {"Authorization": "Bearer ${TURNGATE_MCP_KEY}"}
+        entry = {"type": "http", "url": server.url, "headers": header}
+    (home / "mcp.json").write_text(json.dumps({"mcpServers": {"turngate": entry}}))
+    return [*launch.command, "--mcp-config", str(home / "mcp.json")]
+
+
+def _codex(server: kit.Server, home: Path, launch: Launch) -> list[str]:
+    """`[mcp_servers.turngate]` in its config.toml."""
+    parameters = server.parameters()
+    lines = [f"command = {json.dumps(parameters.command)}", f"args = {json.dumps(parameters.args)}"]
+    lines += [f"env.{name} = {json.dumps(value)}" for name, value in server.env.items() if name != "TURNGATE_MCP_KEY"]
+    if server.url:
+        lines = [f'url = "{server.url}"', 'bearer_token_env_var = "TURNGATE_MCP_KEY"']
+    file = home / ".codex" / "config.toml"
+    file.write_text("\n".join([file.read_text(), "[mcp_servers.turngate]", *lines, ""]))
+    tomllib.loads(file.read_text())
+    return list(launch.command)
+
+
+SET_UP = {"claude-code": _claude, "codex": _codex}
+
+
+@pytest.mark.parametrize("name", SET_UP)
+async def test_a_real_agent_runs_a_rollout(server: kit.Server, name: str, tmp_path: Path) -> None:
+    spec, installed = agent(name)
+    async with gateways.gateway(Playbook(gateways.renderer(), [_scene()]), max_context=200_000) as gateway:
+        session = await gateway.open()
+        (work := tmp_path / "work").mkdir()
+        launch = plan(
+            spec,
+            installed,
+            base_url=gateway.root,
+            api_key=session.key,
+            model="m",
+            prompt=PROMPT,
+            home=str(tmp_path),
+            workdir=str(work),
+        )
+        for file in launch.files:
+            place = Path(file.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(file.data)
+        own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TURNGATE_MCP_KEY": KEY}
+        process = await asyncio.create_subprocess_exec(
+            *SET_UP[name](server, tmp_path, launch),
+            cwd=work,
+            env={**own, **launch.env},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            said, _ = await asyncio.wait_for(process.communicate(), WITHIN_S)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        heard = [gateways.tokenizer().decode(node["ids"]) for node in (await gateway.trace(session.id))["nodes"]]
+    assert process.returncode == 0 and "All done." in said.decode(), said.decode()
+    [endpoints] = [text for text in heard if '"endpoints":[' in text]
+    assert MODEL in endpoints
+    [result] = [text for text in heard if '"workdir_files":' in text]
+    assert '"status":"finished"' in result and '"a.txt":"Hello."' in result
+    assert '"reward":1' in result

@@ -1,0 +1,169 @@
+"""Every tool, by the official SDK's client, over both transports: what it answers, and what it says to wrong arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from mcp.shared.exceptions import MCPError
+
+from tests.mcp import kit
+from tests.mcp.kit import MODEL, asked, at, called, refused, until_there
+from turngate.mcp.tools import TOOLS
+
+ROW = {
+    "instance_id": "own__thing-1",
+    "repo": "own/thing",
+    "base_commit": "0123456789abcdef0123456789abcdef01234567",
+    "problem_statement": "It does not work.",
+    "patch": "",
+    "test_patch": "diff --git a/test_a.py b/test_a.py\nnew file mode 100644\n--- /dev/null\n+++ b/test_a.py\n@@ -0,0 +1 @@\n+x = 1\n",
+    "FAIL_TO_PASS": ["test_a.py::test"],
+    "PASS_TO_PASS": [],
+    "image_name": "swebench/own",
+    "install_config": {"test_cmd": "pytest -rA", "log_parser": "pytest"},
+}
+
+
+async def test_a_rollout_step_by_step(server: kit.Server, folder: Path) -> None:
+    gate = folder / "gate"
+    async with at(server) as client:
+        [small, hosted] = (await called(client, "list_endpoints"))["endpoints"]
+        assert (small["key"], small["modes"], small["capture"]) == (MODEL, ["exact", "gate"], "tokens")
+        assert (hosted["key"], hosted["key_is_set"]) == ("openai://hosted", False)
+
+        order = asked(until_there(gate), test_script="grep -q Hello answer.txt", task_id="greet")
+        rollout = await called(client, "start_rollout", **order)
+        state = await called(client, "get_state", **rollout)
+        assert (state["task_id"], state["agent"], state["done"]) == ("greet", "shell", False)
+        early = await called(client, "finalize_rollout", **rollout, wait_s=0)
+        assert (early["done"], early["reward"]) == (False, None)
+        assert rollout["rollout_id"] in [
+            one["rollout_id"] for one in (await called(client, "list_rollouts"))["rollouts"]
+        ]
+
+        gate.touch()
+        events, cursor, over = [], 0, False
+        while not over:
+            page = await called(client, "subscribe_events", **rollout, after=cursor, wait_s=20)
+            events += page["events"]
+            cursor, over = page["cursor"], page["over"]
+        assert [event["cursor"] for event in events] == [*range(1, len(events) + 1)]  # none lost, none twice
+        assert "ended" in [event["kind"] for event in events]
+
+        result = await called(client, "finalize_rollout", **rollout)
+        assert (result["done"], result["status"], result["reward"]) == (True, "finished", 1.0), result
+        assert result["exit_code"] == 0 and result["wall_s"] > 0 and result["error"] is None
+        assert result["workdir_files"]["answer.txt"] == "Hello."
+        [turn] = result["turns"]
+        assert turn["text"] == "Hello." and turn["finish_reason"] == "stop"
+        assert len(turn["logprobs"]) == turn["sampled_tokens"] > 0
+        assert await called(client, "finalize_rollout", **rollout) == result  # as often as one likes
+
+        lean = await called(client, "finalize_rollout", **rollout, logprobs=False)
+        assert lean["turns"][0]["logprobs"] is None and "logprobs" in lean["clamped"][-1]
+
+        said = (await called(client, "get_messages", **rollout))["messages"]
+        assert [(one["role"], one["text"]) for one in said] == [("user", "Hi"), ("assistant", "Hello.")]
+
+
+async def test_a_rollout_in_one_call_tells_how_far_it_is(server: kit.Server) -> None:
+    told: list[str] = []
+
+    async def progress(done: float, total: float | None, message: str | None) -> None:
+        told.append(message or "")
+
+    async with at(server) as client:
+        given = asked(
+            'print(ask("Hi"))', upload_files={"a/b.txt": "1", "c": {"base64": "AP8="}}, setup_shell="echo 2 > d"
+        )
+        result = (await client.call_tool("run_rollout", given, progress_callback=progress)).structured_content
+    assert (result["status"], result["reward"]) == ("finished", None)  # nobody was asked for a grade
+    assert result["workdir_files"]["a/b.txt"] == "1" and result["workdir_files"]["d"] == "2\n"
+    assert result["rollout_id"] in told[0]
+
+
+async def test_what_goes_wrong_with_a_task_is_a_result(server: kit.Server) -> None:
+    async with at(server) as client:
+        failed = await called(client, "run_rollout", **asked("", setup_shell="exit 7"))
+        assert (failed["error"]["stage"], failed["error"]["boundary"], failed["reward"]) == ("setup", "task", None)
+        assert failed["wall_s"] > 0
+        row = await called(client, "run_swe_rollout", task=ROW, model_key=MODEL)
+        assert row["task_id"] == ROW["instance_id"] and "docker" in row["error"]["message"], row["error"]
+
+
+async def test_aborting_ends_agent_and_sandbox(server: kit.Server, folder: Path) -> None:
+    gate = folder / "never"
+    async with at(server) as client:
+        rollout = await called(client, "start_rollout", **asked(until_there(gate)))
+        await kit.there(folder / "never.waits")
+        state = await called(client, "abort_rollout", **rollout, reason="enough of it")
+        assert (state["done"], state["status"]) == (True, "cancelled")
+        assert server.alive() == []
+        assert (await called(client, "abort_rollout", **rollout))["status"] == "cancelled"
+        result = await called(client, "finalize_rollout", **rollout)
+        assert result["status"] == "cancelled" and result["wall_s"] > 0 and result["reward"] is None
+
+
+async def test_wrong_arguments_are_named(server: kit.Server) -> None:
+    fine = {"model_key": MODEL, "instruction": "x"}
+    wrong: list[tuple[str, dict[str, object], str]] = [
+        ("run_rollout", {"instruction": "x"}, "model_key: is missing"),
+        ("run_rollout", {**fine, "model_key": "vllm://other"}, f"model_key: there is no 'vllm://other'.*{MODEL}"),
+        (
+            "run_rollout",
+            {**fine, "model_key": "openai://hosted"},
+            "model_key: the server has no key .*TURNGATE_TEST_HOSTED_KEY",
+        ),
+        ("run_rollout", {**fine, "agent_timeout_s": "long"}, "agent_timeout_s: Expected `float`, got `str`"),
+        ("run_rollout", {**fine, "timeout": 5}, "timeout: there is no such argument"),
+        ("run_rollout", {**fine, "logprobs": "no"}, "logprobs: Expected `bool`"),
+        ("run_rollout", {**fine, "upload_files": {"../out": "x"}}, "upload_files.*below the working folder"),
+        ("start_rollout", {**fine, "mode": "blind"}, "mode: 'blind' is none of exact, observe"),
+        ("start_rollout", {**fine, "mode": "transparent_proxy"}, "mode: .* not observe"),
+        ("start_rollout", {**fine, "agent": "/bin/sh"}, "agent: .*there are shell"),
+        ("start_rollout", {**fine, "endpoint_url": "http://10.0.0.1/v1"}, "endpoint_url: .*allowed_hosts"),
+        ("start_rollout", {**fine, "task": ROW}, "task: give either"),
+        ("start_rollout", {"model_key": MODEL}, "instruction: is missing"),
+        ("run_swe_rollout", {"model_key": MODEL, "task": {"repo": "a/b"}}, "task"),
+        ("get_state", {"rollout_id": "nope"}, "rollout_id: "),
+        ("finalize_rollout", {"rollout_id": "nope", "wait_s": -1}, "wait_s: Expected"),
+        ("finalize_rollout", {"rollout_id": "nope"}, "rollout_id: "),
+        ("get_messages", {"rollout_id": 5}, "rollout_id: Expected `str`, got `int`"),
+        ("subscribe_events", {"rollout_id": "nope", "wait_s": 1000}, "wait_s: Expected"),
+        ("list_rollouts", {"limit": 0}, "limit: Expected"),
+        ("list_endpoints", {"all": True}, "all: there is no such argument"),
+    ]
+    for secret in ("api_key", "key", "sandbox", "image", "network"):
+        wrong.append(("start_rollout", {**fine, secret: "x"}, f"{secret}: there is no such argument"))
+    async with at(server) as client:
+        for tool, arguments, words in wrong:
+            said = await refused(client, tool, **arguments)
+            assert re.search(words, said), (tool, arguments, said)
+        with pytest.raises(MCPError, match=r"start_rolout.*did you mean start_rollout"):
+            await client.call_tool("start_rolout", {})
+        assert (await called(client, "list_rollouts"))["rollouts"] == [] or server.url  # nothing came of any of them
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_clients_are_told_what_there_is(server: kit.Server, mode: str) -> None:
+    async with at(server, mode) as client:
+        assert client.server_info.name == "turngate" and "run_rollout" in (client.instructions or "")
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        assert len(await asyncio.gather(*(called(client, "list_endpoints") for _ in range(5)))) == 5
+    assert list(tools) == list(TOOLS)
+    for tool in tools.values():
+        assert tool.description and tool.annotations and tool.output_schema and tool.output_schema["type"] == "object"
+        assert all(argument["description"] for argument in tool.input_schema["properties"].values())
+    hints = {name: tool.annotations for name, tool in tools.items() if tool.annotations}
+    assert [name for name, hint in hints.items() if hint.destructive_hint] == ["abort_rollout"]
+    assert [name for name, hint in hints.items() if not hint.read_only_hint] == [
+        "run_rollout",
+        "run_swe_rollout",
+        "start_rollout",
+        "abort_rollout",
+    ]
+    turn = tools["run_rollout"].output_schema["properties"]["turns"]["items"]  # type: ignore[index]
+    assert {"finish_reason", "logprobs", "version_start"} <= set(turn["properties"])
