@@ -71,11 +71,8 @@ def test_the_pinned_versions_are_ones_that_turngate_works_with() -> None:
         canonicalize_name(p.name): p for p in pins if p.marker is None or p.marker.evaluate({"python_version": "3.11"})
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *project["optional-dependencies"]["families"],
-        *project["optional-dependencies"]["mcp"],
-    ]
+    extras = ("families", "mcp", "otel")
+    wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     for line in wanted:
         requirement = Requirement(line)
         pin = here.get(canonicalize_name(requirement.name))

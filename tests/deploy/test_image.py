@@ -1,5 +1,5 @@
 """The image, built here from a base that was made here, and used as a person would: it becomes healthy, agents are run through it,
-it is stopped and started again. As locked down as compose and Kubernetes start it: another user than root, nothing writable but its data."""
+it is stopped and started again. As locked down as compose and Kubernetes start it: not root, nothing writable but its data."""
 
 from __future__ import annotations
 
