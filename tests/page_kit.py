@@ -329,6 +329,7 @@ def long_rollout(
         side = talk.ask([{"role": "user", "content": "Give this a title."}], tools=False)
         talk.answer(side, "Mending a parser")
         last: Sampled | None = None
+        first: list[int] = []
         for turn in range(turns - 4):
             asked: list[Json] = [
                 {"role": "tool", "tool_call_id": f"call_{turn - 1}", "content": f"output {turn}\n" * 60}

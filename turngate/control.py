@@ -91,6 +91,11 @@ class Control:
     # ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def modes(self) -> tuple[Mode, ...]:
+        """That can be served here."""
+        return self._modes
+
+    @property
     def default_mode(self) -> Mode:
         return self._modes[0]
 

@@ -51,6 +51,15 @@ class Events:
             for follower in followers:
                 follower.set()
 
+    @property
+    def over(self) -> bool:
+        """Nothing more will happen."""
+        return self._over
+
+    def newest(self) -> int:
+        """The number of the last one."""
+        return self._log.newest()
+
     def knows(self, session: str) -> bool:
         """Whether there is anything to follow, whether or not the session is open yet."""
         return self._log.knows(session)

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 # A path that names a session, and a secret that carries its session's slot.
-NAMED = re.compile(rb"/(?:s|rollout|v1/rollouts|admin/sessions|sessions)/([^/?#\s]+)")
+NAMED = re.compile(rb"/(?:s|rollout|v1/rollouts|admin/sessions|sessions|page/api/rollouts)/([^/?#\s]+)")
 _SECRET = re.compile(rb"(?<![\w-])tg-([0-9a-f]{4})[\w-]{43}(?![\w-])", re.ASCII)
 
 

@@ -30,6 +30,7 @@ from turngate.errors import Boundary, ConfigError, TurngateError
 from turngate.rollout.outcome import Status
 from turngate.store.outcome import Recorded
 from turngate.tasks.grading.grade import Class
+from turngate.trace.passes import has_passed
 
 NAME = "ledger.jsonl"
 RESERVE = "ledger.reserve"
@@ -103,9 +104,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
     @property
     def passed(self) -> bool | None:
         """None: nobody knows."""
-        if self.reward is None:
-            return None
-        return self.resolved if self.resolved is not None else self.reward >= 1.0
+        return has_passed(self.reward, self.resolved)
 
 
 class Unrecorded(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from math import comb
 from statistics import fmean
 
 import msgspec
 
 from turngate.rollout.ledger import KINDS, Finished, Kind
 from turngate.rollout.outcome import Phase
+from turngate.trace.passes import pass_at_k as pass_at_k
 
 PHASES: Mapping[str, Phase] = {
     "sandbox": "start",
@@ -97,13 +97,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     messages: Mapping[Kind, Sequence[tuple[str, int]]]  # what was said of those without a reward, most frequent first
     seconds: float = 0.0  # from the first rollout's beginning to the last one's end, pauses included
     stopped: str = ""  # why it ended early
-
-
-def pass_at_k(graded: int, passed: int, k: int) -> float:
-    """The unbiased estimate. `k` may not be more than were graded: what was not tried is not known."""
-    if not 1 <= k <= graded or not 0 <= passed <= graded:
-        raise ValueError(f"pass@{k} of {passed} in {graded} is not defined")
-    return 1.0 - comb(graded - passed, k) / comb(graded, k)
 
 
 def summed_up(

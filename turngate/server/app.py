@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from turngate.config import OBSERVED, ServeConfig
@@ -46,6 +46,8 @@ from turngate.server.gate import GateRoutes
 from turngate.server.http import reply, route
 from turngate.server.metrics import Probe
 from turngate.server.openenv import OpenEnv
+from turngate.server.page import Page
+from turngate.server.page_files import SHIELD, is_page, shielded
 from turngate.server.prime import Prime
 from turngate.server.tools import ToolsOfHost
 from turngate.server.weights import FenceRoutes, OneBar, Updates
@@ -88,7 +90,7 @@ class Gateway:
             keep_out(self.admin_key, metrics)
             self.renderer, self.certificate = renderer or _renderer(config)
             self.engine, self.relay = (
-                _engine(config, self.renderer) if engine is None and relay is None else (engine, relay)
+                engine_of(config, self.renderer) if engine is None and relay is None else (engine, relay)
             )
             undo.keep()
         if self.renderer is not None:
@@ -127,6 +129,15 @@ class Gateway:
         self._calls = self._model_calls()
         self._tools = ToolsOfHost(self.control, self.auth)
         self._paths = Paths(DIALECTS)
+        self.page = Page(
+            self.control,
+            self.auth,
+            self.store,
+            admin_key=self.admin_key,
+            model=config.model,
+            place=place,
+            tokenizer=self.renderer.tokenizer if self.renderer is not None else None,
+        )
         self._other = self._starlette()
         self._expiry: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -227,6 +238,7 @@ class Gateway:
             if part is not None:
                 await part.close()
         await self.control.close()
+        await asyncio.to_thread(self.page.close)
         self.store.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -249,7 +261,7 @@ class Gateway:
             if tool := _TOOL.fullmatch(path):
                 await self._tools.serve(scope, receive, send, tool[2], tool[1])
                 return
-        await self._other(scope, receive, answered(send))
+        await self._other(scope, receive, answered(shielded(send) if is_page(path) else send))
 
     def _starlette(self) -> Starlette:
         async def missing(request: Request, error: Exception) -> Response:
@@ -282,6 +294,7 @@ class Gateway:
             *FeedRoutes(self.control, self.auth).routes(),
             *Prime(self.control, self.auth).routes(),
             *OpenEnv(self.control, self.auth).routes(),
+            *self.page.routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
 
@@ -309,7 +322,9 @@ class Gateway:
         return [h for part in (self.engine, self.relay) if part is not None for h in await part.health()]
 
     async def _probe(self, request: Request) -> Response:
-        """Some agents look whether anybody is there before they begin."""
+        """Some agents look whether anybody is there before they begin. People with a browser want the page."""
+        if request.url.path == "/" and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/page/", 307, headers=SHIELD)
         return reply({"turngate": "model calls are served here"})
 
     async def _models(self, request: Request) -> Response:
@@ -387,8 +402,8 @@ def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]
     return load(folder, model=config.model, family=config.family)
 
 
-def _engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
-    key = _engine_key(config)
+def engine_of(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
+    key = engine_key(config)
     match config.engine:
         case "vllm":
             return Pool(
@@ -454,7 +469,7 @@ def _local(config: ServeConfig) -> Engine:
     )
 
 
-def _engine_key(config: ServeConfig) -> str | None:
+def engine_key(config: ServeConfig) -> str | None:
     if not config.engine_key_env:
         return None
     key = os.environ.get(config.engine_key_env)

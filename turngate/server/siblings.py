@@ -27,6 +27,8 @@ from turngate.server.app import Gateway, speaks
 from turngate.server.asgi import App, HungUp, Receive, Scope, Send, Watch, headers_of, query_of, read_body, taken
 from turngate.server.calls import Paths, client_of, respond_error
 from turngate.server.http import MAX_BODY
+from turngate.server.page_files import is_page, shielded
+from turngate.server.page_login import COOKIE
 from turngate.slots import NAMED, Place
 
 log = logging.getLogger("turngate")
@@ -110,6 +112,8 @@ class Doors:
             await self._gateway(scope, receive, send)
             return
         asked = (scope["method"], scope["path"])
+        if is_page(scope["path"]):
+            send = shielded(send)
         if scope["path"].startswith(OWN):
             await self._gateway(scope, receive, send)  # which has nothing of the kind
         elif asked in FENCE:
@@ -132,7 +136,9 @@ class Doors:
         return self._place.number if session_id is None else self._place.owner(session_id)
 
     def _may(self, scope: Scope) -> bool:
-        """Whether somebody with this key may ask for anything at all."""
+        """Whether somebody with this key may ask for anything at all, or with this cookie for what the page asks."""
+        if is_page(scope["path"]):
+            return self._gateway.page.login.opens(Request(scope).cookies.get(COOKIE, "")) is not None
         found = self._paths.find(_AREA.sub("", scope["path"]))
         dialect = found.dialect if found is not None else speaks(Request(scope))
         key = dialect.key(headers_of(scope), query_of(scope))

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal, TypeVar
@@ -26,6 +26,7 @@ from turngate.slots import ALONE, Place
 from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, also
 from turngate.store.feeds import FEED_TABLES, FeedLog
 from turngate.store.lock import lock
+from turngate.store.survey import Survey
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import type_of_ids, type_of_logprobs
@@ -178,6 +179,7 @@ class Store:
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
         self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
+        self.survey = Survey(self._reading)
 
     def _prepare(self) -> None:
         self.path.chmod(0o600)
@@ -396,6 +398,15 @@ class Store:
                 values.items(),
             )
             also(db, event)
+
+    def change_setting(self, name: str, change: Callable[[str | None], str]) -> None:
+        """A new value made of the old one, in one transaction: nobody else's change is lost."""
+        with self._writing() as db:
+            row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
+            db.execute(
+                "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value",
+                (name, change(None if row is None else row[0])),
+            )
 
     def probe(self) -> None:
         """Is it possible to write again, as much as a large turn needs? Raises StoreError if not."""

@@ -1,0 +1,675 @@
+"""The web page's API, below `/page`: lists, one rollout from header to tokens, groups, training, failures, and the few things to do.
+
+Its files are in `turngate/ui` (`page_files.py`), its cookie is the business of `page_login.py`. Everything is read from the store, in one
+thread apart from those that serve turns; what is made there is JSON bytes already. Lists come from `overview.py`, what is in a rollout from
+`evidence.py`. With several workers any of them answers for all rollouts, and what names one rollout goes to the worker that has it, so that
+it can be ended there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from turngate import __version__
+from turngate.control import Control
+from turngate.errors import BadRequest, ConfigError, Conflict, NotFound, StoreError, TooMany, TurngateError
+from turngate.evidence import Close
+from turngate.overview import DONE, STATUSES, Overview, Row, Wanted
+from turngate.render import Tokenizer
+from turngate.server.auth import Auth
+from turngate.server.http import body, error_reply, read_cursor, reply, whole_number, written
+from turngate.server.page_files import Files
+from turngate.server.page_login import LASTS_S, Login, give, require_own_page
+from turngate.shown import as_json, piece, read
+from turngate.slots import Place
+from turngate.store.apart import Apart
+from turngate.store.outcome import Recorded
+from turngate.store.sqlite import Store
+from turngate.store.survey import Fact
+from turngate.trace.advantage import advantages
+from turngate.types import Json
+
+CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
+FORMATS = ("rows", "trace", "messages")
+_LOOKED_AT = 4  # rollouts that are kept in memory as they were read
+_FACTS = 4096  # ended rollouts whose facts are kept
+_MOST = 500  # rows of a list
+_LOG = 16_000  # characters
+_CALLS = 200  # of host tools
+_PACE_S = 0.4  # between two tellings of what changed
+_ALIVE_S = 15.0
+_BEHIND = 10_000  # events, after which a follower is told to begin anew
+_STREAMS = 128  # followers at once
+_ENTROPY = "mean of -log-probability over the sampled tokens whose log-probability is known: an estimate of the policy's entropy"
+_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class LoginBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: str
+
+
+class Page:
+    """`close` when the gateway stops."""
+
+    def __init__(
+        self,
+        control: Control,
+        auth: Auth,
+        store: Store,
+        *,
+        admin_key: str,
+        model: str,
+        place: Place,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._control = control
+        self._store = store
+        self._model = model
+        self._place = place
+        self._apart = Apart(store, "page")
+        self._looks = _Looks(tokenizer)
+        self._files = Files()
+        self.login = Login(admin_key, auth, store)
+        self._streams = 0
+
+    def close(self) -> None:
+        self._apart.close()
+
+    def routes(self) -> list[Route]:
+        one = "/page/api/rollouts/{id}"
+        table: list[tuple[str, Literal["GET", "POST"], Endpoint]] = [
+            ("/page/api/me", "GET", self.me),
+            ("/page/api/overview", "GET", self.overview),
+            ("/page/api/rollouts", "GET", self.rollouts),
+            ("/page/api/groups", "GET", self.groups),
+            ("/page/api/group", "GET", self.group),
+            ("/page/api/group/evidence", "GET", self.group_evidence),
+            ("/page/api/training", "GET", self.training),
+            ("/page/api/failures", "GET", self.failures),
+            ("/page/api/events", "GET", self.changes),
+            ("/page/api/export", "GET", self.export_group),
+            (one, "GET", self.rollout),
+            (f"{one}/tree", "GET", self.tree),
+            (f"{one}/messages", "GET", self.messages),
+            (f"{one}/tokens", "GET", self.tokens),
+            (f"{one}/events", "GET", self.events),
+            (f"{one}/export", "GET", self.export),
+            (f"{one}/cancel", "POST", self.cancel),
+            (f"{one}/seal", "POST", self.seal),
+        ]
+        return [
+            self._route("/page/login", "POST", self.enter, known=False),
+            self._route("/page/logout", "POST", self.leave, known=False),
+            *(self._route(path, method, endpoint) for path, method, endpoint in table),
+            Route("/page", self._to_page, methods=["GET"]),
+            self._route("/page/{name:path}", "GET", self.file, known=False),
+        ]
+
+    def _route(self, path: str, method: Literal["GET", "POST"], endpoint: Endpoint, *, known: bool = True) -> Route:
+        async def guarded(request: Request) -> Response:
+            try:
+                if method == "POST":
+                    require_own_page(request)
+                if known:
+                    self.login.require(request)
+                return await endpoint(request)
+            except TurngateError as error:
+                response = error_reply(error)
+                if isinstance(error, TooMany):
+                    response.headers["retry-after"] = str(int(error.wait_s) + 1)
+                return response
+
+        return Route(path, guarded, methods=[method])
+
+    async def _to_page(self, request: Request) -> Response:
+        return RedirectResponse("/page/", 307)
+
+    async def file(self, request: Request) -> Response:
+        return self._files.serve(request, request.path_params["name"])
+
+    # ── in and out ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def enter(self, request: Request) -> Response:
+        wanted = await body(request, LoginBody)
+        token, end = self.login.enter(request, wanted.key)
+        return give(reply({"expires": end}), request, token, LASTS_S)
+
+    async def leave(self, request: Request) -> Response:
+        self.login.leave(request)
+        return give(reply({}), request, "", 0)
+
+    async def me(self, request: Request) -> Response:
+        return reply({"expires": self.login.require(request)})
+
+    # ── all of them ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def overview(self, request: Request) -> Response:
+        sums = await self._apart.run(self._looks.overview.sums)
+        return reply({**sums, "turngate": __version__, "gateway": self._gateway()})
+
+    def _gateway(self) -> dict[str, Json]:
+        return {
+            "model": self._model,
+            "modes": self._control.modes,
+            "version": self._control.version,
+            "paused": self._control.is_paused,
+            "workers": self._place.workers,
+        }
+
+    async def rollouts(self, request: Request) -> Response:
+        wanted = _wanted(request, "-opened")
+        return await self._made(lambda store: self._looks.overview.rollouts(store, wanted))
+
+    async def groups(self, request: Request) -> Response:
+        wanted = _wanted(request, "-latest")
+        return await self._made(lambda store: self._looks.overview.groups(store, wanted))
+
+    async def group(self, request: Request) -> Response:
+        name = request.query_params.get("name", "")
+        return await self._made(lambda store: self._looks.overview.group(store, name))
+
+    async def group_evidence(self, request: Request) -> Response:
+        """One rollout after the other, so that others are answered in between."""
+        name = request.query_params.get("name", "")
+        members = await self._apart.run(lambda store: self._looks.overview.members(store, name))
+        found = []
+        for session, key in members:
+            facts = await self._apart.run(partial(self._looks.facts, session=session, key=key))
+            found.append({"id": session, **facts})
+        return reply(_drift(name, found))
+
+    async def training(self, request: Request) -> Response:
+        prefix = request.query_params.get("group", "")
+        buckets = min(max(whole_number(request, "buckets", 120) or 120, 1), 500)
+        return await self._made(lambda store: self._looks.overview.training(store, prefix, buckets))
+
+    async def failures(self, request: Request) -> Response:
+        prefix = request.query_params.get("group", "")
+        return await self._made(lambda store: self._looks.overview.failures(store, prefix))
+
+    async def _made(self, make: Callable[[Store], Json]) -> Response:
+        return written(await self._apart.run(lambda store: as_json(make(store))))
+
+    # ── one of them ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def rollout(self, request: Request) -> Response:
+        session = request.path_params["id"]
+        live = self._control.live(session)
+        told = None if live is None else {"in_flight": live.in_flight, "last_error": live.last_error}
+        return await self._made(lambda store: {**self._looks.header(store, session), "live": told})
+
+    async def tree(self, request: Request) -> Response:
+        return await self._closely(request, lambda close: close.tree())
+
+    async def messages(self, request: Request) -> Response:
+        after = whole_number(request, "after", 0) or 0
+        limit = min(max(whole_number(request, "limit", 50) or 50, 1), 200)
+        branch, only = whole_number(request, "branch"), whole_number(request, "node")
+        return await self._closely(
+            request, lambda close: close.messages(after=after, limit=limit, branch=branch, only=only)
+        )
+
+    async def tokens(self, request: Request) -> Response:
+        node, branch = whole_number(request, "node"), whole_number(request, "branch")
+        token = whole_number(request, "token", 0) or 0
+        limit = min(max(whole_number(request, "limit", 4000) or 4000, 1), 20_000)
+        return await self._closely(
+            request, lambda close: close.tokens(node=node, token=token, limit=limit, branch=branch)
+        )
+
+    async def _closely(self, request: Request, make: Callable[[Close], dict[str, Json]]) -> Response:
+        session = request.path_params["id"]
+
+        def made(store: Store) -> bytes:
+            close, cursor = self._looks.close(store, session)
+            return as_json({**make(close), "cursor": cursor})
+
+        return written(await self._apart.run(made))
+
+    # ── as it happens ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def changes(self, request: Request) -> Response:
+        return self._stream(request, self._changes(request, self._after(request)))
+
+    async def events(self, request: Request) -> Response:
+        session = request.path_params["id"]
+        if not self._control.knows(session):
+            raise NotFound(f"there is no rollout {session!r}")
+        return self._stream(request, self._events(request, session, self._after(request)))
+
+    def _after(self, request: Request) -> int:
+        """Where to begin: behind what was seen; at what comes now, where nothing is said."""
+        told = request.headers.get("last-event-id") or request.query_params.get("after")
+        newest = self._control.events.newest()
+        return newest if not told else min(read_cursor(request), newest)
+
+    def _stream(self, request: Request, told: AsyncIterator[bytes]) -> Response:
+        if self._streams >= _STREAMS:
+            raise TooMany("too many pages follow what happens; close some", wait_s=5)
+        return StreamingResponse(
+            self._counted(told), media_type="text/event-stream", headers={"x-accel-buffering": "no"}
+        )
+
+    async def _counted(self, told: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            async for part in told:
+                yield part
+        finally:
+            self._streams -= 1
+
+    def _still(self, request: Request) -> bool:
+        """Whether somebody who follows may go on doing so."""
+        if self._control.events.over:
+            return False
+        try:
+            self.login.require(request)
+        except TurngateError:
+            return False
+        return True
+
+    async def _changes(self, request: Request, after: int) -> AsyncIterator[bytes]:
+        events = self._control.events
+        yield b": live\n\n"
+
+        def more() -> int | None:
+            newest = events.newest()
+            return newest if newest > after else None
+
+        while self._still(request):
+            newest = await events.until(more, _ALIVE_S, of="")
+            if newest is None:
+                yield b": alive\n\n"
+                continue
+            if newest - after > _BEHIND:
+                after = newest
+                yield _event("reload", after, as_json({"cursor": after}))
+                continue
+            try:
+                told = await self._apart.run(partial(self._looks.overview.changed, after=after))
+            except StoreError:  # the gateway is being stopped
+                return
+            after = told["cursor"]
+            yield _event("changed", after, as_json({**told, "gateway": self._gateway()}))
+            await asyncio.sleep(_PACE_S)  # what happens meanwhile is told together
+
+    async def _events(self, request: Request, session: str, after: int) -> AsyncIterator[bytes]:
+        yield b": live\n\n"
+        async with aclosing(self._control.events.follow(session, after)) as following:
+            async for event in following:
+                if event is None:
+                    if not self._still(request):
+                        return
+                    yield b": alive\n\n"
+                else:
+                    yield _event(event.kind, event.seq, msgspec.json.encode(event))
+
+    # ── what can be done ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def cancel(self, request: Request) -> Response:
+        self._require_open(request.path_params["id"])
+        await self._control.cancel(request.path_params["id"])
+        return await self._row(request)
+
+    async def seal(self, request: Request) -> Response:
+        self._require_open(request.path_params["id"])
+        await self._control.seal(request.path_params["id"], "sealed by hand")
+        return await self._row(request)
+
+    def _require_open(self, session: str) -> None:
+        row = self._store.find(session)
+        if row is None:
+            told = self._control.events.knows(session)
+            raise Conflict("its session is not open") if told else NotFound(f"there is no rollout {session!r}")
+        if row.status != "open":
+            raise Conflict(f"its session is {row.status} already")
+
+    async def _row(self, request: Request) -> Response:
+        session = request.path_params["id"]
+        return await self._made(lambda store: {"rollout": self._looks.overview.rollout(store, session)[0]})
+
+    async def export(self, request: Request) -> Response:
+        session, format = request.path_params["id"], _format(request, FORMATS)
+        if format == "trace":
+            trace = await self._apart.run(partial(_trace, session=session))
+            return _attached(_whole(trace), f"{session}.trace.json", "application/json")
+        members = await self._apart.run(partial(self._looks.group_of, session=session))
+        told = self._exported(format, [(session, dict(members)[session])], members)
+        return _attached(told, f"{session}.{format}.jsonl", "application/x-ndjson")
+
+    async def export_group(self, request: Request) -> Response:
+        name, format = request.query_params.get("group", ""), _format(request, ("rows", "messages"))
+        members = await self._apart.run(partial(self._looks.overview.members, name=name))
+        return _attached(self._exported(format, members, members), f"{name}.{format}.jsonl", "application/x-ndjson")
+
+    async def _exported(
+        self, format: str, wanted: list[tuple[str, int]], group: list[tuple[str, int]]
+    ) -> AsyncIterator[bytes]:
+        """One rollout at a time. Advantages are over the whole group, whichever of it are asked for."""
+        rewards = []
+        for session, key in group if format == "rows" else ():
+            rewards.append(await self._apart.run(partial(self._looks.counted_reward, session=session, key=key)))
+        known = dict(zip((session for session, _ in group), advantages(rewards, "normalised"), strict=False))
+        for session, key in wanted:
+            told = partial(self._looks.lines, session=session, key=key, format=format, advantage=known.get(session))
+            for line in await self._apart.run(told):
+                yield line
+
+
+class _Looks:
+    """What the thread works with: the overview, and the rollouts that were looked at last. Nobody else touches it."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.overview = Overview()
+        self._own = tokenizer
+        self._other: tuple[str, Tokenizer | None, str] | None = None  # the last one of another vocabulary
+        self._close: OrderedDict[str, tuple[object, Close]] = OrderedDict()
+        self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
+
+    def close(self, store: Store, session: str) -> tuple[Close, int]:
+        """A rollout as it is now, and the cursor of what is known."""
+        row, key, cursor = self.overview.rollout(store, session)
+        if not key:
+            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded of it")
+        return self._looked_at(store, session, key), cursor
+
+    def _looked_at(self, store: Store, session: str, key: int) -> Close:
+        with store.at_once():
+            stored = store.find_key(key)
+            state = (key, store.survey.state(key), None if stored is None else (stored.status, stored.stop))
+            known = self._close.get(session)
+            if known is not None and known[0] == state:
+                self._close.move_to_end(session)
+                return known[1]
+            shown = read(store, session)
+        close = Close(shown, self._tokenizer(store, shown.session.vocabulary)[0])
+        self._close[session] = (state, close)
+        while len(self._close) > _LOOKED_AT:
+            self._close.popitem(last=False)
+        return close
+
+    def _tokenizer(self, store: Store, vocabulary: str) -> tuple[Tokenizer | None, str]:
+        """The one that ids are of, or why it is not here."""
+        if self._own is not None and self._own.digest == vocabulary:
+            return self._own, ""
+        if not vocabulary:
+            return None, "its ids are of no tokenizer that is known here"
+        if self._other is None or self._other[0] != vocabulary:
+            folder = store.setting(f"tokenizer:{vocabulary}")
+            try:
+                found = Tokenizer(Path(folder)) if folder else None
+                why = "" if found is not None else "the tokenizer that it was recorded with is not known here"
+            except ConfigError as error:
+                found, why = None, f"the tokenizer that it was recorded with cannot be read: {error.message}"
+            if found is not None and found.digest != vocabulary:
+                found, why = None, "the tokenizer that it was recorded with is another one by now"
+            self._other = (vocabulary, found, why)
+        return self._other[1], self._other[2]
+
+    # ── the header ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def header(self, store: Store, session: str) -> dict[str, Json]:
+        row, key, cursor = self.overview.rollout(store, session)
+        facts = store.survey.stages(session)
+        stored = store.find_key(key) if key else None
+        written_down = store.outcomes.of(key, key).get(key) if key else None
+        outcome = None if written_down is None else msgspec.json.decode(written_down, type=Recorded)
+        data = outcome.data if outcome is not None and isinstance(outcome.data, dict) else {}
+        totals: Json = None
+        unreadable = "nothing was recorded of it"
+        if key:
+            totals = self._looked_at(store, session, key).totals()
+            unreadable = self._tokenizer(store, stored.vocabulary if stored is not None else "")[1]
+        return {
+            "rollout": row,
+            "cursor": cursor,
+            "config": None if stored is None else _settings(stored.config),
+            "stages": _stages(facts, data),
+            "outcome": outcome,
+            "error": _error(row, outcome, data, facts),
+            "logs": _logs(data),
+            "host_tools": [] if not key else [_tool_call(call) for call in store.tool_calls.page(key, 0, _CALLS)],
+            "totals": totals,
+            "readable": not unreadable,
+            "unreadable": unreadable,
+            "can": {
+                "cancel": row.status == "running",
+                "seal": row.status == "running",
+                "retry": {"ok": False, "why": "not from here: `turngate batch` on its folder tries it again"},
+                "export": list(FORMATS) if key else [],
+            },
+        }
+
+    # ── what groups and exports need of each rollout ────────────────────────────────────────────────────────────
+
+    def facts(self, store: Store, *, session: str, key: int) -> dict[str, Json]:
+        known = self._facts.get(key)
+        if known is not None:
+            return known
+        try:
+            close = self._looked_at(store, session, key)
+            found = close.facts()
+        except (StoreError, NotFound) as error:
+            return {**_NO_FACTS, "error": error.message}
+        row = store.find_key(key)
+        if row is not None and row.status != "open":  # nothing is added to it any more
+            self._facts[key] = found
+            while len(self._facts) > _FACTS:
+                self._facts.popitem(last=False)
+        return found
+
+    def group_of(self, store: Store, *, session: str) -> list[tuple[str, int]]:
+        """The rollouts that it is compared with, itself among them."""
+        row, key, _ = self.overview.rollout(store, session)
+        if not key:
+            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded of it")
+        return self.overview.members(store, row.group) if row.group else [(session, key)]
+
+    def counted_reward(self, store: Store, *, session: str, key: int) -> float | None:
+        """As a feed counts: one of which nothing can be trained has no say."""
+        outcome = _outcome(store, key)
+        return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
+
+    def lines(self, store: Store, *, session: str, key: int, format: str, advantage: float | None) -> list[bytes]:
+        row, outcome = store.find_key(key), _outcome(store, key)
+        if row is None:
+            return []  # deleted meanwhile
+        close = self._looked_at(store, session, key)
+        told = row.config.metadata
+        about: dict[str, Json] = {
+            "session": session,
+            "group": outcome.group if outcome is not None else _text(told.get("group")),
+            "task": (outcome.task if outcome is not None else "") or _text(told.get("task")),
+            "attempt": 1 if outcome is None else outcome.attempt,
+            "kind": None if outcome is None else outcome.kind,
+            "reward": None if outcome is None else outcome.reward,
+            "resolved": None if outcome is None else outcome.resolved,
+            "agent": _text(told.get("agent")),
+            "opened": row.opened,
+            "closed": row.closed,
+        }
+        records = close.training_rows(outcome, advantage, about) if format == "rows" else close.conversations(about)
+        return [as_json(record) + b"\n" for record in records]
+
+
+_NO_FACTS: dict[str, Json] = {
+    "turns": None,
+    "sampled_tokens": None,
+    "trained_tokens": None,
+    "rows": None,
+    "roles": {},
+    "entropy": None,
+    "entropy_tokens": 0,
+    "forks": {},
+    "anew": {},
+    "versions": [],
+}
+
+
+def _wanted(request: Request, sort: str) -> Wanted:
+    query = request.query_params
+
+    def one_of(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+        given = tuple(value for value in query.getlist(name) if value)
+        for value in given:
+            if value not in known:
+                raise BadRequest(f"{name}: {value[:100]!r} is not one of {', '.join(known)}", param=name)
+        return given
+
+    def any_of(name: str) -> tuple[str, ...]:
+        return tuple(value for value in query.getlist(name) if value)
+
+    return Wanted(
+        status=one_of("status", STATUSES),
+        kind=one_of("class", CLASSES),
+        group=any_of("group"),
+        task=any_of("task"),
+        agent=any_of("agent"),
+        model=any_of("model"),
+        mode=any_of("mode"),
+        text=query.get("q", "")[:1000].casefold(),
+        sort=query.get("sort") or sort,
+        offset=whole_number(request, "offset", 0) or 0,
+        limit=min(max(whole_number(request, "limit", 50) or 50, 1), _MOST),
+    )
+
+
+def _format(request: Request, known: tuple[str, ...]) -> str:
+    format = request.query_params.get("format", "rows")
+    if format not in known:
+        raise BadRequest(f"format: {format[:100]!r} is not one of {', '.join(known)}", param="format")
+    return format
+
+
+def _event(kind: str, seq: int, data: bytes) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (seq, kind.encode(), data)
+
+
+def _drift(name: str, found: list[dict[str, Json]]) -> dict[str, Json]:
+    """Of a group, what its rollouts come to together."""
+    tokens = sum(one["entropy_tokens"] for one in found)
+    total = sum(one["entropy"] * one["entropy_tokens"] for one in found if one["entropy"] is not None)
+    causes = sorted({cause for one in found for cause in one["forks"]})
+    drift = [
+        {
+            "cause": cause,
+            "forks": sum(one["forks"].get(cause, 0) for one in found),
+            "rollouts": sum(cause in one["forks"] for one in found),
+            "tokens": sum(one["anew"].get(cause, 0) for one in found),
+        }
+        for cause in causes
+    ]
+    return {
+        "group": name,
+        "rollouts": [{field: value for field, value in one.items() if field != "anew"} for one in found],
+        "entropy": total / tokens if tokens else None,
+        "entropy_tokens": tokens,
+        "entropy_what": _ENTROPY,
+        "drift": sorted(drift, key=lambda one: -one["forks"]),
+    }
+
+
+def _settings(config: Json) -> Json:
+    """Whole, whatever is left at its default."""
+    return {
+        name: _settings_of(value)
+        for name, value in msgspec.structs.asdict(config).items()
+        if name not in ("tools", "signals")
+    }
+
+
+def _settings_of(value: Json) -> Json:
+    return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+
+
+def _stages(facts: list[Fact], data: dict[str, Json]) -> list[dict[str, Json]]:
+    """When each began, and how long it took: by the runner's own clock where it told, else until the next one began."""
+    spent = data.get("seconds")
+    known = spent if isinstance(spent, dict) else {}
+    told: list[dict[str, Json]] = []
+    for fact in facts:
+        decoded = msgspec.json.decode(fact.data)
+        stage = _text(decoded.get("stage")) if isinstance(decoded, dict) else ""
+        if told and told[-1]["seconds"] is None:
+            own = known.get(told[-1]["stage"])
+            told[-1]["seconds"] = (
+                own if isinstance(own, int | float) else round(max(0.0, fact.time - told[-1]["at"]), 3)
+            )
+        if stage and stage != DONE:
+            told.append({"stage": stage, "at": fact.time, "seconds": None})
+    return told
+
+
+def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: list[Fact]) -> dict[str, Json] | None:
+    """What went wrong, and on whose side; None: nothing, as far as is known."""
+    if row.kind in ("", "graded"):
+        return None
+    fault = data.get("fault")
+    if outcome is None and facts:  # it never came as far as being recorded: its runner's last word
+        fault = msgspec.json.decode(facts[-1].data).get("fault")
+    known = fault if isinstance(fault, dict) else {}
+    return {
+        "class": row.kind,
+        "boundary": _text(known.get("boundary")),
+        "stage": _text(known.get("stage")),
+        "message": outcome.message if outcome is not None else row.message,
+    }
+
+
+def _logs(data: dict[str, Json]) -> dict[str, str]:
+    logs = data.get("logs")
+    if not isinstance(logs, dict):
+        return {}
+    return {name: text[-_LOG:] for name, text in logs.items() if isinstance(text, str) and text}
+
+
+def _tool_call(call: Json) -> dict[str, Json]:
+    return {
+        "call": call.call,
+        "tool": call.tool,
+        "at": call.called,
+        "arguments": call.arguments,
+        "reply": call.reply,
+        "answered": call.answered,
+    }
+
+
+def _outcome(store: Store, key: int) -> Recorded | None:
+    found = store.outcomes.of(key, key).get(key)
+    return None if found is None else msgspec.json.decode(found, type=Recorded)
+
+
+def _trace(store: Store, *, session: str) -> bytes:
+    with store.at_once():
+        shown = read(store, session)
+    view = shown.trace()
+    return as_json({**view, "nodes": [piece(node) for node in view["nodes"]]})
+
+
+async def _whole(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), 256 * 1024):
+        yield content[start : start + 256 * 1024]
+        await asyncio.sleep(0)
+
+
+def _attached(told: AsyncIterator[bytes], name: str, kind: str) -> Response:
+    """To be saved, never shown. Names may hold anything, a header may not."""
+    file = _NAME.sub("-", name)[-120:].lstrip(".-") or "export"
+    return StreamingResponse(told, media_type=kind, headers={"content-disposition": f'attachment; filename="{file}"'})
+
+
+def _text(value: Json) -> str:
+    return value if isinstance(value, str) else ""

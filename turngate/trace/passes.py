@@ -1,0 +1,19 @@
+"""pass@k: the chance that at least one of k rollouts passes. Pure arithmetic; called where a batch or a group is summed up."""
+
+from __future__ import annotations
+
+from math import comb
+
+
+def pass_at_k(graded: int, passed: int, k: int) -> float:
+    """The unbiased estimate. `k` may not be more than were graded: what was not tried is not known."""
+    if not 1 <= k <= graded or not 0 <= passed <= graded:
+        raise ValueError(f"pass@{k} of {passed} in {graded} is not defined")
+    return 1.0 - comb(graded - passed, k) / comb(graded, k)
+
+
+def has_passed(reward: float | None, resolved: bool | None) -> bool | None:
+    """Whether a rollout did. None: nobody knows."""
+    if reward is None:
+        return None
+    return resolved if resolved is not None else reward >= 1.0
