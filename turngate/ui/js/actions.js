@@ -1,0 +1,90 @@
+/** What can be done to a rollout: cancel it, seal it, have it run again, take it away as a file. Each asks first, and says what came of it. */
+
+import * as api from "./api.js";
+import * as dialog from "./dialog.js";
+import { el } from "./dom.js";
+import { say } from "./notice.js";
+import { nameOf } from "./status.js";
+
+/** @typedef {import("./api.js").Json} Json */
+
+/** @type {Object<string, [string, string]>} */
+const FORMATS = {
+  rows: ["Training rows", "JSON lines: ids, mask, log-probabilities, reward; one row per branch"],
+  messages: ["Messages", "JSON lines: one conversation per branch, in OpenAI's form, with the reward"],
+  trace: ["Trace", "JSON: the whole tree, as the admin API tells it"],
+};
+
+/**
+ * @param {import("./record.js").Record} record
+ * @param {() => void} done something was done
+ * @returns {Node[]}
+ */
+export function actionsOf(record, done) {
+  const { can } = record.detail;
+  const made = [];
+  if (can.cancel) made.push(button("Cancel", () => cancel(record, done), "is-danger"));
+  if (can.seal) made.push(button("Seal", () => seal(record, done)));
+  const retry = button("Retry", () => again(record, done));
+  if (!can.retry?.ok) {
+    retry.setAttribute("disabled", "");
+    retry.title = `It cannot be run again: ${can.retry?.why ?? "not known"}`;
+  }
+  made.push(retry);
+  if (can.export?.length) made.push(button("Export", () => exportOf(record)));
+  return made;
+}
+
+/** @param {string} text @param {() => void} run @param {string} [look] */
+function button(text, run, look = "") {
+  return el("button.button", { type: "button", class: look, text, on: { click: run } });
+}
+
+/** @param {string} id @param {"cancel" | "seal" | "retry"} verb @param {(got: Json) => string} words @param {() => void} done */
+async function act(id, verb, words, done) {
+  try {
+    say(words(await api.act(id, verb)));
+  } catch (error) {
+    if (!(error instanceof api.Refused)) throw error;
+    say(error.message, "bad");
+  }
+  done();
+}
+
+/** @param {import("./record.js").Record} record @param {() => void} done */
+export async function cancel(record, done) {
+  const text = `${nameOf(record.row)} is ended: generation stops, its agent gets no more answers, and it has no reward. What was recorded stays.`;
+  if (await dialog.confirm("Cancel this rollout?", text, "Cancel the rollout", true)) await act(record.id, "cancel", () => "The rollout was cancelled.", done);
+}
+
+/** @param {import("./record.js").Record} record @param {() => void} done */
+async function seal(record, done) {
+  const text = `The session of ${nameOf(record.row)} is closed: its agent gets no more answers. What it did so far is kept and can be trained.`;
+  if (await dialog.confirm("Seal this rollout?", text, "Seal the session")) await act(record.id, "seal", () => "The session was sealed.", done);
+}
+
+/** @param {import("./record.js").Record} record @param {() => void} done */
+async function again(record, done) {
+  const text = `${nameOf(record.row)} is asked for again: a new attempt with a session and a sandbox of its own. This one stays as it is.`;
+  if (await dialog.confirm("Run it again?", text, "Run it again")) await act(record.id, "retry", (got) => got.message, done);
+}
+
+/** @param {import("./record.js").Record} record */
+export function exportOf(record) {
+  menu(record.detail.can.export.map((/** @type {string} */ format) => [format, api.exportOf(record.id, format)]));
+}
+
+/** @param {string} group */
+export function exportOfGroup(group) {
+  menu(["rows", "messages"].map((format) => [format, api.exportOfGroup(group, format)]));
+}
+
+/** @param {[string, string][]} links format and address */
+function menu(links) {
+  const entry = ([format, address] = ["", ""]) => {
+    const [title, text] = FORMATS[format] ?? [format, ""];
+    return el("a", { href: address, download: "" }, el("strong", { text: title }), el("small", { text }));
+  };
+  const shown = dialog.open("Export", [el("div.menu", null, ...links.map(entry))]);
+  shown.querySelector(".menu")?.addEventListener("click", () => setTimeout(() => shown.close()));
+}

@@ -1,0 +1,215 @@
+/**
+ * Small charts of our own: lines, dots and bars with axes, units, a legend and a table of the same numbers for those who cannot see them.
+ * The group and training views use it. Arrow keys move through the points as the pointer does.
+ */
+
+import { el, svg } from "./dom.js";
+import { number } from "./format.js";
+import { nice, scale } from "./axis.js";
+
+const ROOM = { top: 12, right: 14, bottom: 34, left: 52 };
+const HEIGHT = 190;
+
+/**
+ * @typedef {[number, number | null]} Point
+ * @typedef {{name: string, points: Point[], kind?: "line" | "dots" | "bars", shade?: number}} Series `shade`: which colour, from 0
+ * @typedef {object} Options
+ * @property {string} title
+ * @property {string} x what the horizontal axis counts, with its unit
+ * @property {string} y
+ * @property {Series[]} series
+ * @property {(value: number) => string} [xText]
+ * @property {(value: number) => string} [yText]
+ * @property {[number, number]} [yRange] where it is known; else from the numbers
+ * @property {string} [empty] what to say where there are no numbers
+ */
+
+/**
+ * @param {Options} options
+ * @returns {HTMLElement}
+ */
+export function chart(options) {
+  const readout = el("p.chart-readout", { "aria-live": "polite" });
+  const picture = el("div.chart-picture", { tabindex: "0", role: "img", "aria-label": spoken(options) });
+  const series = options.series.filter((one) => one.points.some((p) => p[1] !== null));
+  const head = el("figcaption.chart-head", null, el("span.chart-title", { text: options.title }), legend(series), readout);
+  const figure = el("figure.chart", null, head, picture);
+  if (!series.length) {
+    picture.append(el("p.chart-none", { text: options.empty ?? "No numbers yet." }));
+    return figure;
+  }
+  const draw = () => drawn(picture, readout, { ...options, series });
+  new ResizeObserver(draw).observe(picture);
+  figure.append(table({ ...options, series }));
+  return figure;
+}
+
+/** @param {Options} options */
+function spoken(options) {
+  const sizes = options.series.map((one) => `${one.name}: ${one.points.length} points`).join("; ");
+  return `${options.title}. ${options.y} by ${options.x}. ${sizes}. Arrow keys read the points; a table follows.`;
+}
+
+/** @param {Series[]} series */
+function legend(series) {
+  if (series.length < 2) return null;
+  const entry = (/** @type {Series} */ one, /** @type {number} */ i) =>
+    el("li", null, el("span.chart-key", { class: `s${one.shade ?? i}`, "aria-hidden": "true" }), one.name);
+  return el("ul.chart-legend", null, ...series.map(entry));
+}
+
+/**
+ * @param {HTMLElement} picture
+ * @param {HTMLElement} readout
+ * @param {Options} options
+ */
+function drawn(picture, readout, options) {
+  const width = Math.max(240, picture.clientWidth);
+  const points = options.series.flatMap((one) => one.points).filter((p) => p[1] !== null);
+  const bars = options.series.some((one) => one.kind === "bars");
+  const [y0, y1] = options.yRange ?? spread(points.map((p) => /** @type {number} */ (p[1])), bars);
+  const xs = points.map((p) => p[0]);
+  const step = bars ? smallest(xs) / 2 : 0;
+  const x = scale(Math.min(...xs) - step, Math.max(...xs) + step, ROOM.left, width - ROOM.right);
+  const y = scale(y0, y1, HEIGHT - ROOM.bottom, ROOM.top);
+  const image = svg("svg.chart-svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, "aria-hidden": "true" });
+  image.append(axes(options, x, y, width, [y0, y1], [Math.min(...xs), Math.max(...xs)]));
+  options.series.forEach((one, i) => image.append(shape(one, one.shade ?? i, x, y, y(Math.max(0, y0)), step)));
+  const rule = svg("line.chart-rule", { y1: ROOM.top, y2: HEIGHT - ROOM.bottom, x1: -9, x2: -9 });
+  image.append(rule);
+  picture.replaceChildren(image);
+  follow(picture, readout, options, x, rule);
+}
+
+/**
+ * @param {number[]} values
+ * @param {boolean} zero
+ * @returns {[number, number]}
+ */
+function spread(values, zero) {
+  let low = Math.min(...values, zero ? 0 : Infinity);
+  let high = Math.max(...values, zero ? 0 : -Infinity);
+  if (low === high) [low, high] = [Math.min(low, 0), high === 0 ? 1 : Math.max(high, high * 1.1, 0)];
+  const ticks = nice(low, high, 5);
+  return [Math.min(low, ticks[0]), Math.max(high, ticks[ticks.length - 1])];
+}
+
+/** @param {number[]} xs */
+function smallest(xs) {
+  const sorted = [...new Set(xs)].sort((a, b) => a - b);
+  let gap = Infinity;
+  for (let i = 1; i < sorted.length; i++) gap = Math.min(gap, sorted[i] - sorted[i - 1]);
+  return Number.isFinite(gap) ? gap : 1;
+}
+
+/**
+ * @param {Options} options
+ * @param {(v: number) => number} x
+ * @param {(v: number) => number} y
+ * @param {number} width
+ * @param {[number, number]} yRange
+ * @param {[number, number]} xRange
+ */
+function axes(options, x, y, width, yRange, xRange) {
+  const made = svg("g.chart-axes");
+  const bottom = HEIGHT - ROOM.bottom;
+  for (const tick of nice(...yRange, 4)) {
+    if (tick < yRange[0] || tick > yRange[1]) continue;
+    made.append(svg("line.chart-grid", { x1: ROOM.left, x2: width - ROOM.right, y1: y(tick), y2: y(tick) }));
+    made.append(svg("text.chart-y", { x: ROOM.left - 6, y: y(tick) + 4, text: (options.yText ?? number)(tick) }));
+  }
+  for (const tick of nice(...xRange, Math.max(2, Math.floor(width / 110)))) {
+    if (tick < xRange[0] || tick > xRange[1]) continue;
+    made.append(svg("line.chart-tick", { x1: x(tick), x2: x(tick), y1: bottom, y2: bottom + 4 }));
+    made.append(svg("text.chart-x", { x: x(tick), y: bottom + 15, text: (options.xText ?? number)(tick) }));
+  }
+  made.append(svg("line.chart-base", { x1: ROOM.left, x2: width - ROOM.right, y1: bottom, y2: bottom }));
+  made.append(svg("text.chart-label", { x: width - ROOM.right, y: HEIGHT - 5, text: options.x }));
+  made.append(svg("text.chart-unit", { x: 10, y: HEIGHT / 2 - 10, transform: `rotate(-90 10 ${HEIGHT / 2 - 10})`, text: options.y }));
+  return made;
+}
+
+/**
+ * @param {Series} one
+ * @param {number} shade
+ * @param {(v: number) => number} x
+ * @param {(v: number) => number} y
+ * @param {number} zero
+ * @param {number} half of a bar's place
+ */
+function shape(one, shade, x, y, zero, half) {
+  const known = /** @type {[number, number][]} */ (one.points.filter((p) => p[1] !== null));
+  const group = svg("g", { class: `s${shade}` });
+  if (one.kind === "bars") {
+    for (const [at, value] of known) {
+      const left = x(at - half * 0.72);
+      const size = { width: Math.max(1, x(at + half * 0.72) - left), height: Math.max(1, Math.abs(zero - y(value))) };
+      group.append(svg("rect.chart-bar", { x: left, y: Math.min(zero, y(value)), ...size }));
+    }
+    return group;
+  }
+  if (one.kind !== "dots") {
+    const path = known.map(([at, value], i) => `${i ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    group.append(svg("path.chart-line", { d: path }));
+  }
+  if (one.kind === "dots" || known.length <= 40) {
+    for (const [at, value] of known) group.append(svg("circle.chart-dot", { cx: x(at), cy: y(value), r: one.kind === "dots" ? 3.2 : 2.4 }));
+  }
+  return group;
+}
+
+/**
+ * The numbers under the pointer, or where the arrow keys went.
+ * @param {HTMLElement} picture
+ * @param {HTMLElement} readout
+ * @param {Options} options
+ * @param {(v: number) => number} x
+ * @param {SVGLineElement} rule
+ */
+function follow(picture, readout, options, x, rule) {
+  const stops = [...new Set(options.series.flatMap((one) => one.points.map((p) => p[0])))].sort((a, b) => a - b);
+  let at = -1;
+  const show = (/** @type {number} */ i) => {
+    at = Math.max(0, Math.min(stops.length - 1, i));
+    rule.setAttribute("x1", String(x(stops[at])));
+    rule.setAttribute("x2", String(x(stops[at])));
+    const told = options.series.flatMap((one) => {
+      const values = one.points.filter((p) => p[0] === stops[at] && p[1] !== null).map((p) => /** @type {number} */ (p[1]));
+      return values.length ? [`${one.name} ${values.slice(0, 3).map((v) => (options.yText ?? number)(v)).join(", ")}`] : [];
+    });
+    readout.textContent = `${options.x} ${(options.xText ?? number)(stops[at])}: ${told.join(" · ") || "–"}`;
+  };
+  picture.onpointermove = (event) => {
+    const left = event.clientX - picture.getBoundingClientRect().left;
+    let best = 0;
+    stops.forEach((stop, i) => {
+      if (Math.abs(x(stop) - left) < Math.abs(x(stops[best]) - left)) best = i;
+    });
+    show(best);
+  };
+  picture.onpointerleave = () => {
+    rule.setAttribute("x1", "-9");
+    rule.setAttribute("x2", "-9");
+    readout.textContent = "";
+  };
+  picture.onkeydown = (event) => {
+    if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
+    event.preventDefault();
+    show(at + (event.key === "ArrowRight" ? 1 : -1));
+  };
+}
+
+/** @param {Options} options */
+function table(options) {
+  const rows = () => {
+    const cells = options.series.flatMap((one) =>
+      one.points.map(([at, value]) => el("tr", null, el("td", { text: one.name }), el("td.num", { text: (options.xText ?? number)(at) }), el("td.num", { text: value === null ? "–" : (options.yText ?? number)(value) }))),
+    );
+    return el("table.plain", null, el("thead", null, el("tr", null, el("th", { text: "series" }), el("th.num", { text: options.x }), el("th.num", { text: options.y }))), el("tbody", null, ...cells.slice(0, 500)));
+  };
+  const made = el("details.chart-table", null, el("summary", { text: "Numbers" }));
+  made.addEventListener("toggle", () => {
+    if (made.open && made.childElementCount === 1) made.append(el("div.scroll", null, rows()));
+  });
+  return made;
+}

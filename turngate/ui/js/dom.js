@@ -1,0 +1,104 @@
+/**
+ * Making elements. Every module that shows something uses `el` and `svg`, and nothing else makes markup: text becomes text nodes,
+ * so nothing that an agent wrote is ever read as HTML. Attributes that could run something are refused.
+ */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/**
+ * @typedef {Node | string | number | null | undefined | false} Child
+ * @typedef {Object<string, any>} Props attributes; `on` holds listeners by name, `text` a text, `data` data attributes
+ */
+
+/**
+ * An HTML element.
+ * @param {string} spec its tag and classes: "div.row.is-new"
+ * @param {Props | null} [props]
+ * @param {...(Child | Child[])} kids
+ * @returns {any}
+ */
+export function el(spec, props, ...kids) {
+  const [tag, ...classes] = spec.split(".");
+  return filled(document.createElement(tag), classes, props, kids);
+}
+
+/**
+ * An SVG element.
+ * @param {string} spec
+ * @param {Props | null} [props]
+ * @param {...(Child | Child[])} kids
+ * @returns {any}
+ */
+export function svg(spec, props, ...kids) {
+  const [tag, ...classes] = spec.split(".");
+  return filled(document.createElementNS(SVG, tag), classes, props, kids);
+}
+
+/**
+ * Replaces what is in `parent`.
+ * @param {Element} parent
+ * @param {...(Child | Child[])} kids
+ */
+export function fill(parent, ...kids) {
+  parent.replaceChildren(...nodes(kids));
+}
+
+/**
+ * Appends to `parent`, leaving out what is empty.
+ * @param {Element} parent
+ * @param {...(Child | Child[])} kids
+ */
+export function add(parent, ...kids) {
+  parent.append(...nodes(kids));
+}
+
+/**
+ * @param {Element} made
+ * @param {string[]} classes
+ * @param {Props | null | undefined} props
+ * @param {(Child | Child[])[]} kids
+ */
+function filled(made, classes, props, kids) {
+  if (classes.length) made.setAttribute("class", classes.join(" "));
+  for (const [name, value] of Object.entries(props ?? {})) set(made, name, value);
+  made.append(...nodes(kids));
+  return made;
+}
+
+/**
+ * @param {Element} made
+ * @param {string} name
+ * @param {any} value
+ */
+function set(made, name, value) {
+  if (value === null || value === undefined || value === false) return;
+  if (name === "on") {
+    for (const [event, listener] of Object.entries(value)) made.addEventListener(event, listener);
+  } else if (name === "text") {
+    made.textContent = String(value);
+  } else if (name === "data") {
+    for (const [key, held] of Object.entries(value)) made.setAttribute(`data-${key}`, String(held));
+  } else if (name === "class") {
+    made.classList.add(...String(value).split(" ").filter(Boolean));
+  } else if (/^on|^style$|^srcdoc$/i.test(name)) {
+    throw new Error(`${name}: elements are made without scripts and styles of their own`);
+  } else if (/^(href|src|action|formaction|xlink:href)$/i.test(name) && !/^(#|\/(?!\/))/.test(String(value))) {
+    throw new Error(`${name}: ${value} leads away from this page`);
+  } else {
+    made.setAttribute(name, value === true ? "" : String(value));
+  }
+}
+
+/**
+ * @param {(Child | Child[])[]} kids
+ * @returns {(Node | string)[]}
+ */
+function nodes(kids) {
+  /** @type {(Node | string)[]} */
+  const found = [];
+  for (const kid of kids.flat(3)) {
+    if (kid === null || kid === undefined || kid === false) continue;
+    found.push(kid instanceof Node ? kid : String(kid));
+  }
+  return found;
+}

@@ -1,0 +1,138 @@
+/** Numbers with their units, and times both ways: since when, and when exactly. Every view uses it. */
+
+import { el } from "./dom.js";
+
+const NONE = "–";
+const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
+/**
+ * 12,345.
+ * @param {number | null | undefined} value
+ */
+export function count(value) {
+  return value === null || value === undefined ? NONE : whole.format(value);
+}
+
+/**
+ * 12.3 k, where there is little room.
+ * @param {number | null | undefined} value
+ */
+export function short(value) {
+  if (value === null || value === undefined) return NONE;
+  if (Math.abs(value) < 10000) return count(value);
+  for (const [size, unit] of /** @type {[number, string][]} */ ([[1e9, "G"], [1e6, "M"], [1e3, "k"]])) {
+    if (Math.abs(value) >= size) return `${(value / size).toPrecision(3)} ${unit}`;
+  }
+  return count(value);
+}
+
+/**
+ * With as many digits as are worth reading. A value that is not known is a dash, never 0.
+ * @param {number | null | undefined} value
+ * @param {number} [digits]
+ */
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return NONE;
+  if (Number.isInteger(value)) return whole.format(value);
+  if (Math.abs(value) >= 1000) return whole.format(value);
+  if (Math.abs(value) < 1e-4 && value !== 0) return value.toExponential(1);
+  return String(Number(value.toPrecision(digits)));
+}
+
+/**
+ * A reward or advantage: a fixed number of digits, so that columns line up.
+ * @param {number | null | undefined} value
+ * @param {boolean} [signed]
+ */
+export function score(value, signed = false) {
+  if (value === null || value === undefined) return NONE;
+  const text = value.toFixed(2).replace("-", "−");
+  return signed && value > 0 ? `+${text}` : text;
+}
+
+/**
+ * 37 %.
+ * @param {number | null | undefined} share
+ */
+export function percent(share) {
+  if (share === null || share === undefined) return NONE;
+  const hundred = share * 100;
+  if (hundred > 0 && hundred < 0.01) return `${hundred.toExponential(1)} %`;
+  return `${Number(hundred.toPrecision(hundred >= 99.5 ? 4 : 3))} %`;
+}
+
+/**
+ * @param {number} size characters or bytes
+ */
+export function bytes(size) {
+  if (size < 1000) return `${size} B`;
+  if (size < 1e6) return `${(size / 1e3).toFixed(size < 1e4 ? 1 : 0)} KB`;
+  return `${(size / 1e6).toFixed(1)} MB`;
+}
+
+/**
+ * 4.2 s, 3 min 20 s, 2 h 5 min.
+ * @param {number | null | undefined} seconds
+ */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return NONE;
+  if (seconds < 0.0995) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 60) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${Math.floor(seconds % 60)} s`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} days`;
+}
+
+/**
+ * 3 min ago.
+ * @param {number} time seconds since 1970
+ */
+export function ago(time) {
+  const passed = Date.now() / 1000 - time;
+  if (passed < 1) return "now";
+  if (passed < 60) return `${Math.floor(passed)} s ago`;
+  if (passed < 3600) return `${Math.floor(passed / 60)} min ago`;
+  if (passed < 48 * 3600) return `${Math.floor(passed / 3600)} h ago`;
+  return `${Math.floor(passed / 86400)} days ago`;
+}
+
+/**
+ * 2026-11-15 14:03:07, in the reader's own time.
+ * @param {number} time
+ */
+export function clock(time) {
+  const date = new Date(time * 1000);
+  const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
+  const day = `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+  return `${day} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+}
+
+/**
+ * A `<time>` that says since when, tells the exact time when it is pointed at, and is kept true by `tick`.
+ * @param {number | null | undefined} time
+ * @returns {HTMLElement}
+ */
+export function when(time) {
+  if (!time) return el("span.muted", { text: NONE });
+  const exact = new Date(time * 1000).toISOString();
+  return el("time", { datetime: exact, title: `${clock(time)} (${exact})`, data: { since: time }, text: ago(time) });
+}
+
+/** Brings every relative time on the page up to date; `main.js` calls it every few seconds. */
+export function tick() {
+  for (const shown of document.querySelectorAll("time[data-since]")) {
+    const text = ago(Number(shown.getAttribute("data-since")));
+    if (shown.textContent !== text) shown.textContent = text;
+  }
+}
+
+/**
+ * "1 turn", "2 turns".
+ * @param {number} amount
+ * @param {string} one
+ * @param {string} [many]
+ */
+export function plural(amount, one, many = `${one}s`) {
+  return `${count(amount)} ${amount === 1 ? one : many}`;
+}

@@ -1,0 +1,215 @@
+/**
+ * A list that is fetched piece by piece as it is scrolled, with columns that sort, a row that is chosen, and keys to move it. The views of
+ * all rollouts and of all groups are made of it.
+ */
+
+import { el, fill } from "./dom.js";
+import { empty, failed } from "./notice.js";
+import { Windowed } from "./windowed.js";
+
+const PIECE = 100;
+const SMALL = matchMedia("(max-width: 720px)");
+
+/**
+ * @typedef {import("./api.js").Json} Json
+ * @typedef {{name: string, label: string, sort?: string, cell: (row: Json) => any, title?: string, num?: boolean}} Column
+ * @typedef {object} Options
+ * @property {string} label for screen readers
+ * @property {string} look a class that lays the columns out
+ * @property {Column[]} columns
+ * @property {(offset: number, limit: number, sort: string) => Promise<{rows: Json[], total: number}>} fetch
+ * @property {(row: Json) => string} key
+ * @property {(row: Json) => void} open
+ * @property {string} sort
+ * @property {(sort: string) => void} sorted told of another order
+ * @property {(total: number) => void} counted
+ * @property {[string, string]} none title and advice where there is nothing
+ */
+
+export class List {
+  /** @param {Options} options */
+  constructor(options) {
+    this.options = options;
+    this.sort = options.sort;
+    this.chosen = "";
+    /** @type {(Json | undefined)[]} */
+    this.rows = [];
+    /** @type {Map<string, number>} */
+    this.index = new Map();
+    /** @type {Set<number>} pieces that are here or on their way */
+    this.asked = new Set();
+    this.total = 0;
+    this.age = 0; // raised whenever what is on its way is not wanted any more
+    this.window = new Windowed({
+      label: options.label,
+      height: () => (SMALL.matches ? 56 : 32),
+      row: (index) => this.#row(index),
+      seen: (first, last) => this.#seen(first, last),
+    });
+    this.head = el("div.list-head", { role: "row", class: options.look });
+    this.note = el("div.list-note", { hidden: true });
+    this.element = el("div.list.panel", null, this.head, this.window.element, this.note);
+    this.#drawHead();
+  }
+
+  /** Fetches everything in sight again. @param {boolean} [top] and goes to the beginning */
+  async reload(top = false) {
+    const age = ++this.age;
+    this.asked.clear();
+    if (top) this.window.element.scrollTop = 0;
+    const first = Math.floor(this.window.element.scrollTop / this.window.height / PIECE);
+    await this.#fetch(first, age, true);
+  }
+
+  /** New values of rows that are here. Says whether all of them were. @param {Json[]} rows */
+  update(rows) {
+    let known = true;
+    const touched = new Set();
+    for (const row of rows) {
+      const at = this.index.get(this.options.key(row));
+      if (at === undefined) {
+        known = false;
+      } else {
+        this.rows[at] = row;
+        touched.add(at);
+      }
+    }
+    this.window.redraw((index) => touched.has(index));
+    return known;
+  }
+
+  atTop() {
+    return this.window.element.scrollTop < this.window.height;
+  }
+
+  /** @returns {import("./keys.js").Binding[]} */
+  keys() {
+    return [
+      { key: "j", does: "next row", run: () => this.#step(1) },
+      { key: "k", does: "row before", run: () => this.#step(-1) },
+      { key: "ArrowDown", does: "next row", run: () => this.#step(1) },
+      { key: "ArrowUp", does: "row before", run: () => this.#step(-1) },
+      { key: "PageDown", does: "a window further", run: () => this.#step(this.#fits()) },
+      { key: "PageUp", does: "a window back", run: () => this.#step(-this.#fits()) },
+      { key: "Home", does: "first row", run: () => this.#step(-this.total) },
+      { key: "End", does: "last row", run: () => this.#step(this.total) },
+      { key: "Enter", does: "open the row", run: () => this.#open(this.index.get(this.chosen)) },
+    ];
+  }
+
+  leave() {
+    this.age += 1;
+    this.window.leave();
+  }
+
+  #fits() {
+    return Math.max(1, Math.floor(this.window.element.clientHeight / this.window.height) - 1);
+  }
+
+  /** @param {number} by */
+  #step(by) {
+    if (!this.total) return;
+    const from = this.index.get(this.chosen) ?? (by > 0 ? -1 : 0);
+    const to = Math.max(0, Math.min(this.total - 1, from + by));
+    this.window.reveal(to);
+    const row = this.rows[to];
+    if (row) this.#choose(this.options.key(row));
+    else this.wanted = to; // it is on its way
+    this.window.element.focus({ preventScroll: true });
+  }
+
+  /** @param {string} key */
+  #choose(key) {
+    const touched = [this.index.get(this.chosen), this.index.get(key)];
+    this.chosen = key;
+    this.window.redraw((index) => touched.includes(index));
+    const at = this.index.get(key);
+    if (at !== undefined) this.window.element.setAttribute("aria-activedescendant", `row-${at}`);
+  }
+
+  /** @param {number | undefined} index */
+  #open(index) {
+    const row = index === undefined ? undefined : this.rows[index];
+    if (row) this.options.open(row);
+  }
+
+  /** @param {number} index */
+  #row(index) {
+    const row = this.rows[index];
+    if (!row) return el("div.list-row.is-coming", { role: "row", id: `row-${index}`, "aria-busy": "true" }, el("span.muted", { text: "…" }));
+    const chosen = this.options.key(row) === this.chosen;
+    const cells = this.options.columns.map((column) => el("div.cell", { role: "gridcell", class: `c-${column.name}${column.num ? " num" : ""}` }, column.cell(row)));
+    const made = el("div.list-row", { role: "row", id: `row-${index}`, class: `${this.options.look} ${chosen ? "is-selected" : ""}`, "aria-selected": String(chosen) }, ...cells);
+    made.addEventListener("click", (/** @type {MouseEvent} */ event) => {
+      if (event.target instanceof Element && event.target.closest("a, button")) return;
+      this.#choose(this.options.key(row));
+      this.#open(this.index.get(this.options.key(row)));
+    });
+    return made;
+  }
+
+  /** @param {number} first @param {number} last */
+  #seen(first, last) {
+    for (let piece = Math.floor(first / PIECE); piece <= Math.floor(last / PIECE); piece++) {
+      if (!this.asked.has(piece)) this.#fetch(piece, this.age, false);
+    }
+  }
+
+  /** @param {number} piece @param {number} age @param {boolean} fresh forget what was here before */
+  async #fetch(piece, age, fresh) {
+    this.asked.add(piece);
+    let got;
+    try {
+      got = await this.options.fetch(piece * PIECE, PIECE, this.sort);
+    } catch (error) {
+      if (age !== this.age) return;
+      this.asked.delete(piece);
+      if (fresh || !this.total) this.#say(failed(error, () => this.reload()));
+      return;
+    }
+    if (age !== this.age) return;
+    if (fresh) {
+      this.rows = [];
+      this.index.clear();
+    }
+    got.rows.forEach((row, i) => {
+      this.rows[piece * PIECE + i] = row;
+      this.index.set(this.options.key(row), piece * PIECE + i);
+    });
+    this.total = got.total;
+    this.options.counted(got.total);
+    this.#say(got.total ? null : empty(...this.options.none));
+    this.window.redraw((index) => fresh || Math.floor(index / PIECE) === piece);
+    this.window.setCount(got.total);
+    const wanted = this.wanted === undefined ? undefined : this.rows[this.wanted];
+    if (wanted) {
+      this.wanted = undefined;
+      this.#choose(this.options.key(wanted));
+    }
+  }
+
+  /** @param {Node | null} note */
+  #say(note) {
+    this.note.hidden = note === null;
+    this.window.element.hidden = note !== null;
+    fill(this.note, note);
+  }
+
+  #drawHead() {
+    const cells = this.options.columns.map((column) => {
+      const place = `c-${column.name}${column.num ? " num" : ""}`;
+      if (!column.sort) return el("div.cell", { role: "columnheader", class: place, title: column.title, text: column.label });
+      const down = this.sort === `-${column.sort}`;
+      const mine = down || this.sort === column.sort;
+      const button = el("button.sort", { type: "button", title: column.title ?? `Sort by ${column.label}` }, column.label, mine && el("span", { "aria-hidden": "true", text: down ? " ↓" : " ↑" }));
+      button.addEventListener("click", () => {
+        this.sort = down ? String(column.sort) : `-${column.sort}`;
+        this.#drawHead();
+        this.options.sorted(this.sort);
+        this.reload(true);
+      });
+      return el("div.cell", { role: "columnheader", class: place, "aria-sort": mine ? (down ? "descending" : "ascending") : null }, button);
+    });
+    fill(this.head, ...cells);
+  }
+}

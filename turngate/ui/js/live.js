@@ -1,0 +1,96 @@
+/**
+ * The one live connection of the page. It begins where the lists that are shown ended, takes itself up after a loss from the last cursor
+ * it has heard, and says in the bar whether what you see is live. Views hear of changes through `main.js`.
+ */
+
+import * as api from "./api.js";
+
+const FIRST_MS = 500;
+const LONGEST_MS = 15000;
+
+/**
+ * @typedef {{rollouts: api.Json[], gone: string[], reload: boolean, gateway: api.Json | null}} Changes `reload`: more than is listed has changed
+ */
+
+export class Live {
+  /**
+   * @param {(changes: Changes) => void} told
+   * @param {(state: "live" | "lost" | "waiting", seconds: number) => void} shown
+   */
+  constructor(told, shown) {
+    this.told = told;
+    this.shown = shown;
+    this.cursor = 0;
+    this.failures = 0;
+    /** @type {EventSource | null} */
+    this.source = null;
+    this.timer = 0;
+  }
+
+  /** @param {number} cursor what is known already */
+  start(cursor) {
+    this.stop();
+    this.cursor = cursor;
+    this.#connect();
+  }
+
+  stop() {
+    clearTimeout(this.timer);
+    this.source?.close();
+    this.source = null;
+  }
+
+  /** Tries at once, where it waits. */
+  now() {
+    if (this.source || !this.failures) return;
+    clearTimeout(this.timer);
+    this.#again();
+  }
+
+  #connect() {
+    const source = new EventSource(api.changes(this.cursor));
+    this.source = source;
+    source.addEventListener("open", () => {
+      this.failures = 0;
+      this.shown("live", 0);
+    });
+    source.addEventListener("changed", (event) => this.#changed(JSON.parse(event.data)));
+    source.addEventListener("reload", (event) => {
+      this.cursor = JSON.parse(event.data).cursor;
+      this.told({ rollouts: [], gone: [], reload: true, gateway: null });
+    });
+    source.addEventListener("error", () => this.#lost(source));
+  }
+
+  /** @param {api.Json} data */
+  #changed(data) {
+    this.cursor = data.cursor;
+    this.told({ rollouts: data.rollouts, gone: data.gone, reload: data.more, gateway: data.gateway ?? null });
+  }
+
+  /** @param {EventSource} source */
+  #lost(source) {
+    source.close();
+    if (this.source !== source) return; // one that was given up already
+    this.source = null;
+    this.#wait();
+  }
+
+  #wait() {
+    this.failures += 1;
+    const wait = Math.min(LONGEST_MS, FIRST_MS * 2 ** (this.failures - 1));
+    this.shown("lost", wait / 1000);
+    this.timer = setTimeout(() => this.#again(), wait);
+  }
+
+  async #again() {
+    try {
+      await api.me(); // a login that has run out is told there, and not tried for ever
+    } catch (error) {
+      if (!(error instanceof api.Refused)) throw error;
+      if (error.status !== 401) this.#wait();
+      return;
+    }
+    this.#connect();
+  }
+}

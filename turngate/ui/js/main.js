@@ -1,0 +1,160 @@
+/**
+ * The page: who is logged in, which view an address shows, the bar above, and the live connection. Loaded by `index.html`; it knows
+ * the views, and they do not know each other.
+ *
+ * A view is made by its `show(place)` and is an object with
+ *   element   what is shown
+ *   title     of the window
+ *   keys      what the keyboard does in it (optional)
+ *   changed   told what happened to rollouts (optional)
+ *   moved     told a new address of the same view; false: make it anew (optional)
+ *   leave     told when another view is shown (optional)
+ */
+
+import * as api from "./api.js";
+import { help } from "./dialog.js";
+import { el, fill } from "./dom.js";
+import { tick } from "./format.js";
+import * as keys from "./keys.js";
+import { Live } from "./live.js";
+import { empty, say } from "./notice.js";
+import { go, here, href } from "./router.js";
+import * as theme from "./theme.js";
+import * as compare from "./views/compare.js";
+import * as failures from "./views/failures.js";
+import * as group from "./views/group.js";
+import * as groups from "./views/groups.js";
+import * as login from "./views/login.js";
+import * as rollout from "./views/rollout.js";
+import * as rollouts from "./views/rollouts.js";
+import * as training from "./views/training.js";
+
+/** @typedef {{element: HTMLElement, title: string, keys?: keys.Binding[], changed?: (c: import("./live.js").Changes) => void,
+ *   moved?: (place: import("./router.js").Place) => boolean, leave?: () => void}} View */
+
+/** @type {Object<string, (place: import("./router.js").Place) => View>} */
+const VIEWS = {
+  rollouts: rollouts.show,
+  groups: groups.show,
+  group: group.show,
+  rollout: rollout.show,
+  compare: compare.show,
+  training: training.show,
+  failures: failures.show,
+};
+/** @type {[string, string, string[]][]} name, label, and the views that belong to it */
+const NAV = [
+  ["rollouts", "Rollouts", ["rollouts", "rollout"]],
+  ["groups", "Groups", ["groups", "group", "compare"]],
+  ["training", "Training", ["training"]],
+  ["failures", "Failures", ["failures"]],
+];
+
+const main = /** @type {HTMLElement} */ (document.getElementById("main"));
+const bar = /** @type {HTMLElement} */ (document.getElementById("bar"));
+const nav = /** @type {HTMLElement} */ (document.getElementById("nav"));
+const state = /** @type {HTMLElement} */ (document.getElementById("live"));
+
+/** @type {View | null} */
+let view = null;
+let shown = ""; // the name and first part of the address that is shown
+let inside = false; // somebody is logged in
+
+const live = new Live((changes) => view?.changed?.(changes), told);
+
+/** @param {"live" | "lost" | "waiting"} now @param {number} seconds */
+function told(now, seconds) {
+  state.dataset.state = now;
+  state.textContent = now === "live" ? "live" : now === "lost" ? `disconnected, trying again in ${Math.ceil(seconds)} s` : "connecting";
+}
+
+function route() {
+  if (!inside) return;
+  const place = here();
+  const make = VIEWS[place.name];
+  if (!place.name) return void location.replace(href(["rollouts"]));
+  const same = `${place.name}/${place.name === "compare" ? place.parts.join("/") : (place.parts[0] ?? "")}`;
+  if (view && same === shown && view.moved?.(place)) return;
+  leave();
+  shown = same;
+  view = make ? make(place) : unknown(place.name);
+  keys.bind(view.keys ?? []);
+  document.title = `${view.title} · Turngate`;
+  for (const link of nav.children) {
+    const mine = NAV.find(([name]) => name === link.getAttribute("data-name"))?.[2] ?? [];
+    if (mine.includes(place.name)) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  fill(main, view.element);
+  main.scrollTop = 0;
+}
+
+function leave() {
+  view?.leave?.();
+  view = null;
+  shown = "";
+  keys.bind([]);
+}
+
+/** @param {string} name @returns {View} */
+function unknown(name) {
+  const back = el("a.button", { href: href(["rollouts"]), text: "All rollouts" });
+  return { element: empty("There is no such view", `Nothing is at “${name}”. Was the address cut off?`, back), title: "Not found" };
+}
+
+/** Somebody is logged in: the bar, the live connection, the view. */
+async function enter() {
+  inside = true;
+  bar.hidden = false;
+  told("waiting", 0);
+  route();
+  live.start((await api.overview()).cursor);
+}
+
+/** Nobody is, or not any more. @param {string} [why] */
+function ask(why = "") {
+  inside = false;
+  live.stop();
+  leave();
+  bar.hidden = true;
+  document.title = "Turngate";
+  document.querySelectorAll("dialog[open]").forEach((dialog) => dialog.remove());
+  fill(main, login.form(enter, why));
+  main.querySelector("input")?.focus();
+}
+
+async function signOut() {
+  await api.logout();
+  ask("You are signed out.");
+}
+
+function press(/** @type {string} */ id) {
+  document.getElementById(id)?.click();
+}
+
+function start() {
+  theme.start(/** @type {HTMLButtonElement} */ (document.getElementById("theme")));
+  fill(nav, ...NAV.map(([name, label]) => el("a", { href: href([name]), data: { name }, text: label })));
+  document.getElementById("help")?.addEventListener("click", help);
+  document.getElementById("signout")?.addEventListener("click", () => signOut().catch((error) => say(error.message, "bad")));
+  document.getElementById("skip")?.addEventListener("click", (event) => {
+    event.preventDefault(); // the part behind # is the view's
+    main.focus();
+  });
+  state.addEventListener("click", () => live.now());
+  window.addEventListener("hashchange", route);
+  window.addEventListener("online", () => live.now());
+  api.onSignedOut(() => inside && ask("Your login has run out. Sign in again; you come back to where you were."));
+  keys.always([
+    { key: "?", does: "this list", run: help },
+    { key: "g", does: "groups", run: () => go(href(["groups"])) },
+    { key: "r", does: "rollouts", run: () => go(href(["rollouts"])) },
+    { key: "T", does: "light, dark, or as the system has it", run: () => press("theme") },
+    { key: "Escape", does: "back", run: () => history.back() },
+  ]);
+  keys.listen();
+  setInterval(tick, 5000);
+  api.me().then(enter, (error) => ask(error.status === 401 ? "" : error.message));
+}
+
+start();

@@ -1,0 +1,58 @@
+/** What the page says about itself: short messages below, and boxes in place of what is not there. */
+
+import { el, fill } from "./dom.js";
+
+const STAYS_MS = 6000;
+
+/**
+ * A short message, read out by screen readers.
+ * @param {string} text
+ * @param {"info" | "bad"} [tone]
+ */
+export function say(text, tone = "info") {
+  const region = document.getElementById("notices");
+  if (!region) return;
+  const notice = el("div.notice", { class: tone === "bad" ? "is-bad" : "", text });
+  region.append(notice);
+  setTimeout(() => notice.remove(), STAYS_MS);
+}
+
+/**
+ * In place of a list that is empty: why, and what to do.
+ * @param {string} title
+ * @param {string} advice
+ * @param {...any} extra
+ */
+export function empty(title, advice, ...extra) {
+  return el("div.empty", { role: "note" }, el("h2", { text: title }), el("p", { text: advice }), ...extra);
+}
+
+/**
+ * In place of what could not be fetched.
+ * @param {unknown} error
+ * @param {() => void} [again]
+ */
+export function failed(error, again) {
+  const text = error instanceof Error ? error.message : String(error);
+  const button = again && el("button.button", { type: "button", text: "Try again", on: { click: again } });
+  return el("div.empty.is-bad", { role: "alert" }, el("h2", { text: "This could not be loaded" }), el("p", { text }), button);
+}
+
+/** While something is fetched. */
+export function loading() {
+  return el("div.loading", { role: "status" }, el("span.spinner", { "aria-hidden": "true" }), "Loading …");
+}
+
+/**
+ * Shows what `make` resolves to in `place`, with a sign of life before and the error in its stead.
+ * @param {Element} place
+ * @param {() => Promise<any>} make
+ */
+export async function into(place, make) {
+  fill(place, loading());
+  try {
+    fill(place, await make());
+  } catch (error) {
+    fill(place, failed(error, () => into(place, make)));
+  }
+}

@@ -1,0 +1,81 @@
+/**
+ * One rollout as far as it is known here: its detail, its tree, and its messages in the order in which they were recorded. It fetches only
+ * what is new. The view of a rollout owns one and its tabs read it; the comparison has two.
+ */
+
+import * as api from "./api.js";
+
+/** @typedef {import("./api.js").Json} Json */
+
+const PIECE = 100; // nodes of a conversation that are fetched at once
+
+export class Record {
+  /** @param {string} id */
+  constructor(id) {
+    this.id = id;
+    /** @type {Json} */
+    this.detail = {};
+    /** @type {Json} */
+    this.tree = { nodes: [], forks: [], branches: [], main: null };
+    /** @type {Map<number, Json>} messages of each node */
+    this.messages = new Map();
+    this.next = 0;
+    /** @type {Map<number, Json>} */
+    this.byId = new Map();
+  }
+
+  /** @returns {Json} */
+  get row() {
+    return this.detail.rollout;
+  }
+
+  async load() {
+    const [detail, tree] = await Promise.all([api.rollout(this.id), api.tree(this.id)]);
+    this.detail = detail;
+    this.#plant(tree);
+  }
+
+  /** Fetches messages that are not here yet; tells each piece. @param {() => void} [told] */
+  async converse(told) {
+    for (;;) {
+      const got = await api.messages(this.id, { after: this.next, limit: PIECE });
+      for (const node of got.nodes) this.messages.set(node.id, node);
+      this.next = got.next ?? this.next;
+      if (got.nodes.length) told?.();
+      if (!got.more) return;
+    }
+  }
+
+  /** @param {Json} tree */
+  #plant(tree) {
+    this.tree = tree;
+    this.byId = new Map(tree.nodes.map((/** @type {Json} */ node) => [node.id, node]));
+  }
+
+  /** The way from the root to a node. @param {number | null} leaf @returns {number[]} */
+  path(leaf) {
+    const found = [];
+    for (let at = leaf; at !== null && at !== undefined; at = this.byId.get(at)?.parent ?? null) found.push(at);
+    return found.reverse();
+  }
+
+  /** The end of the longest branch that goes through a node. @param {number} node */
+  leafThrough(node) {
+    const through = this.tree.branches.find((/** @type {Json} */ branch) => this.path(branch.leaf).includes(node));
+    return through?.leaf ?? node;
+  }
+
+  /** @param {number} node @returns {Json | undefined} */
+  forkAt(node) {
+    return this.tree.forks.find((/** @type {Json} */ fork) => fork.node === node);
+  }
+
+  /** What a branch is called: its role and its turns. @param {Json} branch */
+  nameOf(branch) {
+    const turns = this.path(branch.leaf).map((id) => this.byId.get(id)).filter((node) => node?.kind === "sampled");
+    const first = turns[0]?.turn;
+    const last = turns[turns.length - 1]?.turn;
+    const span = first === last ? `turn ${last ?? "–"}` : `turns ${first}–${last}`;
+    return `${branch.role ?? "branch"} · ${span}`;
+  }
+}

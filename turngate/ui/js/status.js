@@ -1,0 +1,110 @@
+/** How states, classes, rewards and names of rollouts are shown, the same in every view. Never by colour alone: each has a sign or a word. */
+
+import { el } from "./dom.js";
+import { score } from "./format.js";
+import { href } from "./router.js";
+
+/** @typedef {import("./api.js").Json} Json */
+
+/** @type {Object<string, [string, string]>} tone and sign */
+const STATUS = {
+  starting: ["is-live", "◔"],
+  running: ["is-live", "●"],
+  finishing: ["is-live", "◕"],
+  done: ["", "■"],
+  cancelled: ["is-warn", "⊘"],
+};
+
+/** @type {Object<string, [string, string]>} */
+const CLASS = {
+  graded: ["is-good", "✓"],
+  "agent failed": ["is-warn", "!"],
+  "invalid task": ["is-bad", "?"],
+  "infrastructure fault": ["is-bad", "✕"],
+};
+
+/** @type {Object<string, [string, string]>} */
+const ROLE = {
+  main: ["is-live", ""],
+  subagent: ["is-good", ""],
+  side: ["", ""],
+  superseded: ["is-warn", ""],
+  aborted: ["is-bad", ""],
+};
+
+/**
+ * @param {string} text
+ * @param {[string, string]} look
+ * @param {string} [title]
+ */
+function badge(text, look, title) {
+  const sign = look[1] && el("span.badge-sign", { "aria-hidden": "true", text: look[1] });
+  return el("span.badge", { class: look[0], title }, sign, text);
+}
+
+/** What has become of it, in one badge: its stage while it runs, its class once there is one. @param {Json} row */
+export function state(row) {
+  if (row.status === "done" && row.class) {
+    const failedGrade = row.class === "graded" && !passed(row);
+    return badge(row.class, failedGrade ? ["", "✓"] : CLASS[row.class] ?? ["", ""], row.message);
+  }
+  const text = row.status !== "done" && row.status !== "cancelled" && row.stage ? `${row.status} · ${row.stage}` : row.status;
+  return badge(text, STATUS[row.status] ?? ["", ""], row.stop);
+}
+
+/** @param {string} name */
+export function classBadge(name) {
+  return badge(name, CLASS[name] ?? STATUS[name] ?? ["", ""]);
+}
+
+/** @param {string} role */
+export function roleBadge(role) {
+  return badge(role, ROLE[role] ?? ["", ""]);
+}
+
+/** Why a branch began. @param {string} cause */
+export function causeBadge(cause) {
+  return badge(cause, ["is-warn", "⑂"]);
+}
+
+/** Whether it passed: what its grader says, or a reward of 1. @param {Json} row */
+export function passed(row) {
+  return row.resolved ?? (row.reward !== null && row.reward >= 1);
+}
+
+/** Whether there is still something to wait for. @param {Json} row */
+export function lives(row) {
+  return row.status === "starting" || row.status === "running" || row.status === "finishing";
+}
+
+/** A reward with a bar beside it; a dash where it is not known. @param {number | null} reward */
+export function rewardCell(reward) {
+  if (reward === null) return el("span.reward.muted", { title: "the reward is not known", text: "–" });
+  const bar = el("span.reward-bar", { "aria-hidden": "true" }, el("span"));
+  /** @type {HTMLElement} */ (bar.firstElementChild).style.width = `${Math.max(0, Math.min(1, reward)) * 100}%`;
+  return el("span.reward", { title: String(reward) }, bar, score(reward));
+}
+
+/** The policy versions it was sampled by. @param {Json} row */
+export function versions(row) {
+  if (row.version_start === null || row.version_start === undefined) return "–";
+  return row.version_start === row.version_end ? `v${row.version_start}` : `v${row.version_start}–${row.version_end}`;
+}
+
+/** @param {Json} row */
+export function nameOf(row) {
+  return row.name || row.id;
+}
+
+/** @param {string} id @param {string} [tab] */
+export function addressOf(id, tab = "") {
+  return href(tab ? ["rollout", id, tab] : ["rollout", id]);
+}
+
+/**
+ * A list of named numbers, as above a view.
+ * @param {[string, any, string?][]} pairs label, value, and what it means
+ */
+export function facts(pairs) {
+  return el("dl.facts", null, ...pairs.map(([label, value, title]) => el("div.fact", { title }, el("dt", { text: label }), el("dd", null, value))));
+}

@@ -1,0 +1,73 @@
+/** What else is known of a rollout: its stages, its outcome, its logs, its settings, the calls of host tools. */
+
+import { el, fill } from "../dom.js";
+import { count, duration, plural, when } from "../format.js";
+import { classBadge } from "../status.js";
+import { block } from "../text.js";
+
+/** @typedef {import("../api.js").Json} Json */
+
+export class Details {
+  /** @param {import("../record.js").Record} record */
+  constructor(record) {
+    this.record = record;
+    this.element = el("div.details");
+    /** @type {import("../keys.js").Binding[]} */
+    this.keys = [];
+  }
+
+  async show() {
+    await this.update();
+  }
+
+  async update() {
+    const { detail } = this.record;
+    const row = detail.rollout;
+    fill(
+      this.element,
+      detail.error && section("What went wrong", trouble(detail.error)),
+      section("Stages", stages(detail.stages)),
+      section("Rollout", pairs([["id", row.id], ["name", row.name], ["task", row.task], ["group", row.group], ["agent", `${row.agent ?? ""} ${row.agent_version ?? ""}`], ["model", row.model], ["mode", row.mode], ["sandbox", row.sandbox], ["attempt", row.attempt], ["stopped by", row.stop], ["message", row.message]])),
+      detail.outcome && section("Outcome", pairs([["class", detail.outcome.kind], ["reward", detail.outcome.reward], ["resolved", detail.outcome.resolved], ["message", detail.outcome.message]]), detail.outcome.data && block(JSON.stringify(detail.outcome.data, null, 2), "pre.log")),
+      ...Object.entries(detail.logs ?? {}).map(([name, text]) => section(`Log: ${name}`, text ? block(String(text), "pre.log", 16000) : el("p.muted", { text: "(empty)" }))),
+      detail.host_tools?.length > 0 && section("Host tools", ...detail.host_tools.map(hostTool)),
+      detail.config && section("Settings", block(JSON.stringify(detail.config, null, 2), "pre.log")),
+      section("Trace", pairs([["nodes", count(detail.totals.nodes)], ["tokens", count(detail.totals.tokens)], ["sampled", count(detail.totals.sampled_tokens)], ["trained", count(detail.totals.trained_tokens)], ["training rows", count(detail.totals.rows)]])),
+    );
+  }
+
+  leave() {}
+}
+
+/** @param {string} title @param {...any} content */
+function section(title, ...content) {
+  return el("section.panel", null, el("div.panel-head", null, el("h2", { text: title })), el("div.panel-body", null, ...content));
+}
+
+/** @param {[string, any][]} known what is empty is left out */
+function pairs(known) {
+  const told = known.filter(([, value]) => value !== null && value !== undefined && String(value).trim() !== "");
+  return el("dl.pairs", null, ...told.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: String(value) })]));
+}
+
+/** @param {Json} error */
+function trouble(error) {
+  return [el("p", null, classBadge(error.class ?? "error"), ` ${[error.boundary, error.stage].filter(Boolean).join(", in stage ")}`), block(error.message ?? "", "pre.log")];
+}
+
+/** Each stage as a bar as long as it took. @param {Json[]} stages */
+function stages(stages) {
+  if (!stages?.length) return el("p.muted", { text: "No runner told of any: the session was opened by hand." });
+  const longest = Math.max(...stages.map((stage) => stage.seconds ?? 0), 0.001);
+  const cells = stages.flatMap((stage) => {
+    const bar = el("span");
+    bar.style.width = `${((stage.seconds ?? 0) / longest) * 100}%`;
+    return [el("dt", null, stage.stage), el("dd.bar-track", { "aria-hidden": "true" }, bar), el("dd", null, stage.seconds === null ? ["since ", when(stage.at)] : duration(stage.seconds))];
+  });
+  return el("dl.bars", { "aria-label": plural(stages.length, "stage") }, ...cells);
+}
+
+/** @param {Json} call */
+function hostTool(call) {
+  return el("details.fold", null, el("summary", null, el("span.fold-kind.is-call", { text: call.tool }), when(call.at)), block(JSON.stringify({ arguments: call.arguments, reply: call.reply }, null, 2), "pre.log"));
+}

@@ -1,0 +1,68 @@
+/** What is known about one token, and the legend of the colours. The token view shows both. */
+
+import { STEPS, stepOf } from "./colour.js";
+import { el } from "./dom.js";
+import { count, number, percent } from "./format.js";
+import { causeBadge, roleBadge } from "./status.js";
+import { visible } from "./text.js";
+
+/**
+ * @param {import("./tokenlines.js").TokenLines} tokens
+ * @param {number} at
+ * @returns {Node[]}
+ */
+export function detailOf(tokens, at) {
+  const held = tokens.heldOf(at);
+  if (!held) return [];
+  const { node } = held;
+  const sampled = node.kind === "sampled";
+  const logprob = tokens.logprobs[at];
+  const inside = at - held.first;
+  /** @type {[string, any][]} */
+  const pairs = [
+    ["id", `${tokens.ids[at]}${tokens.special.has(at) ? " (special)" : ""}`],
+    ["log-probability", sampled ? (logprob === null ? "not known" : number(logprob, 5)) : "– (context)"],
+    ["probability", sampled && logprob !== null ? percent(Math.exp(logprob)) : "–"],
+    ["place", `token ${count(inside)} of ${sampled ? `turn ${node.turn}` : "this context"}, ${count(node.start + inside)} from the root`],
+    ["kind", sampled ? "sampled by the model" : "context: sent to the model"],
+    ["trained", trained(node)],
+  ];
+  if (sampled) {
+    pairs.push(["role", roleBadge(node.role)], ["policy", node.version_start === node.version_end ? `v${node.version_start}` : `v${node.version_start} at its first, v${node.version_end} at its last token`], ["capture", node.capture]);
+    if (node.biases?.length) pairs.push(["biased by", node.biases.join(", ")]);
+    if (node.fault) pairs.push(["fault", node.fault]);
+  }
+  if (node.cause) pairs.push(["fork", causeBadge(node.cause)]);
+  const parts = [el("code.token-big", { text: visible(tokens.texts[at]) || "(no text)" })];
+  if (sampled && logprob !== null) parts.push(meter(Math.exp(logprob)));
+  parts.push(el("dl.pairs", null, ...pairs.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", null, value)])));
+  return parts;
+}
+
+/** @param {import("./api.js").Json} node */
+function trained(node) {
+  if (node.kind !== "sampled") return "no: it was not sampled";
+  return node.trained ? `yes, in row ${node.row}` : `no: ${node.reason || "no row has it"}`;
+}
+
+/** @param {number} share */
+function meter(share) {
+  const fill = el("span.meter-fill");
+  fill.style.width = `${share * 100}%`;
+  return el("span.meter", { role: "img", "aria-label": `probability ${percent(share)}` }, fill);
+}
+
+/** What the colours and lines mean. */
+export function legend() {
+  const scale = el("span.legend-scale", { role: "img", "aria-label": "From no colour, at least 90 %, to the strongest, less than half a percent" });
+  STEPS.forEach((step, i) => scale.append(el("span.t", { class: `p${i}`, title: `probability ${step.label}`, text: step.label })));
+  return el(
+    "ul.legend",
+    { "aria-label": "Legend" },
+    el("li", null, "probability ", scale),
+    el("li", null, el("span.t.is-sampled.is-trained", { text: "sampled" }), "trained"),
+    el("li", null, el("span.t.is-sampled", { text: "sampled" }), "not trained"),
+    el("li", null, el("span.t.is-context", { text: "context" }), "sent"),
+    el("li", null, el("span.t.is-sampled", { class: stepOf(null), text: "     " }), "not known"),
+  );
+}

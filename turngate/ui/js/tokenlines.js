@@ -1,0 +1,158 @@
+/**
+ * Tokens in lines. Holds the tokens of a branch as they are fetched, and breaks them into lines of a given width, so that a windowed list can
+ * show any part of a hundred thousand of them. No elements here; `tabs/tokens.js` draws the lines.
+ */
+
+/** @typedef {import("./api.js").Json} Json */
+
+/**
+ * @typedef {object} Held a node and where its tokens are
+ * @property {Json} node as the API tells it, without its tokens
+ * @property {number} first its first token here
+ * @property {number} past the token behind its last
+ * @property {boolean} folded
+ *
+ * @typedef {{held: Held, head: boolean, from: number, to: number}} Line `head`: the line above a node's tokens
+ */
+
+const FOLD_FROM = 300; // contexts with more tokens begin folded
+
+/** Characters that take two columns: East Asian wide ones and most pictures. */
+const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|[\ud83c-\ud83e][\udc00-\udfff]/g;
+
+export class TokenLines {
+  constructor() {
+    /** @type {Held[]} */
+    this.nodes = [];
+    /** @type {number[]} */
+    this.ids = [];
+    /** @type {string[]} what is shown of each token */
+    this.texts = [];
+    /** @type {(number | null)[]} */
+    this.logprobs = [];
+    /** @type {Set<number>} */
+    this.special = new Set();
+    /** @type {Set<number>} tokens that are a part of a character, which another token shows */
+    this.parts = new Set();
+    /** @type {Line[]} */
+    this.lines = [];
+    this.columns = 100;
+  }
+
+  get count() {
+    return this.ids.length;
+  }
+
+  /** Adds what was fetched. @param {Json[]} nodes */
+  append(nodes) {
+    for (const node of nodes) {
+      const base = this.ids.length;
+      let held = this.nodes[this.nodes.length - 1];
+      if (!held || held.node.id !== node.id) {
+        const folded = node.kind === "context" && node.tokens > FOLD_FROM;
+        held = { node: { ...node, ids: null, text: null, logprobs: null }, first: base, past: base, folded };
+        this.nodes.push(held);
+      }
+      const shown = this.#shown(node, base);
+      for (let i = 0; i < node.ids.length; i++) {
+        this.ids.push(node.ids[i]);
+        this.texts.push(shown[i]);
+        this.logprobs.push(node.logprobs ? node.logprobs[i] : null);
+      }
+      for (const i of node.special ?? []) this.special.add(base + i);
+      held.past = this.ids.length;
+    }
+  }
+
+  /** @param {Json} node @param {number} base @returns {string[]} */
+  #shown(node, base) {
+    if (!node.text) return node.ids.map((/** @type {number} */ id) => ` ${id}`);
+    const shown = node.text.map((/** @type {string | null} */ text, /** @type {number} */ i) => text ?? hex(node.bytes?.[i] ?? ""));
+    for (const [first, past, text] of node.runs ?? []) {
+      if (text === null) continue;
+      shown[first] = text;
+      for (let i = first + 1; i < past; i++) {
+        shown[i] = "⋯";
+        this.parts.add(base + i);
+      }
+    }
+    return shown;
+  }
+
+  /** Breaks everything into lines again. @param {number} columns */
+  lay(columns) {
+    this.columns = columns;
+    this.lines = [];
+    for (const held of this.nodes) {
+      this.lines.push({ held, head: true, from: held.first, to: held.first });
+      if (!held.folded) this.#layNode(held);
+    }
+  }
+
+  /** @param {Held} held */
+  #layNode(held) {
+    let from = held.first;
+    let used = 0;
+    for (let i = held.first; i < held.past; i++) {
+      const text = this.texts[i];
+      const size = width(text);
+      if (used && used + size > this.columns) {
+        this.lines.push({ held, head: false, from, to: i });
+        from = i;
+        used = 0;
+      }
+      used += size;
+      if (text.includes("\n")) {
+        this.lines.push({ held, head: false, from, to: i + 1 });
+        from = i + 1;
+        used = 0;
+      }
+    }
+    if (from < held.past) this.lines.push({ held, head: false, from, to: held.past });
+  }
+
+  /** The node of a token. @param {number} token @returns {Held | undefined} */
+  heldOf(token) {
+    return this.nodes[search(this.nodes.length, (i) => this.nodes[i].past > token)];
+  }
+
+  /** The line of a token; of its node's head where that is folded. @param {number} token */
+  lineOf(token) {
+    const at = search(this.lines.length, (i) => (this.lines[i].head && this.lines[i].held.folded ? this.lines[i].held.past : this.lines[i].to) > token);
+    return Math.min(at, this.lines.length - 1);
+  }
+
+  /** @param {number} id a node's @returns {Held | undefined} */
+  node(id) {
+    return this.nodes.find((held) => held.node.id === id);
+  }
+
+  /** The next token for which `wanted` holds. @param {number} from @param {1 | -1} by @param {(token: number) => boolean} wanted */
+  next(from, by, wanted) {
+    for (let i = from + by; i >= 0 && i < this.count; i += by) if (wanted(i)) return i;
+    return from;
+  }
+}
+
+/** The first of 0 … n-1 for which `past` holds; n where none does. @param {number} n @param {(i: number) => boolean} past */
+function search(n, past) {
+  let [low, high] = [0, n];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (past(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/** Columns that a text takes. @param {string} text */
+function width(text) {
+  let size = text.length;
+  for (const found of text.matchAll(WIDE)) size += found[0].length === 1 ? 1 : 0;
+  return size;
+}
+
+/** @param {string} bytes */
+function hex(bytes) {
+  return bytes ? bytes.replace(/../g, (pair) => `\\x${pair}`) : "▯";
+}

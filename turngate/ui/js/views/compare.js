@@ -1,0 +1,149 @@
+/** Two rollouts side by side: their main branches, turn beside turn, with the first difference marked. */
+
+import { el, fill } from "../dom.js";
+import { count, duration } from "../format.js";
+import { briefly, messageOf, textOf } from "../message.js";
+import { empty, failed, loading } from "../notice.js";
+import { Record } from "../record.js";
+import { href, note } from "../router.js";
+import { addressOf, facts, nameOf, rewardCell, state } from "../status.js";
+import { plain } from "../text.js";
+
+/** @typedef {import("../api.js").Json} Json */
+/** @typedef {{turn: Json | null, node: number | null, messages: Json[], said: string}} Step what was sent before a turn, and the turn */
+
+const AROUND = 220; // characters that are shown before the first difference
+
+/**
+ * @param {import("../router.js").Place} place
+ * @returns {import("../main.js").View}
+ */
+export function show(place) {
+  const sides = [new Record(place.parts[0] ?? ""), new Record(place.parts[1] ?? "")];
+  const element = el("div.page", null, loading());
+  let at = -1;
+
+  /** @param {number} to */
+  function move(to) {
+    const marks = [...element.querySelectorAll(".pair-mark")];
+    if (!marks.length) return;
+    at = Math.max(0, Math.min(marks.length - 1, to));
+    marks[at].scrollIntoView({ block: "start" });
+    /** @type {HTMLElement} */ (marks[at]).focus({ preventScroll: true });
+    note(href(["compare", ...place.parts], { turn: at }));
+  }
+
+  const toFirst = () => move([...element.querySelectorAll(".pair-mark")].findIndex((mark) => mark.classList.contains("is-first")));
+
+  async function load() {
+    try {
+      await Promise.all(sides.map(async (side) => {
+        await side.load();
+        await side.converse();
+      }));
+      fill(element, ...drawn(sides, toFirst));
+      document.title = `${nameOf(sides[0].row)} beside ${nameOf(sides[1].row)} · Turngate`;
+      if (place.query.turn) move(Number(place.query.turn));
+    } catch (error) {
+      fill(element, failed(error, load));
+    }
+  }
+
+  load();
+  return {
+    element,
+    title: "Comparison",
+    keys: [
+      { key: "j", does: "next turn", run: () => move(at + 1) },
+      { key: "k", does: "turn before", run: () => move(at - 1) },
+      { key: "d", does: "to the first difference", run: toFirst },
+    ],
+  };
+}
+
+/** @param {Record[]} sides @param {() => void} toFirst */
+function drawn(sides, toFirst) {
+  const [left, right] = sides.map(steps);
+  const both = Math.max(left.length, right.length);
+  const first = firstDifference(left, right);
+  const group = sides[0].row.group;
+  const heads = sides.map((side) =>
+    el(
+      "section.panel.side",
+      null,
+      el("div.view-head", null, el("h2", null, el("a", { href: addressOf(side.id), text: nameOf(side.row) })), state(side.row)),
+      facts([["reward", rewardCell(side.row.reward)], ["turns", count(side.row.turns)], ["sampled", count(side.row.sampled_tokens)], ["took", duration(side.row.seconds)]]),
+    ),
+  );
+  const pair = el("div.pair", null, ...heads);
+  for (let i = 0; i < both; i++) {
+    const apart = first !== null && i === first;
+    const label = i === 0 ? "Beginning" : `Turn ${i}`;
+    const where = apart ? `: the first difference${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}` : "";
+    pair.append(el("div.pair-mark", { tabindex: "-1", class: apart ? "is-first" : "", text: `${label}${where}` }));
+    const differ = (left[i]?.said ?? null) !== (right[i]?.said ?? null);
+    pair.append(side(left[i], right[i], differ), side(right[i], left[i], differ));
+  }
+  const jump = first === null ? el("span.good", { text: "They said the same throughout." }) : el("button.button", { type: "button", on: { click: toFirst } }, first === 0 ? "First difference: what they were asked" : `First difference: turn ${first}`);
+  return [
+    el("div.crumbs", null, group ? el("a", { href: href(["group", group]), text: group }) : el("a", { href: href(["rollouts"]), text: "Rollouts" })),
+    el("div.view-head", null, el("h1", { text: "Side by side" }), jump),
+    both ? pair : empty("Nothing to compare", "Neither of them has said anything yet."),
+  ];
+}
+
+/**
+ * The main branch in steps: what the conversation began with, then each turn with the results that it got.
+ * @param {Record} record
+ * @returns {Step[]}
+ */
+function steps(record) {
+  /** @type {Step[]} */
+  const found = [];
+  for (const id of record.path(record.tree.main)) {
+    const node = record.messages.get(id);
+    if (!node) continue;
+    if (node.kind === "sampled" || !found.length) found.push({ turn: node.kind === "sampled" ? node : null, node: id, messages: [...node.messages], said: "" });
+    else found[found.length - 1].messages.push(...node.messages);
+  }
+  for (const step of found) step.said = step.messages.map(spoken).join("\n");
+  return found;
+}
+
+/** A message as one text, by which it is compared. Ids of calls are made up, and no difference. @param {Json} message */
+function spoken(message) {
+  const calls = (message.tool_calls ?? []).map((/** @type {Json} */ call) => `${call.name} ${typeof call.arguments === "string" ? call.arguments : JSON.stringify(call.arguments)}`);
+  return [message.role, message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
+}
+
+/** @param {Step[]} left @param {Step[]} right */
+function firstDifference(left, right) {
+  for (let i = 0; i < Math.max(left.length, right.length); i++) if ((left[i]?.said ?? null) !== (right[i]?.said ?? null)) return i;
+  return null;
+}
+
+/** @param {Step | undefined} mine @param {Step | undefined} other @param {boolean} differ */
+function side(mine, other, differ) {
+  if (!mine) return el("div.panel.side.is-none", null, el("p.muted", { text: "It had ended by then." }));
+  const made = el("div.panel.side", { class: differ ? "is-different" : "" });
+  if (differ && other) made.append(apart(mine.said, other.said));
+  made.append(...mine.messages.map((message) => messageOf(message, null)));
+  if (mine.turn) made.setAttribute("aria-label", `Turn ${mine.turn.turn}: ${briefly(textOf(mine.messages[0]?.content)).slice(0, 80)}`);
+  return made;
+}
+
+/** The place where two texts part. @param {string} mine @param {string} other */
+function apart(mine, other) {
+  let same = 0;
+  while (same < mine.length && same < other.length && mine[same] === other[same]) same += 1;
+  const from = Math.max(0, same - 60);
+  const rest = mine.slice(same, same + AROUND);
+  return el(
+    "p.apart",
+    { title: `The first ${count(same)} characters are the same` },
+    from > 0 && "…",
+    plain(mine.slice(from, same)),
+    el("mark", null, rest ? plain(rest) : "(ends here)"),
+    same + AROUND < mine.length && "…",
+  );
+}

@@ -1,0 +1,41 @@
+/** The login form. The admin key goes from the field into one request and is forgotten; it is in no address and in no storage. */
+
+import * as api from "../api.js";
+import { el } from "../dom.js";
+
+/**
+ * @param {() => Promise<void>} entered called when the gateway has taken the key
+ * @param {string} why what to say above it
+ */
+export function form(entered, why) {
+  const key = el("input.field", { id: "key", type: "password", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": "key-help" });
+  const trouble = el("p.login-trouble", { role: "alert", text: why });
+  const button = el("button.button.is-primary", { type: "submit", text: "Sign in" });
+  const made = el(
+    "form.login",
+    { "aria-labelledby": "login-title" },
+    el("h1", { id: "login-title", text: "Turngate" }),
+    el("label", { for: "key", text: "Admin key of this gateway" }),
+    key,
+    button,
+    trouble,
+    el("p.muted", { id: "key-help" }, "It is what you gave as ", el("code", { text: "TURNGATE_ADMIN_KEY" }), ", or in ", el("code", { text: "admin-key" }), " in the gateway's data folder."),
+  );
+  made.addEventListener("submit", async (/** @type {Event} */ event) => {
+    event.preventDefault();
+    button.disabled = true;
+    trouble.textContent = "";
+    const given = key.value.trim();
+    key.value = "";
+    try {
+      await api.login(given);
+      await entered();
+    } catch (error) {
+      trouble.textContent = error instanceof api.Refused ? error.message : String(error);
+      key.focus();
+    } finally {
+      button.disabled = false;
+    }
+  });
+  return made;
+}

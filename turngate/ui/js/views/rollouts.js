@@ -1,0 +1,132 @@
+/** All rollouts: what runs, what became of the rest; filtered, sorted, live. The first view, and the way to each rollout. */
+
+import * as api from "../api.js";
+import { el, fill } from "../dom.js";
+import { chips, menu, offers, searchField } from "../filters.js";
+import { count, duration, plural, short, when } from "../format.js";
+import { List } from "../list.js";
+import { go, href, note } from "../router.js";
+import { addressOf, facts, lives, nameOf, rewardCell, state, versions } from "../status.js";
+
+/** @typedef {import("../api.js").Json} Json */
+
+const CLASSES = ["graded", "agent failed", "invalid task", "infrastructure fault"];
+const SUMMARY_MS = 3000; // how often the numbers above are asked for while things change
+
+/** @type {import("../list.js").Column[]} */
+const COLUMNS = [
+  { name: "state", label: "Status", sort: "status", cell: state },
+  { name: "name", label: "Rollout", cell: (row) => el("a.clip", { href: addressOf(row.id), tabindex: "-1", title: `${nameOf(row)} (${row.id})`, text: nameOf(row) }) },
+  { name: "task", label: "Task", sort: "task", cell: (row) => el("span.clip", { title: row.task, text: row.task || "–" }) },
+  { name: "agent", label: "Agent", sort: "agent", cell: (row) => el("span.clip", { title: `${row.agent} ${row.agent_version ?? ""}`, text: row.agent || "–" }) },
+  { name: "reward", label: "Reward", sort: "reward", cell: (row) => rewardCell(row.reward), num: true },
+  { name: "turns", label: "Turns", sort: "turns", cell: (row) => count(row.turns), num: true },
+  { name: "tokens", label: "Sampled", sort: "sampled_tokens", title: "Tokens that were sampled", cell: (row) => short(row.sampled_tokens), num: true },
+  { name: "version", label: "Policy", sort: "version", title: "Policy versions that it was sampled by", cell: versions, num: true },
+  { name: "seconds", label: "Took", sort: "seconds", cell: (row) => duration(row.seconds), num: true },
+  { name: "opened", label: "Begun", sort: "opened", cell: (row) => when(row.opened), num: true },
+];
+
+/**
+ * @param {import("../router.js").Place} place
+ * @returns {import("../main.js").View}
+ */
+export function show(place) {
+  const wanted = { status: "", class: "", agent: "", model: "", q: "", sort: "-opened", ...place.query };
+  const summary = el("div.summary");
+  const total = el("span.muted", { role: "status" });
+  const fresh = el("button.button.is-on.fresh", { type: "button", hidden: true });
+  let missed = new Set();
+
+  const list = new List({
+    label: "Rollouts",
+    look: "is-rollouts",
+    columns: COLUMNS,
+    fetch: async (offset, limit, sort) => {
+      const got = await api.rollouts({ ...wanted, sort, offset, limit });
+      return { rows: got.rollouts, total: got.total };
+    },
+    key: (row) => row.id,
+    open: (row) => go(addressOf(row.id)),
+    sort: wanted.sort,
+    sorted: (sort) => change({ sort }, false),
+    counted: (n) => (total.textContent = plural(n, "rollout")),
+    none: ["No rollouts", "Nothing matches. Clear the filters, or start some: turngate run, turngate batch, or a session of your own (POST /admin/sessions)."],
+  });
+
+  /** @param {Object<string, string>} what @param {boolean} [fetch] */
+  function change(what, fetch = true) {
+    Object.assign(wanted, what);
+    note(href(["rollouts"], { ...wanted, sort: wanted.sort === "-opened" ? "" : wanted.sort }));
+    if (fetch) reload();
+  }
+
+  function reload() {
+    missed = new Set();
+    fresh.hidden = true;
+    list.reload(true);
+  }
+
+  const search = searchField(wanted.q, "Search id, task, group, message", (q) => change({ q }));
+  const statuses = chips("Status", [["", "All"], ["running", "Running"], ["finishing", "Finishing"], ["done", "Done"], ["cancelled", "Cancelled"]], wanted.status, (status) => change({ status }));
+  const classes = menu("Class", wanted.class, [["", "Any class"], ...offers("", CLASSES).slice(1), ["none", "no class"]], (value) => change({ class: value }));
+  const agents = menu("Agent", wanted.agent, offers("Any agent", []), (agent) => change({ agent }));
+  const models = menu("Model", wanted.model, offers("Any model", []), (model) => change({ model }));
+  fresh.addEventListener("click", reload);
+
+  async function summarise() {
+    const got = await api.overview();
+    fill(summary, numbers(got));
+    statuses.counts({ "": got.rollouts, ...got.by_status });
+    agents.offer(offers("Any agent", got.agents));
+    models.offer(offers("Any model", got.models));
+  }
+
+  let due = 0;
+  const soon = () => {
+    due ||= setTimeout(() => {
+      due = 0;
+      summarise().catch(api.passOver);
+    }, SUMMARY_MS);
+  };
+
+  /** @param {import("../live.js").Changes} changes */
+  function changed(changes) {
+    soon();
+    const known = list.update(changes.rollouts);
+    if (known && !changes.reload && !changes.gone.length) return;
+    if (list.atTop()) return void list.reload();
+    changes.rollouts.filter((row) => !list.index.has(row.id)).forEach((row) => missed.add(row.id));
+    fresh.textContent = missed.size ? `${plural(missed.size, "change")} not shown: show` : "Changed: show";
+    fresh.hidden = false;
+  }
+
+  summarise().catch(api.passOver);
+  list.reload(true);
+  const toolbar = el("div.toolbar", { role: "search" }, search, statuses, classes, agents, models, fresh, el("span.spread"), total);
+  return {
+    element: el("div.page.is-full", null, el("h1.visually-hidden", { text: "Rollouts" }), summary, toolbar, list.element),
+    title: "Rollouts",
+    keys: [{ key: "/", does: "search", run: () => search.focus() }, ...list.keys()],
+    changed,
+    leave: () => {
+      clearTimeout(due);
+      list.leave();
+    },
+  };
+}
+
+/** @param {Json} got */
+function numbers(got) {
+  const failures = CLASSES.slice(1).reduce((sum, name) => sum + (got.by_class[name] ?? 0), 0);
+  const running = Object.entries(got.by_status).reduce((sum, [status, n]) => sum + (lives({ status }) ? n : 0), 0);
+  return facts([
+    ["running now", count(running)],
+    ["rollouts", count(got.rollouts)],
+    ["groups", count(got.groups)],
+    ["graded", count(got.by_class.graded ?? 0)],
+    ["not graded by a fault", el("a", { href: href(["failures"]), text: count(failures) }), "agent failed, invalid task, infrastructure fault"],
+    ["policy", `v${got.gateway.version}${got.gateway.paused ? " (paused)" : ""}`, "The version that is sampled from now"],
+    ["model", el("span.clip.fact-model", { title: got.gateway.model, text: got.gateway.model || "any" })],
+  ]);
+}
