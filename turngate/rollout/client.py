@@ -197,7 +197,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         """Answer a call that waits for the host. `Refused` (409) where nobody waits any more."""
         return await self._ask("POST", f"/admin/sessions/{quote(session)}/tools/{call}/answer", {"reply": reply})
 
-    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncIterator[Json]:
+    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncGenerator[Json, None]:
         """What happens in a session, or (empty) in all, past a cursor: `seq` of the last event that was seen, 0 for the beginning.
 
         Goes on for as long as the gateway is there, through its restarts: nothing is lost or told twice. `wait=False`: it ends

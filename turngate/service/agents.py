@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Mapping
 
 from turngate.agents import spec as specs
@@ -31,7 +30,7 @@ class Agents:
         self._options = config.agent_options
         self._default = config.agent or (next(iter(self._specs)) if config.agents else _DEFAULT)
         self._making: dict[str, asyncio.Task[Installed]] = {}
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = asyncio.Lock()  # several may need the same Node
         if self._default not in self._specs:
             raise ConfigError(
                 f"agent: {config.agent!r} is none of {', '.join(self._specs)}{suggestion(config.agent, list(self._specs))}",
@@ -45,6 +44,11 @@ class Agents:
                 )
         for spec in self._specs.values():
             self.check(spec, "x", ConfigError)
+
+    @property
+    def names(self) -> list[str]:
+        """The default first."""
+        return [self._default, *(name for name in self._specs if name != self._default)]
 
     def named(self, name: str) -> AgentSpec:
         """The one of that name, or the default. `BadRequest` lists those that there are."""
@@ -73,13 +77,13 @@ class Agents:
         """Its installation. One is made for all who wait for it; whoever is cancelled leaves it to the others."""
         making = self._making.get(spec.name)
         if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
-            making = self._making[spec.name] = asyncio.create_task(asyncio.to_thread(self._ensured, spec))
+            making = self._making[spec.name] = asyncio.create_task(self._ensured(spec))
             making.add_done_callback(_seen)
         return await asyncio.shield(making)
 
-    def _ensured(self, spec: AgentSpec) -> Installed:
-        with self._one_at_a_time:  # several may need the same Node
-            return ensure(spec, lambda line: log.info("%s", line))
+    async def _ensured(self, spec: AgentSpec) -> Installed:
+        async with self._one_at_a_time:
+            return await asyncio.to_thread(ensure, spec, lambda line: log.info("%s", line))
 
     async def close(self) -> None:
         """An installation that is being made cannot be broken off; it is waited for."""

@@ -29,10 +29,10 @@ OTHER_NAMES: Mapping[str, Mode] = {"transparent_proxy": "observe", "black_box": 
 MOST_INSTRUCTION = 400_000  # characters
 MOST_SCRIPT = 1_000_000  # characters of test_script, and of setup_shell
 MOST_FILES = 500
-MOST_FILE = 16_000_000  # bytes
-MOST_BYTES = 64_000_000  # of all files together
+MOST_FILE = 8_000_000  # bytes
+MOST_BYTES = 32_000_000  # of all files together
 MOST_PATH = 400  # characters
-MOST_ROW = 16_000_000  # bytes of a SWE row
+MOST_ROW = 4_000_000  # bytes of a SWE row
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 _LONGEST = 512  # characters of a key or a URL
 

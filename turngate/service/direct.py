@@ -8,7 +8,7 @@ knows one address. The rollout talks to `Unrecorded` where it would talk to a ga
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
@@ -134,7 +134,7 @@ class Unrecorded(GatewayClient):
     async def record(self, session: str, recorded: Recorded, *, replace: bool = False) -> None:
         return
 
-    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncIterator[Json]:
+    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncGenerator[Json, None]:
         """None, for as long as somebody waits."""
         if wait:
             await asyncio.Event().wait()

@@ -7,8 +7,9 @@ feeds. A `gateway://` entry is one that runs already. That of a caller's own end
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from turngate.server.run import embedded
 from turngate.service.catalog import Choice
 from turngate.service.config import ServiceConfig
 
+log = logging.getLogger("turngate")
 MOST = 32  # gateways at once; callers can bring endpoints of their own
 Opened = Callable[[str, GatewayClient], Awaitable[None]]
 
@@ -41,10 +43,23 @@ class Reached(msgspec.Struct, frozen=True):
 class _Kept:
     """One gateway, held open by a task of its own: whoever asked for it first need not be who needs it last."""
 
-    def __init__(self, holding: Callable[[_Kept], Awaitable[None]]) -> None:
+    def __init__(self, holding: Callable[[_Kept], Coroutine[None, None, None]]) -> None:
         self.ready: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
         self.stop = asyncio.Event()
-        self.task = asyncio.ensure_future(holding(self))
+        self.task = asyncio.create_task(holding(self))
+        self.task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What kept it from starting is for those who wait for it, if anybody does."""
+        error = None if task.cancelled() else task.exception()
+        if self.ready.done():
+            if error is not None:
+                log.error("a gateway of the service broke down", exc_info=error)
+        elif error is None:
+            self.ready.cancel()
+        else:
+            self.ready.set_exception(error)
+            self.ready.exception()
 
 
 class Gateways:
@@ -81,16 +96,9 @@ class Gateways:
         return await asyncio.shield(kept.ready)
 
     async def _hold(self, choice: Choice, kept: _Kept) -> None:
-        try:
-            async with AsyncExitStack() as stack:
-                reached = await self._open(choice, stack)
-                kept.ready.set_result(reached)
-                await kept.stop.wait()
-        except BaseException as error:  # for those who wait, whatever it is
-            if kept.ready.done():
-                raise
-            kept.ready.set_exception(error)
-            kept.ready.exception()  # perhaps nobody waits any more
+        async with AsyncExitStack() as stack:
+            kept.ready.set_result(await self._open(choice, stack))
+            await kept.stop.wait()
 
     async def _open(self, choice: Choice, stack: AsyncExitStack) -> Reached:
         endpoint = choice.endpoint

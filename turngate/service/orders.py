@@ -64,7 +64,7 @@ def _row(asked: AskedSwe, config: ServiceConfig) -> Task:
         task = swe.task(asked.task, "task")
     except TaskError as error:
         raise BadRequest(error.message, param=f"task.{error.param}" if error.param else "task") from None
-    if not config.image and not config.takes_image(task.image):
+    if not config.takes_image(task.image):
         raise BadRequest(
             f"task: its image {task.image[:200]!r} is not among those that this server takes ({', '.join(config.images)})",
             param="task",
@@ -116,7 +116,7 @@ def order_of(
         backend=backend,
         model=model,
         timeout_s=asked.agent_timeout_s,
-        image=config.image,
+        image="" if task.image or task.dockerfile is not None else config.image,
         network=config.network,
         resources=config.resources,
         session=_session(asked, choice),

@@ -19,7 +19,14 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
@@ -64,6 +71,7 @@ log = logging.getLogger("turngate")
 _DRAIN_S = 20.0  # for the last events, and for the trace, of a rollout that has ended
 STATES = ("queued", "running", *get_args(Status))
 Views = list[EndpointView]  # `list` is a verb in there
+Names = list[str]
 Conversation = list[Said]
 LOST = "lost: the service ended while this rollout ran; what was recorded until then is at its gateway"
 
@@ -153,6 +161,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._engines = dict(engines or {})
         self._live: dict[str, _Live] = {}
         self._ended: dict[str, RolloutState] = {}  # by id, oldest first
+        self._places: dict[str, str] = {}  # of their gateways
         self._lost: dict[str, list[str]] = {}  # sessions that may still be open, by their gateway's place
         self._unwritten: dict[str, tuple[RolloutResult, list[Said]]] = {}  # where the disk was full
         self._folder = Path(config.data).absolute() / "service"
@@ -331,6 +340,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         """The endpoints that there are."""
         return self._catalog.show()
 
+    def agents(self) -> Names:
+        """The agents that callers may use, the default first."""
+        return self._agents.names
+
     @asynccontextmanager
     async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
         """The gateway that has its trace, for what is not in a result: whole traces, rows, verdicts. Started again if need be."""
@@ -343,6 +356,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             raise NotFound(f"rollout_id: {rollout} has no session: nothing of it was recorded", param="rollout_id")
         assert self._gateways is not None
         choice = self._catalog.choose(state.model_key, state.mode)
+        if self._places.get(rollout) != choice.place:
+            raise NotFound(f"rollout_id: the gateway of {rollout} is not in the catalog any more", param="rollout_id")
         async with self._gateways.reached(choice) as reached:
             yield reached.client
 
@@ -381,7 +396,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             )
             ticket = self._gates.ticket()
             live.rollout = Rollout(order, reached.client, reached.wayout, live.watch, gates=ticket, session=live.id)
-            live.following = asyncio.create_task(self._follow(live, reached.client))
+            live.following = asyncio.create_task(self._followed(live, reached.client))
             try:
                 return await live.rollout.run()
             finally:
@@ -401,18 +416,15 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     async def _lived(self, live: _Live, work: asyncio.Task[Outcome]) -> None:
         """From its start to its result. Nobody cancels this, so that whatever happens there is one."""
-        try:
-            await asyncio.wait([work])
-            failed_at, live.stage = live.stage, "result"
-            await self._finished(live, work, failed_at)
-            await asyncio.to_thread(self._store.clear_inputs, live.id)
-            if not self.config.keep_work:
-                await asyncio.to_thread(self._store.clear_work, live.id)
-            await self._removed_oldest()
-        finally:
-            self._live.pop(live.id, None)
-            live.over.set()
-            live.wake()
+        await asyncio.wait([work])
+        failed_at, live.stage = live.stage, "result"
+        ending = asyncio.create_task(self._finished(live, work, failed_at))
+        await asyncio.wait([ending])
+        if (error := ending.exception()) is not None:
+            self._end(live, *_broken(live, error))
+        self._live.pop(live.id)
+        live.over.set()
+        live.wake()
 
     async def _finished(self, live: _Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
         outcome = live.rollout.outcome if live.rollout is not None else None
@@ -427,7 +439,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         state = _settled(live, work, outcome, failed_at)
         folder, clamp = self._store.left(live.id), self.config.clamp
         result = await asyncio.to_thread(report.ended, state, outcome, view, folder, clamp, live.notes)
-        state = msgspec.structs.replace(state, wall_s=live.wall_s(), cursor=live.cursor + 1)
+        state = msgspec.structs.replace(state, wall_s=live.wall_s())
         seconds = {**live.seconds, **(outcome.seconds if outcome is not None else {})}
         stop = result.stop if live.aborted is None or state.status != "cancelled" else f"aborted: {live.aborted}"
         result = msgspec.structs.replace(result, wall_s=state.wall_s, seconds=seconds, stop=stop.removesuffix(": "))
@@ -436,10 +448,20 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         except StoreError as error:
             log.error("the result of rollout %s is only in memory: %s", live.id, error.message)
             self._unwritten[live.id] = result, said
-        self._tell(
-            live, "ended", {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
-        )
+        await asyncio.to_thread(self._store.clear_inputs, live.id)
+        if not self.config.keep_work:
+            await asyncio.to_thread(self._store.clear_work, live.id)
+        self._end(live, state)
+        await self._removed_oldest()
+
+    def _end(self, live: _Live, state: RolloutState, result: RolloutResult | None = None) -> None:
+        """The last word about it. `result`: where none is on disk."""
+        if result is not None:
+            self._unwritten[live.id] = result, []
+        facts = {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
+        self._tell(live, "ended", facts)
         self._ended[live.id] = msgspec.structs.replace(state, cursor=live.cursor)
+        self._places[live.id] = live.choice.place
         with _logged(live.id):
             self._store.put(self._ended[live.id], live.choice.place)
 
@@ -456,26 +478,36 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             live.seq = seq or live.seq
             live.wake()
 
-    def _took(self, live: _Live, event: Json) -> None:
-        """What the gateway told. It tells each event once, past the one that we have."""
+    def _took(self, live: _Live, event: Json) -> bool:
+        """What the gateway told, past what we have. False: it could not be kept, and has to be told again."""
         if event["seq"] > live.seq:
             self._tell(live, event["kind"], event["data"], event["seq"], event["time"])
+        return live.seq >= int(event["seq"])
 
-    async def _follow(self, live: _Live, client: GatewayClient) -> None:
-        if live.choice.mode == "direct":
-            return
-        await live.announced.wait()
-        while True:  # it ends where the gateway does not know the session yet
-            async for event in client.events(live.id, live.seq):
-                self._took(live, event)
-            await asyncio.sleep(0.05)
+    async def _follow(self, live: _Live, client: GatewayClient, *, wait: bool = True) -> None:
+        """Its events at the gateway, as they come; or those that there are."""
+        while True:
+            pause = 0.05  # the gateway does not know the session yet
+            async with aclosing(client.events(live.id, live.seq, wait=wait)) as events:
+                async for event in events:
+                    if not self._took(live, event):
+                        pause = 1.0
+                        break
+                else:
+                    if not wait:
+                        return
+            await asyncio.sleep(pause)
+
+    async def _followed(self, live: _Live, client: GatewayClient) -> None:
+        if live.choice.mode != "direct":  # there, the stages are told to us
+            await live.announced.wait()
+            await self._follow(live, client)
 
     async def _drained(self, live: _Live, client: GatewayClient) -> None:
         """What was told in the end, after which there is no more."""
         try:
             async with asyncio.timeout(_DRAIN_S):
-                async for event in client.events(live.id, live.seq, wait=False):
-                    self._took(live, event)
+                await self._follow(live, client, wait=False)
         except TimeoutError:
             live.notes.append("its gateway could not be asked for the last events")
 
@@ -533,6 +565,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             if not state.done:
                 state = await self._given_up(state, place)
             self._ended[state.rollout_id] = state
+            self._places[state.rollout_id] = place
         await self._removed_oldest()
 
     async def _given_up(self, state: RolloutState, place: str) -> RolloutState:
@@ -564,7 +597,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     async def _removed_oldest(self) -> None:
         surplus = list(self._ended)[: max(0, len(self._ended) - self.config.keep)]
         for rollout in surplus:
-            del self._ended[rollout]
+            del self._ended[rollout], self._places[rollout]
             self._unwritten.pop(rollout, None)
         if surplus:
             with _logged(surplus[0]):
@@ -606,6 +639,14 @@ def _failed(live: _Live, error: BaseException, stage: str) -> dict[str, Any]:
         log.error("rollout %s failed in a way that nobody thought of", live.id, exc_info=error)
         trouble = Trouble(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")
     return {"error": trouble, "kind": "invalid task" if trouble.boundary == "task" else "infrastructure fault"}
+
+
+def _broken(live: _Live, error: BaseException) -> tuple[RolloutState, RolloutResult]:
+    """Its result could not be made: that is one, too."""
+    wrong = _failed(live, error, "result")
+    state = msgspec.structs.replace(live.state(), done=True, stage="done", status="error", gateway="", **wrong)
+    result = msgspec.structs.replace(_unfinished(state), done=True, kind=state.kind, error=state.error)
+    return state, result
 
 
 def _lost(state: RolloutState, events: list[Event]) -> RolloutState:
