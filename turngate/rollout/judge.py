@@ -14,6 +14,7 @@ from turngate.tasks.task import Task
 
 TRIES = 3  # of a grading that something else than the work made fail
 BACK_OFF_S = 1.0  # before the second try; four times as long before the third
+LOG = 4000  # characters of each log that the gateway keeps: its end
 # Whose fault makes which class. An engine, a sandbox, a store, a gateway: none of them is the agent.
 _CLASSES: Mapping[Boundary, Class] = {"task": "invalid task", "agent": "agent failed"}
 
@@ -67,8 +68,17 @@ def _ended(outcome: Outcome) -> str:
 
 
 def recorded(outcome: Outcome) -> Recorded:
-    """What the gateway keeps beside the trace: enough to make samples of it. Logs and files stay with the runner."""
+    """What the gateway keeps beside the trace: enough to make samples of it, and to see what went wrong. Files stay with the runner.
+
+    The same for the same rollout, whenever it is asked for: the gateway takes no second one that differs."""
     assert outcome.kind is not None
+    grade = outcome.grade
+    logs = {
+        "stdout": outcome.collected.stdout,
+        "stderr": outcome.collected.stderr,
+        "verifier": "" if grade is None else grade.log,
+    }
+    fault = outcome.fault
     return Recorded(
         kind=outcome.kind,
         reward=outcome.reward,
@@ -77,5 +87,14 @@ def recorded(outcome: Outcome) -> Recorded:
         task=outcome.task,
         attempt=outcome.attempt,
         message="" if outcome.grade is None else outcome.grade.message,
-        data={"rollout": outcome.rollout, "status": outcome.status, "agent": outcome.agent, "sandbox": outcome.sandbox},
+        data={
+            "rollout": outcome.rollout,
+            "status": outcome.status,
+            "agent": outcome.agent,
+            "sandbox": outcome.sandbox,
+            "exit_code": outcome.exit_code,
+            "seconds": {stage: spent for stage, spent in outcome.seconds.items() if stage != "record"},
+            "logs": {name: text[-LOG:] for name, text in logs.items() if text},
+            **({} if fault is None else {"fault": {"stage": fault.stage, "boundary": fault.boundary}}),
+        },
     )

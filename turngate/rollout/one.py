@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import time
 import uuid
@@ -49,7 +50,7 @@ from turngate.errors import (
     TaskError,
     TurngateError,
 )
-from turngate.logs import within
+from turngate.logs import HIDDEN, clean, within
 from turngate.rollout.agreement import differences
 from turngate.rollout.announce import Announcer
 from turngate.rollout.client import GatewayClient, Opened, Refused, Unreachable
@@ -87,6 +88,10 @@ _AFTER_LIMIT_S = 30.0  # for an agent to end by itself when its session has
 _BACK_S = 40.0  # for a gateway that is being started again
 _END_S = 10.0  # for the gateway to end the session of a rollout that went wrong
 _SUM_S = 120.0  # to count the rows of a long trace
+_TOLD = 2000  # characters of a text in an event
+_FIRST: Stage = "sandbox"
+_SECRET = 6  # characters that a secret has at least
+_SECRETS = re.compile("(?i)key|token|secret|passw|credential")  # in the names of variables
 _SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(SessionLimits))
 _THERE = 'command -v -- "$1" >/dev/null'
 _PACKED = b"version"
@@ -285,6 +290,9 @@ class Rollout:
         """What it left. Its output and logs may be missing; without its work there is nothing to grade."""
         folder = self._kept
         collected = await collect(sandbox, launch, folder)
+        collected = msgspec.structs.replace(
+            collected, stdout=self._without_secrets(collected.stdout), stderr=self._without_secrets(collected.stderr)
+        )
         self.outcome.collected = collected
         if not (self._order.keep_work or self._to_be_graded):
             return
@@ -343,7 +351,15 @@ class Rollout:
         elif outcome.fault is None and not self._to_be_graded:
             return  # nobody was asked
         assert found is not None
+        found = msgspec.structs.replace(found, log=self._without_secrets(found.log))
         outcome.grade, outcome.kind, outcome.reward = found, found.kind, found.reward
+
+    def _without_secrets(self, text: str) -> str:
+        """The end of a log goes where others look at it. An agent may print all that it has."""
+        for name, value in self._order.env.items():
+            if len(value) >= _SECRET and _SECRETS.search(name):
+                text = text.replace(value, HIDDEN)
+        return clean(text)
 
     async def _graded(self) -> Grade:
         order = self._order
@@ -686,9 +702,16 @@ class Rollout:
         """What followers of the stream are told. The end has the outcome; they are the host's, so it may."""
         outcome = self.outcome
         begun = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
+        if stage == _FIRST:  # before there is a session that would say so
+            about = {"task": outcome.task, "group": outcome.group, "agent": outcome.agent, "model": outcome.model}
+            return {**begun, **{name: value[:_TOLD] for name, value in about.items()}}
         if stage != "done":
             return begun
-        return {**begun, "status": outcome.status, "class": outcome.kind, "reward": outcome.reward}
+        told = {**begun, "status": outcome.status, "class": outcome.kind, "reward": outcome.reward}
+        if (fault := outcome.fault) is not None:  # there may be no session whose outcome would say so
+            told["fault"] = {"stage": fault.stage, "boundary": fault.boundary}
+            told["message"] = self._without_secrets(fault.message)[:_TOLD]
+        return told
 
     def _spent(self, stage: Stage, began: float) -> None:
         spent = self.outcome.seconds.get(stage, 0.0) + time.monotonic() - began
