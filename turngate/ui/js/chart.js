@@ -5,10 +5,11 @@
 
 import { el, svg } from "./dom.js";
 import { number } from "./format.js";
-import { nice, scale } from "./axis.js";
+import { nice, scale, times } from "./axis.js";
 
 const ROOM = { top: 12, right: 14, bottom: 34, left: 52 };
 const HEIGHT = 190;
+const WIDEST = 56; // pixels of a bar
 
 /**
  * @typedef {[number, number | null]} Point
@@ -18,8 +19,10 @@ const HEIGHT = 190;
  * @property {string} x what the horizontal axis counts, with its unit
  * @property {string} y
  * @property {Series[]} series
+ * @property {boolean} [clock] the horizontal axis is time, in seconds
  * @property {(value: number) => string} [xText]
  * @property {(value: number) => string} [yText]
+ * @property {boolean} [whole] only whole numbers stand on the horizontal axis
  * @property {[number, number]} [yRange] where it is known; else from the numbers
  * @property {string} [empty] what to say where there are no numbers
  */
@@ -118,7 +121,8 @@ function axes(options, x, y, width, yRange, xRange) {
     made.append(svg("line.chart-grid", { x1: ROOM.left, x2: width - ROOM.right, y1: y(tick), y2: y(tick) }));
     made.append(svg("text.chart-y", { x: ROOM.left - 6, y: y(tick) + 4, text: (options.yText ?? number)(tick) }));
   }
-  for (const tick of nice(...xRange, Math.max(2, Math.floor(width / 110)))) {
+  const ticks = (options.clock ? times : nice)(...xRange, Math.max(2, Math.floor(width / 110)));
+  for (const tick of options.clock ? ticks : ticks.filter((value) => !options.whole || Number.isInteger(value))) {
     if (tick < xRange[0] || tick > xRange[1]) continue;
     made.append(svg("line.chart-tick", { x1: x(tick), x2: x(tick), y1: bottom, y2: bottom + 4 }));
     made.append(svg("text.chart-x", { x: x(tick), y: bottom + 15, text: (options.xText ?? number)(tick) }));
@@ -142,9 +146,9 @@ function shape(one, shade, x, y, zero, half) {
   const group = svg("g", { class: `s${shade}` });
   if (one.kind === "bars") {
     for (const [at, value] of known) {
-      const left = x(at - half * 0.72);
-      const size = { width: Math.max(1, x(at + half * 0.72) - left), height: Math.max(1, Math.abs(zero - y(value))) };
-      group.append(svg("rect.chart-bar", { x: left, y: Math.min(zero, y(value)), ...size }));
+      const wide = Math.max(1, Math.min(WIDEST, x(at + half * 0.72) - x(at - half * 0.72)));
+      const size = { width: wide, height: Math.max(1, Math.abs(zero - y(value))) };
+      group.append(svg("rect.chart-bar", { x: x(at) - wide / 2, y: Math.min(zero, y(value)), ...size }));
     }
     return group;
   }

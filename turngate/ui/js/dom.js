@@ -1,9 +1,13 @@
 /**
  * Making elements. Every module that shows something uses `el` and `svg`, and nothing else makes markup: text becomes text nodes,
- * so nothing that an agent wrote is ever read as HTML. Attributes that could run something are refused.
+ * so nothing that an agent wrote is ever read as HTML. Attributes that could run something are refused, and characters that would hide
+ * or turn text get a sign.
  */
 
+import { seen } from "./hidden.js";
+
 const SVG = "http://www.w3.org/2000/svg";
+const TOLD = new Set(["title", "aria-label", "placeholder"]); // attributes that are read
 
 /**
  * @typedef {Node | string | number | null | undefined | false} Child
@@ -75,7 +79,7 @@ function set(made, name, value) {
   if (name === "on") {
     for (const [event, listener] of Object.entries(value)) made.addEventListener(event, listener);
   } else if (name === "text") {
-    made.textContent = String(value);
+    made.textContent = seen(String(value));
   } else if (name === "data") {
     for (const [key, held] of Object.entries(value)) made.setAttribute(`data-${key}`, String(held));
   } else if (name === "class") {
@@ -85,7 +89,7 @@ function set(made, name, value) {
   } else if (/^(href|src|action|formaction|xlink:href)$/i.test(name) && !/^(#|\/(?!\/))/.test(String(value))) {
     throw new Error(`${name}: ${value} leads away from this page`);
   } else {
-    made.setAttribute(name, value === true ? "" : String(value));
+    made.setAttribute(name, value === true ? "" : TOLD.has(name) ? seen(String(value)) : String(value));
   }
 }
 
@@ -98,7 +102,7 @@ function nodes(kids) {
   const found = [];
   for (const kid of kids.flat(3)) {
     if (kid === null || kid === undefined || kid === false) continue;
-    found.push(kid instanceof Node ? kid : String(kid));
+    found.push(kid instanceof Node ? kid : seen(String(kid)));
   }
   return found;
 }

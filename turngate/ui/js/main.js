@@ -15,6 +15,7 @@ import * as api from "./api.js";
 import { help } from "./dialog.js";
 import { el, fill } from "./dom.js";
 import { tick } from "./format.js";
+import { seen } from "./hidden.js";
 import * as keys from "./keys.js";
 import { Live } from "./live.js";
 import { empty, say } from "./notice.js";
@@ -79,7 +80,7 @@ function route() {
   shown = same;
   view = make ? make(place) : unknown(place.name);
   keys.bind(view.keys ?? []);
-  document.title = `${view.title} · Turngate`;
+  document.title = seen(`${view.title} · Turngate`);
   for (const link of nav.children) {
     const mine = NAV.find(([name]) => name === link.getAttribute("data-name"))?.[2] ?? [];
     if (mine.includes(place.name)) link.setAttribute("aria-current", "page");

@@ -1,6 +1,6 @@
 /** How states, classes, rewards and names of rollouts are shown, the same in every view. Never by colour alone: each has a sign or a word. */
 
-import { el } from "./dom.js";
+import { el, svg } from "./dom.js";
 import { score } from "./format.js";
 import { href } from "./router.js";
 
@@ -64,7 +64,8 @@ export function roleBadge(role) {
 
 /** Why a branch began. @param {string} cause */
 export function causeBadge(cause) {
-  return badge(cause, ["is-warn", "⑂"]);
+  const sign = svg("svg.fork-sign", { viewBox: "0 0 10 12", "aria-hidden": "true" }, svg("path", { d: "M2 11V1M2 8C2 5 8 7 8 2" }));
+  return el("span.badge.is-warn", { title: `a fork: ${cause}` }, sign, cause);
 }
 
 /** Whether it passed: what its grader says, or a reward of 1. @param {Json} row */

@@ -5,14 +5,10 @@
 
 import { el } from "./dom.js";
 import { bytes } from "./format.js";
+import { codeOf, HIDDEN, signOf } from "./hidden.js";
 
-/** Control characters but tab and newline, invisible spaces, and the marks that turn the direction of text. */
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
 const PIECE = 6000; // characters that are shown at once
 const MORE = 60000; // and with every click after that
-
-/** @type {Object<string, string>} */
-const SIGNS = { "\u001b": "␛", "\u0000": "␀", "\u0007": "␇", "\u0008": "␈", "\r": "␍", "\u200b": "␣", "\u007f": "␡" };
 
 /**
  * A fragment with `text`, every hidden character as a small sign that names it.
@@ -33,8 +29,7 @@ export function plain(text) {
 
 /** @param {string} character */
 function sign(character) {
-  const code = `U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
-  return el("span.hidden-char", { title: `${code}, a character that cannot be seen`, text: SIGNS[character] ?? code });
+  return el("span.hidden-char", { title: `${codeOf(character)}, a character that cannot be seen`, text: signOf(character) });
 }
 
 /**
@@ -89,5 +84,5 @@ export function firstLine(text, length = 140) {
  * @param {string} text
  */
 export function visible(text) {
-  return text.replace(/ /g, "·").replace(/\t/g, "⇥").replace(/\n/g, "↵").replace(HIDDEN, (c) => SIGNS[c] ?? "▯");
+  return text.replace(/ /g, "·").replace(/\t/g, "⇥").replace(/\n/g, "↵").replace(HIDDEN, "▯");
 }

@@ -52,6 +52,38 @@ function meter(share) {
   return el("span.meter", { role: "img", "aria-label": `probability ${percent(share)}` }, fill);
 }
 
+/**
+ * What can be said of all tokens that are here: how many were sampled, and how likely they were.
+ * @param {import("./tokenlines.js").TokenLines} tokens
+ * @returns {Node[]}
+ */
+export function summaryOf(tokens) {
+  const counts = STEPS.map(() => 0);
+  let [known, sum, sampled, trained] = [0, 0, 0, 0];
+  for (const held of tokens.nodes) {
+    if (held.node.kind !== "sampled") continue;
+    sampled += held.past - held.first;
+    if (held.node.trained) trained += held.past - held.first;
+    for (let i = held.first; i < held.past; i++) {
+      const logprob = tokens.logprobs[i];
+      if (logprob === null) continue;
+      known += 1;
+      sum += logprob;
+      counts[Number(stepOf(logprob).slice(1))] += 1;
+    }
+  }
+  const bars = STEPS.flatMap((step, i) => {
+    const bar = el("span", { class: `fill-${i}` });
+    bar.style.width = `${known ? (counts[i] / known) * 100 : 0}%`;
+    return [el("dt", { text: step.label }), el("dd.bar-track", { "aria-hidden": "true" }, bar), el("dd.num", { text: percent(known ? counts[i] / known : null) })];
+  });
+  return [
+    el("h3", { text: "This branch" }),
+    el("dl.pairs", null, el("dt", { text: "sampled" }), el("dd", { text: `${count(sampled)} of ${count(tokens.count)} tokens` }), el("dt", { text: "trained" }), el("dd", { text: count(trained) }), el("dt", { text: "mean log-probability" }), el("dd", { text: known ? number(sum / known) : "–" })),
+    el("dl.bars.spread-of", { "aria-label": "Sampled tokens by probability" }, ...bars),
+  ];
+}
+
 /** What the colours and lines mean. */
 export function legend() {
   const scale = el("span.legend-scale", { role: "img", "aria-label": "From no colour, at least 90 %, to the strongest, less than half a percent" });

@@ -10,8 +10,9 @@ import { count, number, plural } from "../format.js";
 import { empty, say } from "../notice.js";
 import { href, note } from "../router.js";
 import { causeBadge, roleBadge } from "../status.js";
-import { detailOf, legend } from "../tokendetail.js";
+import { detailOf, legend, summaryOf } from "../tokendetail.js";
 import { TokenLines } from "../tokenlines.js";
+import { TokenMap } from "../tokenmap.js";
 import { visible } from "../text.js";
 import { Windowed } from "../windowed.js";
 
@@ -35,7 +36,9 @@ export class TokensTab {
     this.window.element.addEventListener("pointerover", (/** @type {PointerEvent} */ event) => this.#hovered(event));
     this.resized = new ResizeObserver(() => this.#measure());
     this.resized.observe(this.window.element);
-    this.detail = el("aside.tokens-detail.panel", { "aria-label": "Token", "aria-live": "polite" });
+    this.map = new TokenMap(this.window);
+    this.detail = el("div.token-one", { "aria-live": "polite" });
+    this.summary = el("div.token-all");
     this.branch = el("select.field", { "aria-label": "Branch", on: { change: () => this.#go(this.branch.value ? Number(this.branch.value) : null) } });
     this.status = el("span.muted", { role: "status" });
     const context = el("button.button", { type: "button", text: "Fold or unfold context", on: { click: () => this.#foldAll() } });
@@ -43,8 +46,8 @@ export class TokensTab {
       "div.tokens",
       null,
       el("div.tokens-tools", null, el("label.label", null, "Branch", this.branch), context, legend(), el("span.spread"), this.status),
-      el("div.tokens-view.panel", null, this.window.element),
-      this.detail,
+      el("div.tokens-view.panel", null, this.window.element, this.map.element),
+      el("aside.tokens-detail.panel", { "aria-label": "Token" }, this.detail, this.summary),
     );
     const step = (/** @type {1 | -1} */ by, /** @type {(token: number) => boolean} */ wanted) => () => this.select(this.tokens.next(this.selected, by, wanted));
     const seen = (/** @type {number} */ i) => !this.tokens.heldOf(i)?.folded;
@@ -121,6 +124,7 @@ export class TokensTab {
         next = got.next;
         this.#lay();
         told?.();
+        fill(this.summary, ...summaryOf(this.tokens));
         this.status.textContent = next ? `${count(this.tokens.count)} of ${count(got.total)} tokens …` : plural(this.tokens.count, "token");
         if (!got.readable && !this.warned) {
           this.warned = true;
@@ -159,6 +163,7 @@ export class TokensTab {
     this.tokens.lay(columns);
     this.window.redraw();
     this.window.setCount(this.tokens.lines.length);
+    this.map.show(this.tokens);
   }
 
   #foldAll() {

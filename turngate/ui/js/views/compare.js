@@ -2,6 +2,7 @@
 
 import { el, fill } from "../dom.js";
 import { count, duration } from "../format.js";
+import { seen } from "../hidden.js";
 import { briefly, messageOf, textOf } from "../message.js";
 import { empty, failed, loading } from "../notice.js";
 import { Record } from "../record.js";
@@ -42,7 +43,7 @@ export function show(place) {
         await side.converse();
       }));
       fill(element, ...drawn(sides, toFirst));
-      document.title = `${nameOf(sides[0].row)} beside ${nameOf(sides[1].row)} · Turngate`;
+      document.title = seen(`${nameOf(sides[0].row)} beside ${nameOf(sides[1].row)} · Turngate`);
       if (place.query.turn) move(Number(place.query.turn));
     } catch (error) {
       fill(element, failed(error, load));

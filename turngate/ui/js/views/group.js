@@ -120,8 +120,8 @@ function layout(group, table, compare, traces) {
     el(
       "div.charts",
       null,
-      chart({ title: "Rewards", x: "rollout", y: "reward", series: [{ name: "reward", points: rewards, kind: "bars" }], yRange: range(rewards), empty: "No reward is known yet." }),
-      chart({ title: "pass@k", x: "k", y: "estimate", series: [{ name: "pass@k", points: group.pass_at.map((/** @type {Json} */ p) => [p.k, p.estimate]) }], yRange: [0, 1], yText: (v) => percent(v), empty: "No rollout is graded yet." }),
+      chart({ title: "Rewards", x: "rollout", whole: true, y: "reward", series: [{ name: "reward", points: rewards, kind: "bars" }], yRange: range(rewards), empty: "No reward is known yet." }),
+      chart({ title: "pass@k", x: "k", whole: true, y: "estimate", series: [{ name: "pass@k", points: group.pass_at.map((/** @type {Json} */ p) => [p.k, p.estimate]) }], yRange: [0, 1], yText: (v) => percent(v), empty: "No rollout is graded yet." }),
     ),
     traces,
   ];
@@ -151,7 +151,7 @@ function table(group, evidence, picked, at, pick) {
       "tr",
       { class: i === at ? "is-selected" : "" },
       el("td", null, box),
-      el("td", null, el("a", { href: addressOf(row.id), text: nameOf(row) })),
+      el("td", null, el("a", { href: addressOf(row.id), title: `${nameOf(row)} (${row.id})`, text: within(group.group, nameOf(row)) })),
       el("td", null, state(row)),
       el("td.num", null, rewardCell(row.reward)),
       el("td.num", null, advantage(row.advantage, largest)),
@@ -166,6 +166,11 @@ function table(group, evidence, picked, at, pick) {
   if (!group.rollouts.length) return empty("Nobody is in this group yet", "Its rollouts appear as soon as a runner tells of them.");
   const heads = [["", ""], ["rollout", ""], ["status", ""], ["reward", "num"], ["advantage", "num"], ["leave one out", "num"], ["turns", "num"], ["sampled", "num"], ["entropy", "num"], ["forks", ""], ["took", "num"]];
   return el("table.plain", null, el("thead", null, el("tr", null, ...heads.map(([text, look]) => el("th", { class: look, text })))), el("tbody", null, ...group.rollouts.map(line)));
+}
+
+/** A rollout's name without that of its group, which stands above. @param {string} group @param {string} name */
+function within(group, name) {
+  return name.startsWith(`${group}.`) ? `rollout ${name.slice(group.length + 1)}` : name;
 }
 
 /** @param {number | null} value @param {number} largest */
@@ -189,7 +194,7 @@ function evidenceOf(got) {
   return el(
     "div.charts",
     null,
-    chart({ title: `Entropy: ${number(got.entropy)} nats over ${count(got.entropy_tokens)} tokens`, x: "rollout", y: "nats per token", series: [{ name: "entropy", points, kind: "bars", shade: 3 }], empty: "No log-probability is known." }),
+    chart({ title: `Entropy: ${number(got.entropy)} nats over ${count(got.entropy_tokens)} tokens`, x: "rollout", whole: true, y: "nats per token", series: [{ name: "entropy", points, kind: "bars", shade: 3 }], empty: "No log-probability is known." }),
     el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Drift by cause" }), el("span.muted", { text: "context tokens that had to be stored anew" })), el("div.panel-body", null, drift)),
   );
 }

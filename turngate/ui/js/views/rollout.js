@@ -4,6 +4,7 @@ import { actionsOf, cancel, exportOf } from "../actions.js";
 import * as api from "../api.js";
 import { el, fill } from "../dom.js";
 import { count, duration, when } from "../format.js";
+import { seen } from "../hidden.js";
 import { failed, loading } from "../notice.js";
 import { Record } from "../record.js";
 import { go, href } from "../router.js";
@@ -41,7 +42,7 @@ export function show(place) {
 
   function drawHead() {
     fill(head, ...header(record, refresh));
-    document.title = `${nameOf(record.row)} · Turngate`;
+    document.title = seen(`${nameOf(record.row)} · Turngate`);
   }
 
   /** @param {string} name @returns {any} */

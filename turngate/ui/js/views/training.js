@@ -79,10 +79,10 @@ function drawn(got, by) {
       "div.charts",
       null,
       reward(got, by, clockText),
-      chart({ title: "Staleness of rollouts", x: "versions behind", y: "rollouts", series: [{ name: "rollouts", kind: "bars", points: got.staleness.map((/** @type {Json} */ s) => [s.behind, s.rollouts]), shade: 1 }], empty: "No rollout has ended that tells its versions." }),
-      chart({ title: "Tokens sampled", x: "time", y: "tokens/s", xText: clockText, series: [{ name: "tokens/s", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.tokens_s]), shade: 2 }] }),
-      chart({ title: "Turns and rollouts", x: "time", y: "per minute", xText: clockText, series: [{ name: "turns/min", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.turns_s === null ? null : t.turns_s * 60]), shade: 0 }, { name: "rollouts/min", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.rollouts_min]), shade: 1 }] }),
-      got.deliveries.length > 0 && chart({ title: "Staleness of deliveries", x: "delivery", y: "versions behind", series: [{ name: "behind", kind: "dots", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.behind]), shade: 3 }] }),
+      chart({ title: "Staleness of rollouts", x: "versions behind", whole: true, y: "rollouts", series: [{ name: "rollouts", kind: "bars", points: got.staleness.map((/** @type {Json} */ s) => [s.behind, s.rollouts]), shade: 1 }], empty: "No rollout has ended that tells its versions." }),
+      chart({ title: "Tokens sampled", x: "time", y: "tokens/s", clock: true, xText: clockText, series: [{ name: "tokens/s", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.tokens_s]), shade: 2 }] }),
+      chart({ title: "Turns and rollouts", x: "time", y: "per minute", clock: true, xText: clockText, series: [{ name: "turns/min", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.turns_s === null ? null : t.turns_s * 60]), shade: 0 }, { name: "rollouts/min", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.rollouts_min]), shade: 1 }] }),
+      got.deliveries.length > 0 && chart({ title: "Staleness of deliveries", x: "delivery", whole: true, y: "versions behind", series: [{ name: "behind", kind: "dots", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.behind]), shade: 3 }] }),
     ),
     got.feeds.length > 0 && feeds(got.feeds),
     got.deliveries.length > 0 && deliveries(got.deliveries),
@@ -91,10 +91,10 @@ function drawn(got, by) {
 
 /** @param {Json} got @param {string} by @param {(value: number) => string} clockText */
 function reward(got, by, clockText) {
-  if (by === "version") return chart({ title: "Reward by policy version", x: "version", y: "mean reward", series: [{ name: "mean reward", points: got.version.map((/** @type {Json} */ v) => [v.version, v.mean]) }], empty: "No graded rollout tells its version." });
-  if (by === "step") return chart({ title: "Reward by step", x: "delivery", y: "mean reward", series: [{ name: "mean reward", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.mean]) }], empty: "Nothing was delivered to a trainer yet: make a feed, and read it." });
+  if (by === "version") return chart({ title: "Reward by policy version", x: "version", whole: true, y: "mean reward", series: [{ name: "mean reward", points: got.version.map((/** @type {Json} */ v) => [v.version, v.mean]) }], empty: "No graded rollout tells its version." });
+  if (by === "step") return chart({ title: "Reward by step", x: "delivery", whole: true, y: "mean reward", series: [{ name: "mean reward", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.mean]) }], empty: "Nothing was delivered to a trainer yet: make a feed, and read it." });
   const line = (/** @type {string} */ field) => got.time.map((/** @type {Json} */ t) => [t.at, t[field]]);
-  return chart({ title: "Reward", x: "time", y: "reward", xText: clockText, series: [{ name: "mean", points: line("mean") }], empty: "No reward was recorded yet." });
+  return chart({ title: "Reward", x: "time", y: "reward", clock: true, xText: clockText, series: [{ name: "mean", points: line("mean") }], empty: "No reward was recorded yet." });
 }
 
 /** Times on an axis: the hour where it is of one day, the day too where it is not. @param {number} first @param {number} last */
