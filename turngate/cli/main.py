@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Optional, TypeVar
+from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
@@ -131,6 +131,21 @@ def serve(
         from turngate.server.run import run
 
     _or_exit(lambda: run(settings))
+
+
+def _doctor(**given: Any) -> None:
+    """Look whether everything that `turngate serve` and its rollouts need is there and fits together, and say how to mend it.
+
+    Takes the settings of `turngate serve`; with --gateway, a gateway that runs is examined instead. Exit codes: 0 nothing failed
+    (there may be warnings), 1 something did, 2 something that was given is wrong.
+    """
+    from turngate.cli.doctor import examined
+
+    if not _or_exit(lambda: examined(given)):
+        raise typer.Exit(1)
+
+
+app.command("doctor")(options.with_settings_of(serve, _doctor, options.DOCTOR))
 
 
 @app.command()

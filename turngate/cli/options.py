@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -45,3 +47,42 @@ PublicUrl = Annotated[str, typer.Option(help="Where remote sandboxes reach the g
 Tunnel = Annotated[
     str, typer.Option(help="A command that makes a tunnel to {port} and prints its URL, instead of a public URL.")
 ]
+
+# What `turngate doctor` has besides the settings of `turngate serve`: kind and default.
+DOCTOR: dict[str, tuple[Any, Any]] = {
+    "gateway": (
+        Annotated[str, typer.Option(help="Examine a gateway that runs; its key comes from TURNGATE_ADMIN_KEY.")],
+        "",
+    ),
+    "agent": (
+        Annotated[
+            Optional[list[str]], typer.Option(help="Agents that have to be there; repeat for more. [look at all]")
+        ],
+        None,
+    ),
+    "sandbox": (
+        Annotated[
+            Optional[list[str]],
+            typer.Option(help="Sandboxes that have to work; repeat for more. [look at local, bubblewrap, docker]"),
+        ],
+        None,
+    ),
+    "image": (Annotated[str, typer.Option(help="The container image to try a docker sandbox with.")], ""),
+    "only": (Annotated[Optional[list[str]], typer.Option(help="Only this check; repeat for more.")], None),
+    "as_json": (Annotated[bool, typer.Option("--json", help="Machine-readable.")], False),
+}
+
+
+def with_settings_of(
+    other: Callable[..., None], command: Callable[..., None], own: Mapping[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """`command`, which takes whatever it is given, with the options of another command and some of its own: name, kind and default."""
+    of_other = inspect.signature(other, eval_str=True).parameters.values()
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=kind)
+        for name, (kind, d) in own.items()
+    ]
+    together = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in of_other] + more
+    command.__signature__ = inspect.Signature(together, return_annotation=None)  # type: ignore[attr-defined]  # what typer reads
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in together}
+    return command

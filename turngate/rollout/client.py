@@ -130,6 +130,10 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     async def cancel(self, session: str) -> Json:
         return await self._ask("POST", f"/admin/sessions/{quote(session)}/cancel")
 
+    async def delete(self, session: str) -> None:
+        """With everything that was recorded of it."""
+        await self._ask("DELETE", f"/admin/sessions/{quote(session)}")
+
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
         """Put an event into the stream, beside the turns; the session need not be open yet. Its place there.
 

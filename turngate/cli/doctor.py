@@ -1,0 +1,93 @@
+"""What `turngate doctor` does and prints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.text import Text
+
+from turngate import __version__, logs
+from turngate.cli.terminal import console as new_console
+from turngate.cli.terminal import say
+from turngate.config import ServeConfig, load
+from turngate.doctor import CHECKS, Finding, State, Subject, examine
+from turngate.errors import ConfigError
+from turngate.explain import suggestion
+from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.server.app import engine_key
+
+_STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}
+_OWN = ("gateway", "agent", "sandbox", "image", "only", "as_json")
+_OF_A_GATEWAY = ("config", "log_format")  # of the settings, what goes with --gateway
+
+
+class Report(msgspec.Struct, frozen=True):
+    version: str
+    passed: bool  # nothing failed
+    counts: dict[str, int]
+    findings: list[Finding]
+
+
+def examined(given: Mapping[str, Any]) -> bool:
+    """Print the findings; False if one is a failure."""
+    subject = _subject(given)
+    only = tuple(given["only"] or ())
+    names = [check.name for check in CHECKS]
+    for name in only:
+        if name not in names:
+            raise ConfigError(f"only: there is no check {name!r}{suggestion(name, names)}", param="only")
+    logs.begin("text", logging.ERROR)  # what is wrong is a finding; the parts' own warnings would say it twice
+    findings = asyncio.run(examine(subject, only))
+    passed = not any(finding.state == "failure" for finding in findings)
+    if given["as_json"]:
+        counts: dict[str, int] = {state: sum(found.state == state for found in findings) for state in _STYLES}
+        print(msgspec.json.encode(Report(__version__, passed, counts, findings)).decode())
+    else:
+        _tell(findings)
+    return passed
+
+
+def _subject(given: Mapping[str, Any]) -> Subject:
+    settings = {name: value for name, value in given.items() if name not in (*_OWN, "config")}
+    settings["engine_url"] = settings["engine_url"] or None
+    gateway, key = given["gateway"], ""
+    if gateway:
+        for name, value in settings.items():
+            if value is not None and name not in _OF_A_GATEWAY:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"{name}: the gateway at {gateway} has its own; leave out --{flag}", param=name)
+        key = admin_key_given()
+        GatewayClient(gateway, key)  # says what is wrong with it
+        config = ServeConfig()
+    else:
+        config = load(given["config"], settings)
+        engine_key(config)  # an environment variable that is not set is told at once
+    return Subject(
+        config,
+        gateway=gateway,
+        admin_key=key,
+        agents=tuple(given["agent"] or ()),
+        sandboxes=tuple(given["sandbox"] or ()),
+        image=given["image"],
+    )
+
+
+def _tell(findings: Sequence[Finding]) -> None:
+    console = new_console()
+    before = ""
+    for finding in findings:
+        name = finding.check if finding.check != before else ""
+        before = finding.check
+        line = Text(f"{finding.state:<12}", style=_STYLES[finding.state])
+        line.append(f"{name:<18}", style="bold").append(finding.seen, style="default")
+        say(console, line)
+        if finding.mend:
+            say(console, f"{'':<30}→ {finding.mend}", "dim" if finding.state == "not checked" else "cyan")
+    counts = [(state, sum(finding.state == state for finding in findings)) for state in _STYLES]
+    summed = ", ".join(f"{count} {state}" for state, count in counts if count)
+    failed = any(finding.state == "failure" for finding in findings)
+    say(console, summed or "nothing was looked at", "bold red" if failed else "bold")
