@@ -60,43 +60,43 @@ class _Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pass
 
 
-class OfRollout(_Arguments):
+class OfRollout(_Arguments, frozen=True, kw_only=True):
     rollout_id: str
 
 
-class GetMessages(OfRollout):
+class GetMessages(OfRollout, frozen=True, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
-class SubscribeEvents(OfRollout):
+class SubscribeEvents(OfRollout, frozen=True, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)] = 0.0
 
 
-class AbortRollout(OfRollout):
+class AbortRollout(OfRollout, frozen=True, kw_only=True):
     reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
 
 
-class Shown(_Arguments):
+class Shown(_Arguments, frozen=True, kw_only=True):
     """What the answer holds: of the tools that give a result, beside their own arguments."""
 
     logprobs: bool = True
 
 
-class FinalizeRollout(OfRollout):
+class FinalizeRollout(OfRollout, frozen=True, kw_only=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     logprobs: bool = True
 
 
-class ListRollouts(_Arguments):
+class ListRollouts(_Arguments, frozen=True, kw_only=True):
     status: str = ""
     limit: Annotated[int, msgspec.Meta(ge=1, le=500)] = 50
     before: str = ""
 
 
-class ListEndpoints(_Arguments):
+class ListEndpoints(_Arguments, frozen=True, kw_only=True):
     pass
 
 
