@@ -20,6 +20,7 @@ from turngate.types import Json
 T = TypeVar("T")
 PAGE = 256  # events that a follower holds at once
 ALIVE_S = 15.0
+OF_A_BATCH = "batch:"  # before a batch's id: the name under which its events are kept, which any worker may add to
 LOOK_S = 0.05  # how often a follower of all looks whether another worker has written something
 
 
@@ -95,7 +96,9 @@ class Events:
                     continue
                 if not wait:
                     return
-                if not await self._woken(more, state, looks=self._shared and not session):
+                if not await self._woken(
+                    more, state, looks=self._shared and (not session or session.startswith(OF_A_BATCH))
+                ):
                     yield None
 
     @contextmanager

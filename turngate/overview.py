@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from turngate.errors import BadRequest, NotFound
+from turngate.events import OF_A_BATCH
 from turngate.store.outcome import Class
 from turngate.store.sqlite import Store
 from turngate.store.survey import Fact, SurveyedSession
@@ -140,6 +141,7 @@ class _Stage(msgspec.Struct, frozen=True):
     group: Json = ""
     agent: Json = ""
     model: Json = ""
+    batch: Json = ""
     status: Json = ""
     kind: Annotated[Json, msgspec.Meta(description="of the last one")] = msgspec.field(default=None, name="class")
     message: Json = ""
@@ -327,7 +329,7 @@ class Overview:
         row.name = _text(told.get("rollout")) or row.name
         row.group, row.task = _text(told.get("group")) or row.group, _text(told.get("task")) or row.task
         row.agent, row.agent_version = _text(told.get("agent")), _text(told.get("agent_version"))
-        row.sandbox, row.batch = _text(told.get("sandbox")), _text(told.get("batch"))
+        row.sandbox, row.batch = _text(told.get("sandbox")), _text(told.get("batch")) or row.batch
         row.attempt = _count(told.get("attempt"))
         if outcome is not None:
             kept.recorded, written = outcome
@@ -364,7 +366,7 @@ class Overview:
             row.agent or _text(told.agent),
             row.model or _text(told.model),
         )
-        row.group = row.group or _text(told.group)
+        row.group, row.batch = row.group or _text(told.group), row.batch or _text(told.batch)
         row.attempt = max(row.attempt, _count(told.attempt))
 
     def _take_gateway(self, fact: Fact) -> None:
@@ -445,12 +447,26 @@ class Overview:
             raise NotFound(f"there is no rollout {session!r}")
         return self._shown(kept, time.time(), store), kept.key, cursor
 
+    def no_retry(self, store: Store, session: str) -> tuple[Row, str]:
+        """Why a rollout cannot be tried again; empty if it can, where its batch agrees."""
+        row, _, _ = self.rollout(store, session)
+        if row.status in UNDER_WAY:
+            return row, "it is still at work"
+        if row.kind and row.kind != "infrastructure fault":
+            return row, f"it has been judged: {row.kind}"
+        if not row.kind and row.status != "cancelled":
+            return row, "nothing failed: nobody was asked to grade it"
+        if not row.batch or not row.name:
+            return row, "it is of no batch: whoever ran it has to run it again"
+        later = max(kept.row.attempt for kept in self._kept.values() if kept.row.name == row.name)
+        return row, f"attempt {later} of it is there already" if later > row.attempt else ""
+
     def changed(self, store: Store, after: int) -> dict[str, Json]:
         """What happened past a cursor: the rows that are other ones since, and who is gone."""
         cursor, now = self.refresh(store), time.time()
         touched = store.survey.touched(after, _MOST_CHANGED)
         rows = [self._shown(self._kept[one], now, store) for one in touched[:_MOST_CHANGED] if one in self._kept]
-        gone = [one for one in touched[:_MOST_CHANGED] if one not in self._kept]
+        gone = [one for one in touched[:_MOST_CHANGED] if one not in self._kept and not one.startswith(OF_A_BATCH)]
         return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
 
     def groups(self, store: Store, wanted: Wanted) -> dict[str, Json]:

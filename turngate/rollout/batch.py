@@ -8,8 +8,9 @@
 A few workers pull from one list, group by group, so that memory does not grow with the batch; a trainer's `pace` says when the next group
 may begin. `plan.py` is what is wanted, `gates.py` bounds each phase, `ledger.py` keeps what is done, `closing.py` tells the gateway which
 groups are complete. An attempt that failed by no fault of the agent's is followed by another one, later, with a session and a sandbox of
-its own. Where nothing can go on (no sandbox can be made, the gateway is gone, the disk is full) the batch stops and says why; the same
-plan on the same folder goes on with what is left. Called by `turngate batch`.
+its own; a rollout that ended so for good may be asked for again at the gateway, while the batch runs or later. Where nothing
+can go on (no sandbox can be made, the gateway is gone, the disk is full) the batch stops and says why; the same plan on the same folder
+goes on with what is left. Called by `turngate batch`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import shutil
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -36,11 +37,11 @@ from turngate.rollout.client import GatewayClient, Refused, Unreachable
 from turngate.rollout.closing import Closing
 from turngate.rollout.gates import Gates, Ticket
 from turngate.rollout.judge import recorded as as_recorded
-from turngate.rollout.ledger import Begun, Ended, Finished, Head, Kind, Ledger, LedgerError, Unrecorded, now
+from turngate.rollout.ledger import Begun, Ended, Finished, Head, Kind, Ledger, LedgerError, Reopened, Unrecorded, now
 from turngate.rollout.one import Rollout
 from turngate.rollout.outcome import Fault, Outcome, Progress
 from turngate.rollout.pace import Pace, at_once
-from turngate.rollout.plan import BatchPlan, differences, group_name
+from turngate.rollout.plan import BatchPlan, differences, group_name, stream
 from turngate.rollout.summary import Summary, summed_up
 from turngate.rollout.tally import Tally, Watch
 from turngate.rollout.wayout import WayOut
@@ -55,6 +56,12 @@ _BACK_S = 15.0  # for a gateway that does not answer, before it is taken for gon
 _TOLD = 2000  # characters of a message
 _PROBE_S = 5.0  # for which an answer to "is it still there" holds
 _TOLD_S = 5.0  # for the gateway to hear of the groups that are complete, where the batch could not go on
+_LISTEN_S = 5.0  # before a gateway that could not be heard is tried again
+_RETRIED: tuple[Kind, ...] = (
+    "infrastructure fault",
+    "cancelled",
+    "stale",
+)  # what may be asked for again: nobody judged it
 _FEWEST_IN_A_ROW = 20  # attempts that all failed by no fault of an agent's, before the batch is stopped
 
 
@@ -70,6 +77,13 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complete(self) -> bool:
         return len(self.finished) == self.summary.overall.wanted
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """Somebody wants a rollout to be tried again, after the attempt that was its last."""
+
+    rollout: str
+    attempt: int
 
 
 class _Todo(msgspec.Struct, frozen=True):
@@ -162,17 +176,19 @@ class Batch:
         self._probed = (0.0, "")
         self._probing = asyncio.Lock()
         self._batch = ""
+        self._heard = 0  # the last of the events of this batch itself
 
     # ── the whole ───────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> BatchResult:
         ledger = self._ledger = await asyncio.to_thread(Ledger.opened, self._plan.folder)
-        closing = asyncio.create_task(self._closing.run())
+        beside = [asyncio.create_task(self._closing.run())]
         try:
             await self._agreed(ledger)
             await self._plan.backend.check()
             await self._plan.backend.sweep()
             await self._taken_up(ledger)
+            beside.append(asyncio.create_task(self._listen()))
             await self._worked()
             if not await self._closing.told(_TOLD_S if self._stopped else _BACK_S):
                 self._stop(
@@ -181,8 +197,9 @@ class Batch:
         except LedgerError as error:
             self._stop(error.message)
         finally:
-            closing.cancel()
-            await to_the_end(_gone(closing))
+            for task in beside:
+                task.cancel()
+            await to_the_end(_gone(*beside))
             await to_the_end(ledger.close())
         return self.result
 
@@ -242,6 +259,7 @@ class Batch:
         """What an earlier run has left: outcomes that the gateway lacks are recorded there, finished rollouts count, attempts whose end
         nobody saw are ended."""
         known = ledger.known
+        await self._reopened(known.finished)
         for finished in list(known.finished.values()):
             self._count(finished)
         for late in list(known.unrecorded.values()):
@@ -254,6 +272,72 @@ class Batch:
             self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
         self.tally.started = time.monotonic()
         self._watch(self.tally)
+
+    # ── what others ask of it ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _reopened(self, finished: Mapping[str, Finished]) -> None:
+        """Rollouts that somebody asked for again while nobody ran this batch. A gateway that does not answer is found out by others."""
+        if not any(one.kind in _RETRIED for one in finished.values()):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_BACK_S):
+                async for event in self._gateway.events(stream(self._batch), wait=False):
+                    self._heard = event["seq"]
+                    asked = _asked(event)
+                    if asked is not None and not self._no_retry(asked):
+                        one = finished[asked.rollout]
+                        await self._books.add(Reopened(rollout=one.rollout, attempt=one.attempt, at=now()))
+                        self._note(f"{one.rollout}: is tried again, as somebody asked")
+
+    async def _listen(self) -> None:
+        """To who asks for another attempt of a rollout that is finished without having been judged."""
+        while True:
+            try:
+                await self._gateway.announce(stream(self._batch), "note", {"batch": self._batch, "listens": True})
+                async for event in self._gateway.events(stream(self._batch), self._heard):
+                    self._heard = event["seq"]
+                    if (asked := _asked(event)) is not None:
+                        await self._answer(event["seq"], asked)
+            except LedgerError as error:
+                self._stop(error.message)
+                return
+            except TurngateError as error:
+                log.debug("nobody can ask this batch for retries now: %s", error.message)
+            await asyncio.sleep(_LISTEN_S)
+
+    async def _answer(self, seq: int, asked: _Asked) -> None:
+        why = self._no_retry(asked)
+        if not why and not self._goes_on:
+            why = "the batch is just ending; run it again on its folder, and it is taken up"
+        if not why:
+            one = self._books.known.finished[asked.rollout]
+            await to_the_end(self._begin_again(one))
+        message = why or f"it is tried again, as attempt {asked.attempt + 1}"
+        await self._gateway.announce(stream(self._batch), "note", {"retry": seq, "taken": not why, "message": message})
+
+    async def _begin_again(self, one: Finished) -> None:
+        await self._books.add(Reopened(rollout=one.rollout, attempt=one.attempt, at=now()))
+        self.tally.remove(one)
+        self._closing.reopened(one)
+        task = next(task for task in self._plan.tasks if task.id == one.task)
+        self._later(_Todo(one.rollout, task, one.round, one.index), 0.0)
+        self._note(f"{one.rollout}: is tried again, as somebody asked")
+        await self._change()
+
+    def _no_retry(self, asked: _Asked) -> str:
+        """Why a rollout is not tried again; empty: it can be."""
+        one = self._books.known.finished.get(asked.rollout)
+        if one is None:
+            known = asked.rollout in self._books.known.attempts
+            return "it is not finished: it is tried again anyway" if known else "it is not of this batch"
+        if one.kind not in _RETRIED:
+            return f"it has been judged: {one.kind}"
+        return "" if one.attempt == asked.attempt else f"its last attempt was {one.attempt}, not {asked.attempt}"
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether some worker is sure to look again for what is to be done."""
+        return not (self._stopped or self._winding_up) and bool(self._under_way or self._fresh or not self._all_given)
 
     async def _made_up_for(self, late: Unrecorded) -> None:
         """The gateway hears what came of a rollout that an earlier run has seen to its end. Where that still cannot be, the batch stops."""
@@ -576,6 +660,15 @@ class Batch:
     def _books(self) -> Ledger:
         assert self._ledger is not None, "it is opened before there is anything to write"
         return self._ledger
+
+
+def _asked(event: Json) -> _Asked | None:
+    if event["kind"] != "retry":
+        return None
+    try:
+        return msgspec.convert(event["data"], _Asked)
+    except msgspec.ValidationError:  # of somebody else's making
+        return None
 
 
 def _message(outcome: Outcome) -> str:

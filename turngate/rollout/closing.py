@@ -26,22 +26,32 @@ class Closing:
         self._n = n
         self._refused = refused
         self._finished: defaultdict[str, list[bool]] = defaultdict(list)  # by group, whether each is heard of
+        self._closed: dict[str, list[bool]] = {}  # likewise, of those that are complete
         self._complete: asyncio.Queue[str] = asyncio.Queue()
         self.barren = 0  # groups that are complete, and of which no trainer will hear
         self.another_barren = asyncio.Event()
 
     def finished(self, one: Finished) -> None:
         """One rollout is, for good, whatever came of it."""
-        group = one.rollout.rpartition(".")[0]
+        group = _group(one)
         members = self._finished[group]
-        members.append(bool(one.session) and one.kind in HEARD_OF)
+        members.append(_is_heard_of(one))
         if len(members) < self._n:
             return
-        del self._finished[group]
+        self._closed[group] = self._finished.pop(group)
         self._complete.put_nowait(group)
         if not any(members):
             self.barren += 1
             self.another_barren.set()
+
+    def reopened(self, one: Finished) -> None:
+        """One that was finished is to be done again. What its group has by then is told when it is complete once more."""
+        group = _group(one)
+        members = self._closed.pop(group, None)
+        if members is not None:
+            self._finished[group] = members
+            self.barren -= not any(members)
+        self._finished[group].remove(_is_heard_of(one))
 
     async def run(self) -> None:
         while True:
@@ -68,3 +78,11 @@ class Closing:
             except TurngateError as error:
                 self._refused(f"the gateway does not take it that group {group} is complete: {error.message}")
                 return None
+
+
+def _group(one: Finished) -> str:
+    return one.rollout.rpartition(".")[0]
+
+
+def _is_heard_of(one: Finished) -> bool:
+    return bool(one.session) and one.kind in HEARD_OF

@@ -6,6 +6,7 @@
                              or the policy had moved on
     {"type":"unrecorded", …} a rollout that is done, but the gateway could not be told what came of it: that is still to be done
     {"type":"finished", …}   a rollout, for good
+    {"type":"reopened", …}   but somebody asked for one that nobody had judged to be tried again
 
 Lines are only ever added, each with the disk's own word that it is there. JSON lines, not a database: it is read once at the start, a
 torn last line is known by its missing end, and people and programs can look at it while the batch runs. Two runners cannot have one
@@ -107,6 +108,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
         return has_passed(self.reward, self.resolved)
 
 
+class Reopened(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
+    """A rollout that was finished without having been judged, and is to be done after all."""
+
+    rollout: str
+    attempt: int  # the one that was its last
+    at: float
+
+
 class Unrecorded(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
     """A rollout that is done, and will be finished when the gateway has its outcome too. Its agent is not run again."""
 
@@ -115,7 +124,7 @@ class Unrecorded(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
     why: str
 
 
-Entry = Head | Begun | Ended | Unrecorded | Finished
+Entry = Head | Begun | Ended | Unrecorded | Finished | Reopened
 
 
 class LedgerError(TurngateError):
@@ -157,6 +166,8 @@ class Known(msgspec.Struct):
                 self.open.pop(entry.rollout, None)
                 self.unrecorded.pop(entry.rollout, None)
                 self.finished[entry.rollout] = entry
+            case Reopened():
+                self.finished.pop(entry.rollout, None)
 
 
 class Ledger:

@@ -704,6 +704,7 @@ class Rollout:
         begun = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
         if stage == _FIRST:  # before there is a session that would say so
             about = {"task": outcome.task, "group": outcome.group, "agent": outcome.agent, "model": outcome.model}
+            about |= {"batch": str(self._order.session.get("metadata", {}).get("batch", ""))}
             return {**begun, **{name: value[:_TOLD] for name, value in about.items()}}
         if stage != "done":
             return begun

@@ -16,6 +16,7 @@ from turngate.agents.install import Installed
 from turngate.agents.launch import Limits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import ConfigError
+from turngate.events import OF_A_BATCH
 from turngate.rollout.gates import Bounds
 from turngate.rollout.ledger import Head
 from turngate.rollout.outcome import EndPolicy, Order
@@ -139,7 +140,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             network=self.network,
             resources=self.resources,
             env=self.env,
-            session=self._session(task, index, round),
+            session=_of_batch(batch, self._session(task, index, round)),
             told=self.told,
             options=self.options,
             folder=self.folder / "rollouts",
@@ -158,6 +159,16 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         which = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")
         own = int.from_bytes(hashlib.sha256(which.encode()).digest()[:6])
         return {**self.session, "sampling": {"seed": own, **self.session.get("sampling", {})}}
+
+
+def _of_batch(batch: str, session: Mapping[str, Json]) -> Mapping[str, Json]:
+    """With the batch that it is of, so that whoever looks at the session knows whom to ask for another attempt."""
+    return {**session, "metadata": {"batch": batch, **session.get("metadata", {})}}
+
+
+def stream(batch: str) -> str:
+    """Under which the gateway keeps what is asked of a batch, and what it says to that."""
+    return f"{OF_A_BATCH}{batch}"
 
 
 def group_name(batch: str, task: str, round: int) -> str:

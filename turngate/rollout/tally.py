@@ -39,6 +39,15 @@ class Tally(msgspec.Struct, kw_only=True):
             self.reward += one.reward
             self.passed += bool(one.passed)
 
+    def remove(self, one: Finished) -> None:
+        """It is to be done again."""
+        self.done -= 1
+        self.kinds[one.kind] -= 1
+        if one.reward is not None:
+            self.graded -= 1
+            self.reward -= one.reward
+            self.passed -= bool(one.passed)
+
     def sampled(self, tokens: int) -> None:
         self.sampled_tokens += tokens
         now = time.monotonic()

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from turngate import __version__
 from turngate.control import Control
 from turngate.errors import BadRequest, ConfigError, Conflict, NotFound, StoreError, TooMany, TurngateError
+from turngate.events import OF_A_BATCH
 from turngate.evidence import Close
 from turngate.overview import DONE, STATUSES, Overview, Row, Wanted
 from turngate.render import Tokenizer
@@ -51,6 +52,7 @@ _CALLS = 200  # of host tools
 _PACE_S = 0.4  # between two tellings of what changed
 _ALIVE_S = 15.0
 _BEHIND = 10_000  # events, after which a follower is told to begin anew
+_ANSWER_S = 4.0  # for a batch to say what it makes of being asked for a retry
 _STREAMS = 128  # followers at once
 _ENTROPY = "mean of -log-probability over the sampled tokens whose log-probability is known: an estimate of the policy's entropy"
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -109,6 +111,7 @@ class Page:
             (f"{one}/export", "GET", self.export),
             (f"{one}/cancel", "POST", self.cancel),
             (f"{one}/seal", "POST", self.seal),
+            (f"{one}/retry", "POST", self.retry),
         ]
         return [
             self._route("/page/login", "POST", self.enter, known=False),
@@ -329,6 +332,28 @@ class Page:
         await self._control.seal(request.path_params["id"], "sealed by hand")
         return await self._row(request)
 
+    async def retry(self, request: Request) -> Response:
+        """Its batch is asked for another attempt, durably: one that runs answers at once, another one reads it when it is run again."""
+        session = request.path_params["id"]
+        row, why = await self._apart.run(partial(self._looks.overview.no_retry, session=session))
+        if why:
+            raise Conflict(f"it cannot be tried again: {why}")
+        stream = f"{OF_A_BATCH}{row.batch}"
+        asked = self._control.announce(
+            stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt}
+        )
+        answer = await self._control.events.until(lambda: self._answer(stream, asked), _ANSWER_S, of=stream)
+        if answer is None:
+            silent = (
+                "nobody runs this batch now; it is asked for, and taken up when the batch is run again on its folder"
+            )
+            return reply({"asked": True, "taken": None, "message": silent})
+        return reply({"asked": True, "taken": answer["taken"], "message": answer["message"]})
+
+    def _answer(self, stream: str, asked: int) -> dict[str, Json] | None:
+        found = (event.data for event in self._control.events.page(stream, asked) if event.kind == "note")
+        return next((data for data in found if data.get("retry") == asked), None)
+
     def _require_open(self, session: str) -> None:
         row = self._store.find(session)
         if row is None:
@@ -433,6 +458,7 @@ class _Looks:
         if key:
             totals = self._looked_at(store, session, key).totals()
             unreadable = self._tokenizer(store, stored.vocabulary if stored is not None else "")[1]
+        _, no_retry = self.overview.no_retry(store, session)
         return {
             "rollout": row,
             "cursor": cursor,
@@ -448,7 +474,7 @@ class _Looks:
             "can": {
                 "cancel": row.status == "running",
                 "seal": row.status == "running",
-                "retry": {"ok": False, "why": "not from here: `turngate batch` on its folder tries it again"},
+                "retry": {"ok": not no_retry, "why": no_retry},
                 "export": list(FORMATS) if key else [],
             },
         }
