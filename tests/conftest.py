@@ -11,11 +11,15 @@ from turngate.render import Renderer, Tokenizer
 
 # Heavy, but each looks after its own things only: two may run at a time.
 _BESIDE = (
+    "tests/api/test_run",
+    "tests/api/test_docs",
+    "tests/api/test_notebook",
     "tests/rollout",
     "tests/tasks/grading",
     "tests/tasks/test_prove",
     "tests/batch",
     "tests/cli/test_run",
+    "tests/doctor/test_places",
     "tests/mcp",
     "tests/swe/test_swe",
     "tests/engines/test_local",

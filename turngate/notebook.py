@@ -306,7 +306,7 @@ def text(
         Text.assemble(
             (one_line(result.task_id), "bold"),
             "  ",
-            (result.status, f"bold {style}"),
+            (one_line(result.status), f"bold {style}"),
             f"  {reward}  {result.wall_s:.1f} s",
         ),
         _line("ran", one_line(" · ".join(word for word in (result.agent, result.model, result.mode) if word))),
@@ -318,7 +318,7 @@ def text(
     ]
     if result.error is not None:
         where = f"{result.error.boundary}, in stage {result.error.stage}: " if result.error.stage else ""
-        lines.append(_line("error", where + safe(_cut(result.error.message, False)), "red"))
+        lines.append(_line("error", safe(where + _cut(result.error.message, False)), "red"))
     if result.files:
         names = [one_line(name) for name in islice(result.files, 8)]
         left = len(result.files) - len(names)
@@ -366,7 +366,7 @@ def text_table(results: Results) -> RenderableType:
     for place, one in enumerate(islice(results, _LINES)):
         reward = "?" if one.reward is None else f"{one.reward:g}"
         counts = (f"{len(one.turns)}", f"{one.sampled_tokens:,}", f"{one.wall_s:.1f}")
-        cells = (str(place), one_line(one.task_id), reward, one.status, *counts, _why(one)[:200])
+        cells = (str(place), one_line(one.task_id), reward, one_line(one.status), *counts, _why(one)[:200])
         shown.add_row(*map(Text, cells))
     return shown
 

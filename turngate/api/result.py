@@ -60,7 +60,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return float(self.logprobs.mean())
 
     def __repr__(self) -> str:
-        return f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})"
+        return one_line(f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})")
 
 
 class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -138,7 +138,7 @@ class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def __repr__(self) -> str:
         reward = "reward not known" if self.reward is None else f"reward {self.reward:g}"
         turns = "1 turn" if len(self.turns) == 1 else f"{len(self.turns)} turns"
-        return f"Result({one_line(self.task_id)}: {self.status}, {reward}, {turns}, {self.wall_s:.1f} s)"
+        return one_line(f"Result({self.task_id}: {self.status}, {reward}, {turns}, {self.wall_s:.1f} s)")
 
     def _repr_html_(self) -> str:
         from turngate import notebook

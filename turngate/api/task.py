@@ -65,7 +65,7 @@ def many(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
 
 def _is_place(text: str) -> bool:
     """Whether a string is meant as a path: there is something, or it looks like one."""
-    if "\n" in text or "\0" in text or len(text) > 1000:
+    if not text.strip() or "\n" in text or "\0" in text or len(text) > 1000:
         return False
     if text.startswith(HUB) or _ROW.fullmatch(text) or Path(text).expanduser().exists():
         return True

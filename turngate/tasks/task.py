@@ -83,6 +83,8 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked, what the agent finds when it begins, and who decides about the outcome."""
+
     id: str
     instruction: str
     files: Path | None = None

@@ -1,0 +1,185 @@
+"""How results look: nothing that an agent, a model or a test wrote can be markup, formulas or commands, and large ones are cut."""
+
+from __future__ import annotations
+
+import io
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import turngate as tg
+from tests.api.kit import result, turn
+from turngate import notebook
+from turngate.errors import BadRequest
+from turngate.service.result import Trouble
+from turngate.types import ToolCall
+
+HOSTILE = (
+    "</div></details></style><script>alert(1)</script><img src=x onerror=alert(2)><svg/onload=alert(3)> "
+    "\" onmouseover=\"alert(4)\" ' <a href='javascript:alert(5)'>x</a> &lt;b&gt; ]]>--> $\\href{javascript:alert(6)}{x}$ "
+    "\x1b]0;title\x07\x1b[2J\x00\u202egnp.exe\ud83d"
+)
+TAGS = {"div", "style", "b", "i", "span", "table", "tr", "td", "th", "details", "summary"}
+ATTRIBUTES = {"class", "style", "title", "open"}
+
+
+class Page(HTMLParser):
+    """Reads a page as a browser would: every tag and attribute, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.depth = 0
+        self.closed_early = False
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.closed_early |= self.depth == 0 and bool(self.tags)
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.depth += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        self.depth -= 1
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def everywhere(text: str) -> tg.Result:
+    """A result that has a text wherever one can be."""
+    said: Any = {
+        "role": text,
+        "content": [{"type": "text", "text": text}],
+        "tool_calls": [{"function": {"name": text, "arguments": text}}],
+    }
+    spoken = turn(
+        1,
+        heard=(said, {"role": "user", "content": text}),
+        pieces=(text,) * 4,
+        text=text,
+        reasoning=text,
+        tool_calls=(ToolCall(text, text, text),),
+        finish=text,
+        untrained=text,
+        cause=text,
+    )
+    return result(
+        task_id=text,
+        group=text,
+        session=text,
+        agent=text,
+        model=text,
+        mode=text,
+        status=text,
+        stop=text,
+        seconds={text: 1.0},
+        turns=(spoken, turn(2, ids=np.empty(0, np.int32), logprobs=None, pieces=(), text=text, heard=(said,))),
+        files={text: text},
+        logs={text: text},
+        verifier=text,
+        error=Trouble(boundary="engine", stage=text, message=text),
+        notes=(text,),
+        clamped=(text,),
+    )
+
+
+@pytest.mark.parametrize("shape", ["page", "words", "full", "table", "live"])
+def test_nothing_of_an_agents_can_be_markup(shape: str) -> None:
+    one = everywhere(HOSTILE)
+    pages = {
+        "page": lambda: one._repr_html_(),
+        "words": lambda: notebook.page(one, tokens=False),
+        "full": lambda: notebook.page(one, full=True),
+        "table": lambda: tg.Results([one, one])._repr_html_(),
+        "live": lambda: notebook._plain_lines([HOSTILE]),
+    }
+    found = pages[shape]()
+    page = Page(found)
+    assert set(page.tags) <= TAGS and {name for name, _ in page.attributes} <= ATTRIBUTES
+    assert page.depth == 0 and not page.closed_early and page.tags.count("style") == 1
+    assert "<script>alert(1)</script>" in page.text  # it is to be read
+    assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in found) and "\u202e" not in found
+    assert found.startswith(
+        '<div class="tg tex2jax_ignore mathjax_ignore">'
+    )  # formulas are left alone: they can hold links
+    found.encode()
+
+
+def test_a_terminal_is_not_commanded_either() -> None:
+    one = everywhere(HOSTILE)
+    for shown in (one, tg.Results([one]), notebook.text(one, turns=None, tokens=True, full=True)):
+        written = io.StringIO()
+        Console(file=written, width=200, color_system=None).print(shown)
+        assert (
+            "\x1b" not in written.getvalue() and "\x07" not in written.getvalue() and "\u202e" not in written.getvalue()
+        )
+        assert "alert(1)" in written.getvalue()
+    assert "\x1b" not in repr(one) and "\x1b" not in repr(tg.Results([one]))
+
+
+def test_tokens_are_coloured_by_their_log_probability_and_one_that_is_not_known_is_marked() -> None:
+    logprobs = np.array([-0.01, -9.0, np.nan], np.float32)
+    page = result(turns=(turn(tokens=3, logprobs=logprobs, pieces=("sure", "odd", "")),))._repr_html_()
+    assert '<i class="tg-p9" title="0: -0.010, p 0.990">sure</i>' in page
+    assert '<i class="tg-p0" title="1: -9.000, p 0.000">odd</i>' in page
+    assert '<i class="tg-u" title="2: log-probability not known">⟨2⟩</i>' in page
+    unknown = result(turns=(turn(tokens=2, logprobs=None),))._repr_html_()
+    assert unknown.count('class="tg-u"') == 2
+
+
+def test_what_is_not_known_is_not_shown_as_0() -> None:
+    page = Page(result(reward=None, kind="infrastructure fault", status="error")._repr_html_())
+    assert "reward not known" in page.text and "reward 0" not in page.text
+    assert "reward 0" in Page(result(reward=0.0)._repr_html_()).text
+
+
+def test_a_large_result_is_cut_and_says_so() -> None:
+    long = "x" * 300_000
+    many = tuple(turn(n, tokens=2_000, text=long, heard=({"role": "user", "content": long},)) for n in range(1, 201))
+    large = result(turns=many, files={f"f{n}": long for n in range(500)}, logs={"stdout": long})
+    page = large._repr_html_()
+    assert len(page) < 2_000_000
+    text = Page(page).text
+    assert "200 turns, 400,000 sampled tokens" in text and "160 turns are not shown" in text
+    assert "characters are not shown" in text and "470 more are not shown" in text
+    one = Page(notebook.page(result(turns=many), turns=[7], tokens=False, full=True)).text
+    assert "turn 7 ·" in one and "turn 8 ·" not in one and long in one
+    assert "4,800 more are not shown" in Page(tg.Results([result()] * 5_000)._repr_html_()).text
+
+
+def test_a_turn_that_is_not_there_is_named() -> None:
+    with pytest.raises(BadRequest, match="turns: there is no turn 5; they are 1 to 1"):
+        result().show(turns=[5])
+
+
+def test_show_prints_where_there_is_no_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    result(files={"main.py": "x"}).show(tokens=False)
+    out = capsys.readouterr().out
+    assert "fix-add  finished  reward 1" in out and "main.py" in out and "turn 1 · main · 4 tokens" in out
+    tg.Results([result(), result(reward=None)]).show()
+    assert "2, mean reward 1, 1 without a reward" in capsys.readouterr().out
+
+
+def test_results_count_only_what_is_known() -> None:
+    results = tg.Results([result(), result(reward=0.0), result(reward=None, rows=()), result(group="g", task_id="t")])
+    assert results.rewards == [1.0, 0.0, None, 1.0] and results.mean_reward == pytest.approx(2 / 3)
+    assert results.pass_at(1) == pytest.approx(0.75) and results.pass_at(2) == 1.0 and results.pass_at(3) is None
+    first, second, third, alone = results.advantages()
+    assert (
+        first == pytest.approx(1, abs=1e-4) and second == pytest.approx(-1, abs=1e-4) and (third, alone) == (None, 0.0)
+    )
+    assert [row.advantage for row in results.rows("none")] == [1.0, 0.0, 1.0]
+    with pytest.raises(BadRequest, match="k: 0 is not 1 or more"):
+        results.pass_at(0)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(tg.__file__).parent / "py.typed").is_file()

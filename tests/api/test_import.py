@@ -1,0 +1,47 @@
+"""`import turngate` is for everybody who has it installed: it loads nothing before something is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_type_hints
+
+import pytest
+
+import turngate as tg
+from turngate.api import client
+
+HEAVY = ("numpy", "msgspec", "aiohttp", "rich", "starlette", "tokenizers", "IPython", "torch", "asyncio")
+
+
+def ran(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    told = ran("import sys; before = set(sys.modules); import turngate; print(*sorted(set(sys.modules) - before))")
+    loaded = told.split()
+    assert "turngate" in loaded and not [name for name in loaded if name.startswith("turngate.")]
+    assert not [name for name in loaded if name.partition(".")[0] in HEAVY]
+
+
+def test_the_api_does_not_load_what_few_need() -> None:
+    told = ran(
+        "import sys, turngate as tg; tg.run; print(*(n for n in ('IPython', 'torch', 'typer', 'mcp') if n in sys.modules))"
+    )
+    assert told.strip() == ""
+
+
+def test_every_name_is_there_and_documented() -> None:
+    for name in tg.__all__:
+        value = getattr(tg, name)
+        assert value.__doc__, name
+    assert {*tg.__all__} <= {*dir(tg)}
+    with pytest.raises(AttributeError, match="module 'turngate' has no attribute 'rum'"):
+        tg.rum  # noqa: B018
+
+
+def test_what_is_checked_is_what_is_typed() -> None:
+    """The arguments are listed twice: for type checkers, and for whoever has none."""
+    assert {*get_type_hints(client.Where)} == {*client.WHERE}
+    assert {*get_type_hints(client.How)} == {*client.Given.__struct_fields__}
