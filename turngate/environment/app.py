@@ -15,6 +15,7 @@ import functools
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
@@ -94,11 +95,17 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
                 config = uvicorn.Config(
                     app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=_MOST_BYTES
                 )
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, _seen)
                 uvicorn.Server(config).run(sockets=[listener])
             finally:
                 service.stop()
     except TurngateError as error:
         sys.exit(f"error: {error.message}")
+
+
+def _seen(number: int, frame: object) -> None:
+    """uvicorn ends in good order on a signal, and then raises it once more, for whoever was there before it. That is nobody."""
 
 
 @contextmanager

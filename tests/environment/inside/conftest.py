@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -10,6 +11,14 @@ import pytest
 from tests.environment import kit
 
 collect_ignore_glob = [] if find_spec("openenv") else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def _not_for_ever() -> Iterator[None]:
+    """What waits for something that does not come is told where it stood."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ async def test_a_rollout_step_by_step(url: str) -> None:
         rollout = await env.start_rollout(MODEL, SLOW)
         assert not (await env.get_state(rollout)).done
         events, cursor = [], 0
-        while not any(event.kind == "turn.committed" for event in events):
+        while not any(event.kind == "turn" for event in events):
             page = await env.subscribe_events(rollout, cursor, wait_s=10)
             events, cursor = events + page.events, page.cursor
         said = await env.get_messages(rollout)
@@ -225,7 +225,7 @@ async def test_whoever_goes_leaves_the_rollout_running(url: str) -> None:
         gone._ws.transport.abort()
         with pytest.raises(Exception, match="close"):
             await step
-        while not any(event.kind == "turn.committed" for event in events):
+        while not any(event.kind == "turn" for event in events):
             events += (await env.subscribe_events(rollout, events[-1].cursor, wait_s=20)).events
         state = await env.get_state(rollout)
         assert state.status == "running" and state.turns == 1

@@ -6,16 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from openenv.cli.__main__ import app
+from openenv.cli._validation import validate_multi_mode_deployment
 from openenv.validation import run_validation
 from openenv.validation.providers import ExecResult
 from openenv.validation.types import Level, ProviderCapability
+from typer.testing import CliRunner
 
 from tests.environment.kit import ROOT, Server, environment, serving
 
@@ -29,10 +34,9 @@ def package(tmp_path: Path) -> Path:
 
 
 def validated(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
-    """The command's exit code, and its report."""
-    command = [str(Path(sys.executable).parent / "openenv"), "validate", *map(str, arguments), "--json"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    return done.returncode, json.loads(done.stdout) if done.stdout.startswith("{") else {}
+    """The exit code of `openenv validate`, and its report."""
+    done = CliRunner().invoke(app, ["validate", *map(str, arguments), "--json"])
+    return done.exit_code, json.loads(done.stdout) if done.stdout.startswith("{") else {}
 
 
 def test_the_package_is_valid() -> None:
@@ -44,6 +48,17 @@ def test_the_package_is_valid() -> None:
     assert told["static.manifest"] == "pass" and set(told.values()) == {"pass", "skip"}
     code, report = validated(PACKAGE, "--level", "static")
     assert code == 0 and report["verdict"] == "pass"
+
+
+def test_as_it_is_typed() -> None:
+    command = [str(Path(sys.executable).parent / "openenv"), "validate", str(PACKAGE)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "PASS  static.manifest" in done.stdout and "Verdict: WARN" in done.stdout
+
+
+def test_the_layout_is_openenv_s() -> None:
+    """What its older check wants, and what `openenv build` and `push` go by. A lock file would need turngate on the package index."""
+    assert validate_multi_mode_deployment(PACKAGE)[1] == ["Missing uv.lock - run 'uv lock' to generate it"]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +83,12 @@ def test_the_running_server_is_valid(url: str) -> None:
     assert report["mode"] == "simulation" and report["summary"]["total_count"] >= 6
 
 
-def test_a_server_that_lets_nobody_in_is_not(tmp_path: Path) -> None:
-    with serving(tmp_path, TURNGATE_OPENENV_KEY="k") as server:
-        code, report = validated("--url", server.url)
-        assert code == 1 and "schema_endpoint" in report["summary"]["failed_criteria"]
+def test_a_server_of_something_else_is_not() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        code, report = validated("--url", f"http://127.0.0.1:{other.server_port}")
+        other.shutdown()
+    assert code == 1 and {"health_endpoint", "schema_endpoint"} <= set(report["summary"]["failed_criteria"])
 
 
 # ── what it checks of a server that it starts itself ────────────────────────────────────────────────────────────────
