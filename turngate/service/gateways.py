@@ -17,6 +17,7 @@ import msgspec
 
 from turngate.config import OBSERVED, ServeConfig
 from turngate.engines.base import Engine
+from turngate.engines.gate import Gate
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import Certificate, Renderer, find, load
 from turngate.rollout.client import GatewayClient, admin_key_given
@@ -118,7 +119,9 @@ class Gateways:
 
     async def _start(self, choice: Choice, config: ServeConfig, stack: AsyncExitStack) -> GatewayClient:
         await asyncio.to_thread(Path(config.data).mkdir, parents=True, exist_ok=True, mode=0o700)
-        engine = self._engines.get(choice.endpoint.key) if choice.mode in ("exact", "gate") else None
+        engine = self._engines.get(choice.endpoint.key)
+        if engine is not None and choice.mode != ("gate" if isinstance(engine, Gate) else "exact"):
+            engine = None
         if engine is None and config.engine == "local":
             engine = await asyncio.to_thread(_local, config)
         renderer = None if config.engine in OBSERVED else await asyncio.to_thread(_renderer, config)

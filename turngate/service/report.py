@@ -102,7 +102,9 @@ def _lengths(view: Viewed) -> dict[int, int]:
 
 
 def _logprobs(index: int, turn: ViewedTurn, cut: Cut, room: int) -> tuple[list[float] | None, int]:
-    if turn.logprobs is None or not cut.clamp.logprobs:
+    if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
+        return None, room
+    if not cut.clamp.logprobs:
         return turn.logprobs, room
     kept = turn.logprobs[: max(0, room)]
     if len(kept) < len(turn.logprobs):

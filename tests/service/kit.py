@@ -1,0 +1,130 @@
+"""What the tests of the service are written with: the service on a scripted engine, and agents that are small programs.
+
+    async with served([say("Hello.")]) as service:
+        result = await service.rollouts.run(service.asked('print(ask("Hi"))'))
+        assert result.log_tails["stdout"] == "Hello.\\n"
+
+The agent is the catalogue's `shell`, whose command here is a Python; its program is the instruction, with `PRELUDE` before it. Nothing may
+be left when the service is closed: no process, no folder of a sandbox, no task, no open session, no input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+from tests import kit
+from tests.rollout.kit import PRELUDE
+from turngate.engines.base import Engine
+from turngate.engines.scripted import Script, Scripted, Turn
+from turngate.sandboxes import folders
+from turngate.sandboxes.base import Backend
+from turngate.sandboxes.local import LocalBackend
+from turngate.service.asked import Asked
+from turngate.service.catalog import Endpoint
+from turngate.service.config import ServiceConfig
+from turngate.service.result import Event
+from turngate.service.rollouts import Rollouts
+
+KEY = "scripted://m"
+
+
+class Service:
+    """A service and the folders that it uses."""
+
+    def __init__(self, rollouts: Rollouts, engine: Scripted, root: Path, data: Path) -> None:
+        self.rollouts = rollouts
+        self.engine = engine
+        self.root = root
+        self.data = data
+
+    def asked(self, program: str = "", **more: Any) -> Asked:
+        """A rollout of a small program."""
+        return Asked(**{"model_key": KEY, "instruction": PRELUDE + program, "agent_timeout_s": 60.0, **more})
+
+    async def at(self, rollout: str, stage: str) -> None:
+        """Wait until it has come so far."""
+        await kit.until(lambda: self.rollouts.state(rollout).stage == stage, 30)
+
+    async def all_events(self, rollout: str, limit: int = 3) -> list[Event]:
+        """To the end, in small pages."""
+        found: list[Event] = []
+        while True:
+            page = await self.rollouts.events(rollout, found[-1].cursor if found else 0, limit, wait_s=30)
+            found += page.events
+            if page.over:
+                return found
+
+    def left(self) -> list[str]:
+        """What is there that should not be: processes and folders of sandboxes, and what callers gave."""
+        found = [path.name for path in self.root.iterdir()]
+        found += [f"input {path.name}" for path in (self.data / "service" / "inputs").iterdir()]
+        mark = f"{folders.MARK}=local-".encode()
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                try:
+                    environ = (process / "environ").read_bytes()
+                    if mark in environ and str(self.root).encode() in environ:
+                        found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                except OSError:
+                    pass
+        return found
+
+
+def config(data: Path, **more: Any) -> ServiceConfig:
+    return ServiceConfig(
+        **{
+            "data": str(data),
+            "endpoints": {KEY: Endpoint(model="m")},
+            "sandbox": "local",
+            "agents": ["shell"],
+            "agent_options": {"shell": {"command": "exec python3 -"}},
+            **more,
+        }
+    )
+
+
+@asynccontextmanager
+async def served(
+    script: Script | Sequence[Turn] = (),
+    *,
+    data: Path | None = None,
+    root: Path | None = None,
+    backend: Callable[[Path], Backend] = LocalBackend,
+    engines: Mapping[str, Engine] = {},
+    **more: Any,
+) -> AsyncIterator[Service]:
+    """A service whose engine says what is given, or that it is done."""
+    root = root or Path(tempfile.mkdtemp(prefix="tg-"))  # short, because a unix socket's path must be
+    own = data is None
+    data = data or Path(tempfile.mkdtemp(prefix="tg-data-", dir=kit.MEMORY))
+    engine = Scripted(script or (lambda request, n: kit.say("Done.")), model="m", max_context=131_072)
+    before = asyncio.all_tasks()
+    try:
+        rollouts = Rollouts(config(data, **more), backend=backend(root), engines={KEY: engine, **engines})
+        service = Service(rollouts, engine, root, data)
+        async with rollouts:
+            yield service
+        assert service.left() == []
+        assert engine.in_flight == 0
+        assert open_sessions(data) == []
+        assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        if own:
+            shutil.rmtree(data, ignore_errors=True)
+
+
+def open_sessions(data: Path) -> list[str]:
+    """At any of the service's gateways, as their stores have it."""
+    found: list[str] = []
+    for store in data.glob("gateways/*/turngate.db"):
+        with closing(sqlite3.connect(store)) as db:
+            found += [row[0] for row in db.execute("SELECT id FROM sessions WHERE status = 'open'")]
+    return found

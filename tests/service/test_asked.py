@@ -1,0 +1,102 @@
+"""What callers may ask for: whatever is wrong is told with the argument's name, before anything is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turngate.errors import BadRequest
+from turngate.service import asked
+from turngate.service.asked import Asked, AskedSwe, mode_of, read
+
+GOOD: dict[str, Any] = {"model_key": "scripted://m", "instruction": "Do it."}
+
+
+def test_the_least_that_can_be_asked() -> None:
+    found = read(GOOD, Asked).check()
+    assert (found.agent, found.mode, found.test_script, found.thinking, found.agent_timeout_s) == (
+        "",
+        "",
+        "",
+        None,
+        600,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "word"),
+    [
+        ({"instruction": "  "}, "instruction", "empty"),
+        ({"instruction": "a\0b"}, "instruction", "NUL"),
+        ({"instruction": "x" * (asked.MOST_INSTRUCTION + 1)}, "instruction", "400,001 characters"),
+        ({"instruction": "\ud800"}, "instruction", "UTF-8"),
+        ({"instruction": 7}, "instruction", "Expected `str`"),
+        ({"test_script": "exit\0 0"}, "test_script", "NUL"),
+        ({"test_script": "x" * (asked.MOST_SCRIPT + 1)}, "test_script", "at most 1,000,000"),
+        ({"setup_shell": "\0"}, "setup_shell", "NUL"),
+        ({"task_id": "../../etc"}, "task_id", "letters"),
+        ({"model_key": ""}, "model_key", "catalog"),
+        ({"model_key": "x\n"}, "model_key", "characters"),
+        ({"agent": "x" * 600}, "agent", "too long"),
+        ({"mode": "exakt"}, "mode", "interception_gate"),
+        ({"thinking": "yes"}, "thinking", "Expected `bool | null`"),
+        ({"max_tokens_cap": 0}, "max_tokens_cap", "at least 1"),
+        ({"agent_timeout_s": -1}, "agent_timeout_s", "more than 0"),
+        ({"agent_timeout_s": float("nan")}, "agent_timeout_s", "more than 0"),
+        ({"sandbox": "local"}, "sandbox", "no such argument"),
+        ({"api_key": "sk-1"}, "api_key", "no such argument"),
+        ({"upload_files": ["a"]}, "upload_files", "Expected `object`"),
+        ({"upload_files": {"/etc/passwd": ""}}, "upload_files", "not absolute"),
+        ({"upload_files": {"a/../../b": ""}}, "upload_files", "without .."),
+        ({"upload_files": {"": ""}}, "upload_files", "path of a file"),
+        ({"upload_files": {"a\0": ""}}, "upload_files", "path of a file"),
+        ({"upload_files": {"a/": ""}}, "upload_files", "path of a file"),
+        ({"upload_files": {"a": "", "a/b": ""}}, "upload_files", "would lie below it"),
+        ({"upload_files": {"a/b": "", "a//b": ""}}, "upload_files", "same place"),
+        ({"upload_files": {"x" * 300: ""}}, "upload_files", "no file system"),
+        ({"upload_files": {"a": {"base64": "%%%"}}}, "upload_files", "cannot be read"),
+        ({"upload_files": {"a": {"base64": "", "mode": "0777"}}}, "upload_files", "there is no such argument"),
+        ({"upload_files": {"a": "x" * (asked.MOST_FILE + 1)}}, "upload_files", "too large"),
+        ({"upload_files": {str(n): "" for n in range(asked.MOST_FILES + 1)}}, "upload_files", "at most 500"),
+    ],
+)
+def test_what_is_wrong_is_told_by_name(wrong: dict[str, Any], param: str, word: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        read({**GOOD, **wrong}, Asked).check()
+    assert (raised.value.param or "").split("[")[0].split(".")[0] == param
+    assert param in raised.value.message and word in raised.value.message
+
+
+def test_files_are_text_or_bytes() -> None:
+    found = read({**GOOD, "upload_files": {"a/b.txt": "é", "c.bin": {"base64": "AAH/"}}}, Asked).check()
+    assert found.files() == {"a/b.txt": "é".encode(), "c.bin": b"\x00\x01\xff"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("", None),
+        ("exact", "exact"),
+        ("transparent_proxy", "observe"),
+        ("black_box", "direct"),
+        ("interception_gate", "gate"),
+    ],
+)
+def test_modes_have_other_names(name: str, mode: str | None) -> None:
+    assert mode_of(name) == mode
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"task": {}}, "task"),
+        ({"task": "row"}, "task"),
+        ({"task": {"x": "y" * asked.MOST_ROW}}, "task"),
+        ({"mode": "?"}, "mode"),
+    ],
+)
+def test_a_row_is_asked_for_likewise(wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        read({"task": {"instance_id": "a"}, "model_key": "scripted://m", **wrong}, AskedSwe).check()
+    assert raised.value.param == param

@@ -1,0 +1,157 @@
+"""The endpoints of a service: what each can do, what callers see of it, and what policy keeps them from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from turngate.errors import BadRequest, ConfigError
+from turngate.service.catalog import Catalog, Endpoint
+from turngate.service.config import load
+
+ENTRIES: dict[str, Endpoint] = {
+    "vllm://q": Endpoint(
+        url="http://127.0.0.1:8000", model="Qwen/Q", tokenizer="/models/q", thinking=True, key_env="VLLM_KEY"
+    ),
+    "vllm://open": Endpoint(url="http://127.0.0.1:8001", tokenizer="/models/q"),
+    "openai://gpt": Endpoint(key_env="OPENAI_KEY"),
+    "anthropic://claude": Endpoint(key_env="ANTHROPIC_KEY"),
+    "hf-router://m": Endpoint(key_env="HF_KEY", modes=["observe"]),
+    "scripted://m": Endpoint(),
+    "gateway://other": Endpoint(url="http://10.0.0.1:8700", modes=["exact", "observe"]),
+}
+SECRET = "sk-marked-secret"
+
+
+@pytest.fixture
+def catalog(monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    for name in ("VLLM_KEY", "OPENAI_KEY", "ANTHROPIC_KEY", "HF_KEY"):
+        monkeypatch.setenv(name, SECRET)
+    return Catalog(ENTRIES, ["api.example.com", "127.0.0.1:9000", "[::1]:9000", "llm.example.com:8443"])
+
+
+def test_what_callers_see(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_KEY")
+    seen = {view.key: view for view in catalog.show()}
+    assert seen["vllm://q"].modes == ["exact", "observe", "gate"]  # no direct: its key would have to enter the sandbox
+    assert seen["vllm://open"].modes == ["exact", "observe", "gate", "direct"]
+    assert seen["anthropic://claude"].modes == ["observe"] and seen["anthropic://claude"].capture == "text"
+    assert seen["scripted://m"].modes == ["exact", "gate"] and seen["scripted://m"].capture == "tokens"
+    assert (seen["vllm://q"].model, seen["scripted://m"].model) == ("Qwen/Q", "m")
+    assert (seen["openai://gpt"].key_is_set, seen["vllm://q"].key_is_set) == (False, True)
+    told = msgspec.json.encode(list(seen.values())).decode()
+    assert SECRET not in told and "http" not in told
+
+
+def test_the_default_and_other_names(catalog: Catalog) -> None:
+    assert catalog.choose("vllm://q").mode == "exact"
+    assert catalog.choose("vllm://q", "transparent_proxy").mode == "observe"
+    assert catalog.choose("openai://gpt").mode == "observe"
+    assert catalog.choose("vllm://q", "exact").place != catalog.choose("vllm://q", "observe").place
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "word"),
+    [
+        (("vlm://q",), "model_key", "did you mean vllm://q?"),
+        (("anthropic://claude", "exact"), "mode", "supports observe, not exact"),
+        (("vllm://q", "direct"), "mode", "use observe"),
+        (("hf-router://m", "black_box"), "mode", "supports observe"),
+        (("scripted://m", "", True), "thinking", "leave it out"),
+        (("vllm://q", "observe", False), "thinking", "the endpoint decides"),
+    ],
+)
+def test_what_cannot_be_had_is_told(catalog: Catalog, given: tuple[Any, ...], param: str, word: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        catalog.choose(*given)
+    assert raised.value.param == param and word in raised.value.message
+
+
+def test_a_key_that_is_not_set_is_told_before_anything_runs(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_KEY")
+    with pytest.raises(BadRequest, match="no key for openai://gpt"):
+        catalog.choose("openai://gpt")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://api.example.com/v1",
+        "https://API.example.com",
+        "http://127.0.0.1:9000",
+        "http://[::1]:9000/v1",
+        "https://llm.example.com:8443",
+    ],
+)
+def test_an_endpoint_of_the_callers_own_gets_no_key(catalog: Catalog, url: str) -> None:
+    for key in ("openai://theirs", "openai://gpt", "vllm://q"):
+        choice = catalog.choose(key, "observe", endpoint_url=url)
+        assert choice.own and choice.endpoint.urls == [url] and choice.endpoint.key_env == ""
+        assert choice.place != catalog.choose("openai://gpt").place
+        settings = choice.endpoint.serves("observe", "/data")
+        assert settings is not None and settings.engine_key_env == ""
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://api.example.com",  # not https
+        "https://api.example.com:444",
+        "https://api.example.com.evil.com",
+        "https://evil.com/api.example.com",
+        "https://api.example.com@evil.com",
+        "https://user:pass@api.example.com",
+        "https://api.example.com\\@evil.com",
+        "https://api.example.com?x=1",
+        "https://api.example.com#x",
+        "https://api.example.com/../x",
+        "https://api.example.com.",
+        "https://llm.example.com",  # another port
+        "http://127.0.0.1:9001",
+        "http://localhost:9000",  # not the listed name
+        "http://0x7f000001:9000",
+        "file:///etc/passwd",
+        "gopher://api.example.com",
+        "https://",
+    ],
+)
+def test_policy_holds(catalog: Catalog, url: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        catalog.choose("openai://theirs", endpoint_url=url)
+    assert raised.value.param == "endpoint_url" and "pass@" not in raised.value.message
+
+
+def test_without_a_list_no_caller_has_an_endpoint() -> None:
+    with pytest.raises(BadRequest, match="allowed_hosts"):
+        Catalog(ENTRIES).choose("openai://theirs", endpoint_url="https://api.example.com")
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ({"bad": {}}, "KIND://NAME"),
+        ({"vllm://q": {"url": "http://u:p@h"}}, "credentials"),
+        ({"vllm://q": {"url": "http://h", "modes": ["exact"]}}, "needs a tokenizer"),
+        ({"openai://m": {"key_env": "K", "modes": ["direct"]}}, "use observe"),
+        ({"openai://m": {"modes": ["gate"]}}, "take no token ids"),
+        ({"openai://m": {"mode": "exact"}}, "mode"),
+        ({"openai://m": {"api_key": "sk-1"}}, "key_env"),
+        ({"openai://m": {"temprature": 1}}, "no such setting"),
+        ({"gateway://g": {}}, "give the one URL"),
+        ({"gateway://g": {"url": "http://h", "modes": ["direct"]}}, "no direct mode"),
+        ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "not an http(s) URL"),
+        ({"local://m": {}}, "tokenizer"),
+    ],
+)
+def test_an_entry_that_is_wrong_is_told_when_the_settings_are_read(entry: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(None, {"endpoints": entry})
+    assert word in raised.value.message and "sk-1" not in raised.value.message
+
+
+@pytest.mark.parametrize("host", ["https://a.com", "a.com/x", "*.a.com", ""])
+def test_hosts_are_named_exactly(host: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_hosts"):
+        load(None, {"allowed_hosts": [host]})

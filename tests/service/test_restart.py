@@ -1,0 +1,92 @@
+"""What a service remembers when it is started again: all that had ended, and what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.kit import say
+from tests.service.kit import config, open_sessions, served
+from turngate.errors import DataInUse
+from turngate.service.rollouts import Rollouts
+
+# A service in a process of its own, which is killed. Its agent has had one turn.
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from tests.service.kit import served
+
+async def main(data, root):
+    async with served(data=Path(data), root=Path(root)) as service:
+        rollout = service.rollouts.start(service.asked('ask("Hi")\\ntime.sleep(600)', upload_files={"a": "b"}))
+        waiting = service.rollouts.start(service.asked())
+        while service.rollouts.state(rollout).turns < 1: await asyncio.sleep(0.02)
+        page = await service.rollouts.events(rollout)
+        while page.events[-1].kind != "turn": page = await service.rollouts.events(rollout)
+        print(rollout, waiting, page.cursor, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_results_events_and_messages_stay(tmp_path: Path) -> None:
+    async with served([say("Hello.")], data=tmp_path) as service:
+        result = await service.rollouts.run(service.asked('print(ask("Hi"))', test_script="true"))
+        rollout = result.rollout_id
+        events, messages = await service.all_events(rollout), await service.rollouts.messages(rollout)
+        state = service.rollouts.state(rollout)
+        with pytest.raises(DataInUse):
+            async with Rollouts(config(tmp_path)):
+                pass
+    async with served(data=tmp_path) as service:
+        assert await service.rollouts.finalize(rollout) == result
+        assert await service.all_events(rollout) == events
+        assert await service.rollouts.messages(rollout) == messages
+        assert service.rollouts.state(rollout) == state and service.rollouts.list().rollouts == [state]
+        async with service.rollouts.gateway(rollout) as gateway:  # started again for this
+            assert len(await gateway.samples(rollout)) == 1
+
+
+async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> None:
+    root = Path(tempfile.mkdtemp(prefix="tg-"))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, str(tmp_path), str(root)),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    try:
+        assert process.stdout is not None
+        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
+        rollout, waiting, cursor = said[0], said[1], int(said[2])
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    assert open_sessions(tmp_path) == [rollout]
+    async with served(data=tmp_path, root=root) as service:
+        assert service.left() == []  # swept, and what its caller gave is gone
+        for lost in (rollout, waiting):
+            result = await service.rollouts.finalize(lost)
+            assert (result.done, result.status, result.kind, result.reward) == (
+                True,
+                "error",
+                "infrastructure fault",
+                None,
+            )
+            assert result.error is not None and "lost" in result.error.message
+        assert (await service.rollouts.finalize(rollout)).turn_count == 1
+        events = await service.all_events(rollout)
+        assert [event.cursor for event in events] == list(range(1, cursor + 2)) and events[-1].kind == "ended"
+        assert service.rollouts.list("error").rollouts[0].rollout_id == waiting
+        # The next rollout starts the gateway again, and the session that nobody runs is ended there.
+        assert (await service.rollouts.run(service.asked())).status == "finished"
+        assert open_sessions(tmp_path) == []
+    shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,380 @@
+"""A rollout from `start` to its result: graded, failed, watched, in each mode; and callers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.kit import calls, say, until
+from tests.service.kit import KEY, served
+from turngate.engines.base import Generate
+from turngate.engines.scripted import Turn
+from turngate.errors import BadRequest, Busy, NotFound, Stopping
+from turngate.rollout.client import GatewayClient
+from turngate.service.catalog import Endpoint
+from turngate.service.config import Clamp
+from turngate.trainers.gate import RemoteGate
+
+DOUBLE = 'print(ask("Hi"))\nopen("out.txt", "w").write(2 * open("data/in.txt").read())'
+
+
+async def test_a_rollout_is_run_graded_and_told() -> None:
+    async with served([say("Hello.")]) as service:
+        result = await service.rollouts.run(
+            service.asked(
+                DOUBLE,
+                task_id="suite/double",
+                upload_files={"data/in.txt": "abc"},
+                setup_shell="echo made > made.txt",
+                test_script="echo looked; grep -qx abcabc out.txt && [ -f made.txt ]",
+            )
+        )
+        assert (result.done, result.status, result.kind, result.reward) == (True, "finished", "graded", 1.0)
+        assert (result.task_id, result.agent, result.model_key, result.model, result.mode) == (
+            "suite/double",
+            "shell",
+            KEY,
+            "m",
+            "exact",
+        )
+        assert (result.exit_code, result.error, result.stop, result.capture) == (0, None, "", "tokens")
+        assert result.workdir_files == {"out.txt": "abcabc", "made.txt": "made\n", "data/in.txt": "abc"}
+        assert result.log_tails == {"stdout": "Hello.\n"} and "looked" in result.verifier_output
+        [turn] = result.turns
+        assert (turn.text, turn.finish_reason, turn.role, turn.capture) == ("Hello.", "stop", "main", "tokens")
+        assert turn.logprobs is not None and len(turn.logprobs) == turn.sampled_tokens == result.sampled_tokens
+        assert 0 < sum(result.seconds.values()) <= result.wall_s + 0.5 and result.clamped == []
+        state = service.rollouts.state(result.rollout_id)
+        assert (state.done, state.stage, state.wall_s, state.reward) == (True, "done", result.wall_s, 1.0)
+        kinds = [event.kind for event in await service.all_events(result.rollout_id)]
+        assert kinds[:2] == ["queued", "started"] and kinds[-1] == "ended"
+        assert {"opened", "turn", "sealed", "outcome", "stage"} < set(kinds)
+        async with service.rollouts.gateway(result.rollout_id) as gateway:
+            assert len(await gateway.samples(result.session)) == 1
+
+
+DECIDED: list[tuple[str, float | None, str | None]] = [
+    ("exit 1", 0.0, "graded"),
+    ('echo 0.25 > "$TURNGATE_LOGS/verifier/reward.txt"', 0.25, "graded"),
+    ("exit 7", None, "invalid task"),  # neither yes nor no, with the work and without
+    ("echo 'nothing writes reward.txt'", None, "invalid task"),
+    ("", None, None),
+]
+
+
+async def test_who_decides_about_the_reward() -> None:
+    async with served() as service:
+        asked = [service.asked('ask("Hi")', test_script=script) for script, _, _ in DECIDED]
+        results = await asyncio.gather(*map(service.rollouts.run, asked))
+        for result, (_, reward, kind) in zip(results, DECIDED, strict=True):
+            assert (result.status, result.reward, result.kind) == ("finished", reward, kind)
+            assert (result.error is not None) == (kind == "invalid task")
+
+
+WRONG: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
+    ("", {"setup_shell": "echo no >&2; exit 3"}, ("error", "invalid task", "task", "setup")),
+    ('ask("Break")', {"test_script": "true"}, ("error", "infrastructure fault", "engine", "agent")),
+    ("sys.exit(4)", {"test_script": "true"}, ("failed", "agent failed", None, None)),
+    ('ask("Hi")\ntime.sleep(60)', {"agent_timeout_s": 0.5}, ("timed out", None, None, None)),
+]
+
+
+async def test_what_goes_wrong_is_a_result() -> None:
+    broken = list(say("Break").ids[:-1])
+
+    def script(request: Generate, n: int) -> Turn:
+        asked = request.prompt.tolist()
+        breaks = any(asked[at : at + len(broken)] == broken for at in range(len(asked)))
+        return Turn(fail_before=True) if breaks else say("Done.")
+
+    async with served(script) as service:
+        results = await asyncio.gather(
+            *(service.rollouts.run(service.asked(program, **more)) for program, more, _ in WRONG)
+        )
+        for result, (_, _, told) in zip(results, WRONG, strict=True):
+            error = result.error
+            assert (result.status, result.kind, error and error.boundary, error and error.stage) == told
+            assert result.reward is None and result.wall_s > 0 and result.done
+
+
+async def test_an_endpoint_that_cannot_be_used_is_a_result_too(tmp_path: Path) -> None:
+    endpoints = {"vllm://x": Endpoint(url="http://127.0.0.1:9", tokenizer=str(tmp_path))}
+    async with served(endpoints=endpoints) as service:
+        result = await service.rollouts.run(service.asked(model_key="vllm://x"))
+        assert result.error is not None and (result.error.boundary, result.error.stage) == ("config", "gateway")
+        assert (result.status, result.kind, result.reward) == ("error", "infrastructure fault", None)
+
+
+async def test_the_conversation_can_be_read_while_it_goes_on() -> None:
+    async with served([say("One."), say(calls(("run", {"x": 1}))), say("Side.")]) as service:
+        program = """
+said = [{"role": "user", "content": "Hi"}]
+tool = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
+http("POST", "/v1/chat/completions", {"model": "m", "messages": said, "tools": [tool]})
+import pathlib
+while not pathlib.Path("/proc/self/cwd/go").exists(): time.sleep(0.02)
+said += [{"role": "assistant", "content": "One."}, {"role": "user", "content": "More"}]
+http("POST", "/v1/chat/completions", {"model": "m", "messages": said, "tools": [tool]})
+print(ask("Something else"))
+"""
+        rollout = service.rollouts.start(service.asked(program, setup_shell="pwd > where"))
+        await until(lambda: service.rollouts.state(rollout).turns == 1, 30)
+        first = await service.rollouts.messages(rollout)
+        assert [(one.role, one.text, one.branch) for one in first.messages] == [
+            ("user", "Hi", 0),
+            ("assistant", "One.", 0),
+        ]
+        assert not first.over and (await service.rollouts.messages(rollout, first.cursor)).messages == []
+        [where] = service.root.glob("local-*/work/where")
+        (where.parent / "go").touch()
+        result = await service.rollouts.finalize(rollout)
+        rest = await service.rollouts.messages(rollout, first.cursor)
+        assert rest.over and [one.cursor for one in rest.messages] == [3, 4, 5, 6]
+        assert [(one.text, one.branch) for one in rest.messages] == [
+            ("More", 0),
+            ("", 0),
+            ("Something else", 1),
+            ("Side.", 1),
+        ]
+        assert rest.messages[1].tool_calls[0].name == "run" and rest.messages[1].sampled
+        assert result.turn_count == 3 and (await service.rollouts.messages(rollout, 0, 2)).messages == first.messages
+
+
+async def test_what_is_large_is_clamped_and_says_so() -> None:
+    clamp = Clamp(text=40, turns=2, logprobs=10, files=1, file=10, all_files=100, log=10, verifier=10)
+    program = """
+for n in range(3): ask(f"Question {n}")
+print("x" * 100)
+open("b.txt", "w").write("y" * 50)
+open("c.txt", "w").write("z")
+open("a.bin", "wb").write(bytes(9))
+"""
+    async with served([say("word " * 40)] * 3, clamp=clamp) as service:
+        result = await service.rollouts.run(service.asked(program, test_script="echo 0123456789abcdef"))
+        assert len(result.turns) == 2 and "turns: 1 of 3 turns left out, the oldest" in result.clamped
+        assert "characters left out" in result.turns[0].text and len(result.turns[0].text) < 90
+        assert [len(turn.logprobs or ()) for turn in result.turns] == [10, 0]
+        assert result.workdir_files == {"b.txt": "y" * 10} and result.log_tails == {"stdout": "x" * 9 + "\n"}
+        told = "\n".join(result.clamped)
+        for field in (
+            "turns[0].text:",
+            "turns[1].logprobs:",
+            "workdir_files['b.txt']: 40 of 50",
+            "log_tails['stdout']: 91 of",
+        ):
+            assert field in told, told
+        assert "a.bin" in told and "verifier_output:" in told
+        page = await service.rollouts.messages(result.rollout_id)
+        assert page.clamped and all(len(one.text) < 90 for one in page.messages)
+
+
+async def test_choices_of_the_caller_reach_the_session() -> None:
+    endpoints = {KEY: Endpoint(model="m", thinking=True, session={"limits": {"turns": 3}})}
+    async with served(endpoints=endpoints) as service:
+        asked = service.asked('ask("Hi")', thinking=False, max_tokens_cap=77)
+        result = await service.rollouts.run(asked)
+        async with service.rollouts.gateway(result.rollout_id) as gateway:
+            config = (await gateway.trace(result.session))["config"]
+        assert (config["max_tokens"], config["template_kwargs"]) == (77, {"enable_thinking": False})
+        assert config["limits"] == {"turns": 3}
+        assert service.engine.received[-1].max_tokens == 77
+
+
+# ── callers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_caller_that_goes_away_does_not_end_its_rollout() -> None:
+    async with served() as service:
+        caller = asyncio.create_task(service.rollouts.run(service.asked('print(ask("Hi"))')))
+        await until(lambda: service.rollouts.list().rollouts, 30)
+        [state] = service.rollouts.list().rollouts
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        result = await service.rollouts.finalize(state.rollout_id)
+        assert result.status == "finished"
+        owner = asyncio.create_task(service.rollouts.run(service.asked("time.sleep(600)"), abort_if_cancelled=True))
+        await until(lambda: len(service.rollouts.list().rollouts) == 2, 30)
+        owner.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await owner
+        assert service.rollouts.list().rollouts[0].status == "cancelled"
+
+
+async def test_finalize_is_the_same_for_everybody() -> None:
+    async with served() as service:
+        rollout = service.rollouts.start(service.asked('ask("Hi")\ntime.sleep(0.5)'))
+        early = await service.rollouts.finalize(rollout, wait_s=0)
+        assert (early.done, early.reward, early.kind) == (False, None, None) and early.wall_s >= 0
+        found = await asyncio.gather(*(service.rollouts.finalize(rollout) for _ in range(5)))
+        assert all(one == found[0] for one in found) and found[0].done
+        assert await service.rollouts.finalize(rollout, wait_s=0) == found[0]
+        assert (await service.rollouts.abort(rollout)).status == "finished"  # too late, and no harm done
+
+
+async def test_a_full_queue_says_so_and_lists_say_what_waits() -> None:
+    async with served(running=1, queued=1) as service:
+        first = service.rollouts.start(service.asked("time.sleep(600)", task_id="first"))
+        second = service.rollouts.start(service.asked(task_id="second"))
+        with pytest.raises(Busy, match="the queue is full: 1 rollouts run and 1 wait"):
+            service.rollouts.start(service.asked())
+        await service.at(first, "agent")
+        listing = service.rollouts.list()
+        assert [one.rollout_id for one in listing.rollouts] == [second, first]
+        assert (listing.running, listing.queued, listing.more) == (1, 1, False)
+        assert [one.task_id for one in service.rollouts.list("queued").rollouts] == ["second"]
+        assert [one.task_id for one in service.rollouts.list(before=second).rollouts] == ["first"]
+        assert service.rollouts.list(limit=1).more
+        await service.rollouts.abort(first)
+        assert (await service.rollouts.finalize(second)).status == "finished"
+        assert {one.status for one in service.rollouts.list("done").rollouts} == {"finished", "cancelled"}
+
+
+async def test_wrong_arguments_start_nothing() -> None:
+    async with served(most_agent_timeout_s=100.0) as service:
+        for wrong, param in (
+            ({"agent_timeout_s": 101.0}, "agent_timeout_s"),
+            ({"model_key": "vllm://none"}, "model_key"),
+            ({"agent": "pi"}, "agent"),
+            ({"agent": "/tmp/evil.toml"}, "agent"),
+            ({"mode": "observe"}, "mode"),
+            ({"mode": "direct"}, "mode"),
+            ({"endpoint_url": "https://example.com"}, "endpoint_url"),
+            ({"thinking": True}, "thinking"),
+            ({"upload_files": {"../x": ""}}, "upload_files"),
+        ):
+            with pytest.raises(BadRequest) as raised:
+                service.rollouts.start(service.asked(**wrong))
+            assert raised.value.param == param and param in raised.value.message
+        for ask in (
+            service.rollouts.finalize,
+            service.rollouts.events,
+            service.rollouts.messages,
+            service.rollouts.abort,
+        ):
+            with pytest.raises(NotFound) as missing:
+                await ask("nobody")
+            assert missing.value.param == "rollout_id"
+        with pytest.raises(BadRequest, match="limit"):
+            service.rollouts.list(limit=0)
+        with pytest.raises(BadRequest, match="status"):
+            service.rollouts.list("finishd")
+        assert service.rollouts.list().rollouts == []
+    with pytest.raises(Stopping):
+        service.rollouts.start(service.asked())
+
+
+async def test_the_oldest_are_removed() -> None:
+    async with served(keep=1) as service:
+        first, second = [await service.rollouts.run(service.asked('open("x", "w")')) for _ in range(2)]
+        assert [one.rollout_id for one in service.rollouts.list().rollouts] == [second.rollout_id]
+        with pytest.raises(NotFound):
+            await service.rollouts.finalize(first.rollout_id)
+        assert [path for path in (service.data / "service").rglob("*") if first.rollout_id in path.name] == []
+        assert (service.rollouts.left(second.rollout_id) / "work" / "x").exists()
+
+
+# ── other modes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Theirs:
+    """An endpoint of somebody else's: OpenAI's chat. Remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.headers: list[dict[str, str]] = []
+        self.redirects = False
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        if self.redirects:
+            raise web.HTTPTemporaryRedirect("http://127.0.0.1:1/steal")
+        body = await request.json()
+        message = {"role": "assistant", "content": f"Heard {body['messages'][-1]['content']}."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        if not body.get("stream"):
+            return web.json_response({"id": "x", "object": "chat.completion", "model": "m", "choices": [choice]})
+        reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await reply.prepare(request)
+        delta = {"choices": [{"index": 0, "delta": message, "finish_reason": "stop"}]}
+        await reply.write(f"data: {json.dumps(delta)}\n\ndata: [DONE]\n\n".encode())
+        return reply
+
+
+@asynccontextmanager
+async def theirs() -> AsyncIterator[Theirs]:
+    endpoint = Theirs()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", endpoint.chat)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        endpoint.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield endpoint
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_callers_endpoint_observed_or_called_by_the_agent_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARKED", "sk-marked-secret")
+    async with theirs() as endpoint:
+        host = endpoint.url.removeprefix("http://")
+        more = {"endpoints": {"openai://gpt": Endpoint(key_env="MARKED", model="gpt-x")}, "allowed_hosts": [host]}
+        async with served(**more) as service:
+            asked = service.asked(
+                'print(ask("this"))\nprint(os.environ)', model_key="openai://gpt", endpoint_url=endpoint.url
+            )
+            with pytest.raises(BadRequest, match="use observe"):
+                service.rollouts.start(service.asked(model_key="openai://gpt", mode="direct"))
+            observed = await service.rollouts.run(asked)
+            assert "Heard this." in observed.log_tails["stdout"] and observed.mode == "observe"
+            assert [(turn.text, turn.capture, turn.logprobs) for turn in observed.turns] == [
+                ("Heard this.", "text", None)
+            ]
+            direct = await service.rollouts.run(
+                service.asked(
+                    'print(ask("that"))',
+                    model_key="openai://gpt",
+                    endpoint_url=endpoint.url,
+                    mode="black_box",
+                    test_script="true",
+                )
+            )
+            assert direct.log_tails == {"stdout": "Heard that.\n"} and (direct.mode, direct.reward) == ("direct", 1.0)
+            assert (direct.turns, direct.turn_count, direct.capture, direct.session) == ([], 0, "none", "")
+            assert any("nothing was recorded" in note and "1 calls" in note for note in direct.notes)
+            kinds = {event.kind for event in await service.all_events(direct.rollout_id)}
+            assert kinds == {"queued", "started", "stage", "ended"}
+            endpoint.redirects = True
+            moved = await service.rollouts.run(
+                service.asked('ask("that")', model_key="openai://gpt", endpoint_url=endpoint.url, mode="direct")
+            )
+            assert moved.status == "failed" and "redirects are not followed" in moved.log_tails["stderr"]
+        assert len(endpoint.headers) >= 3
+        assert not any("sk-marked-secret" in value for headers in endpoint.headers for value in headers.values())
+        assert not any("authorization" in headers for headers in endpoint.headers)
+        assert "sk-marked-secret" not in observed.log_tails["stdout"]
+
+
+async def test_in_gate_mode_a_trainer_answers() -> None:
+    async with served() as service:
+        rollout = service.rollouts.start(service.asked('print(ask("Hi"))', mode="interception_gate"))
+        await until(lambda: service.rollouts.state(rollout).gateway, 30)
+        [key] = service.data.glob("gateways/*-gate-*/admin-key")
+        url = service.rollouts.state(rollout).gateway
+        async with GatewayClient(url, key.read_text().strip()) as client, RemoteGate(client) as gate:
+            async for call in gate:
+                ids = list(say("From the trainer.").ids)
+                await call.answer(ids, [-0.5] * len(ids))
+                break
+        result = await service.rollouts.finalize(rollout)
+        assert result.log_tails == {"stdout": "From the trainer.\n"} and result.mode == "gate"
+        assert set(result.turns[0].logprobs or ()) == {-0.5}
