@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from email.utils import parsedate_to_datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 import aiohttp
@@ -43,11 +44,9 @@ async def reachable(subject: Subject) -> list[Seen]:
 
 
 def _local(folder: str) -> Seen:
-    try:
-        import safetensors  # noqa: F401
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        return failure(f"local: {error.name} is missing", "pip install 'turngate[local]'")
+    for module in ("torch", "safetensors"):
+        if find_spec(module) is None:
+            return failure(f"local: {module} is missing", "pip install 'turngate[local]'")
     place = find(folder)
     if not (place / "config.json").is_file() or not list(Path(place).glob("*.safetensors")):
         return failure(

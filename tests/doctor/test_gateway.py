@@ -1,0 +1,107 @@
+"""The doctor at a gateway that runs, and the command itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.kit import ran, refused
+from tests.doctor.kit import found, one, text
+from tests.kit import gateway, say
+from turngate.config import ServeConfig
+
+ALL = ("gateway", "gateway engines", "gateway call", "gateway clock", "gateway load")
+
+
+async def test_a_gateway_in_order_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        g.app.metrics.lag.add(0.0)
+        findings = await found(ServeConfig(), *ALL, gateway=g.root, admin_key=g.app.admin_key)
+        states = {finding.check: finding.state for finding in findings}
+        # The test's uvicorn sends no date.
+        assert states == {**dict.fromkeys(ALL, "ok"), "gateway clock": "not checked"}, text(findings)
+        assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
+        assert g.app.admin_key not in text(findings)
+
+
+async def test_a_wrong_key_a_pause_and_a_loop_that_is_late(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        wrong = await found(ServeConfig(), *ALL, gateway=g.root, admin_key="wrong-wrong-wrong-wrong")
+        assert {f.check: f.state for f in wrong if f.state != "not checked"} == {
+            "gateway": "failure",
+            "gateway engines": "ok",
+        }
+        await g.pause()
+        first, held = await found(ServeConfig(), "gateway", gateway=g.root, admin_key=g.app.admin_key)
+        assert (first.state, held.state) == ("ok", "warning") and "resume" in held.mend
+        assert (
+            await one(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
+        ).state == "not checked"
+        await g.resume()
+        for _ in range(20):
+            g.app.metrics.lag.add(0.7)
+        late = await one(ServeConfig(), "gateway load", gateway=g.root, admin_key=g.app.admin_key)
+        assert late.state == "warning" and "--workers" in late.mend
+
+
+async def test_an_engine_that_is_gone(tmp_path: Path) -> None:
+    async with gateway([say("x", fail_before=True)], data=tmp_path) as g:
+        finding = await one(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
+        assert finding.state == "failure" and "503" in finding.seen
+        assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
+
+
+async def test_with_a_gateway_the_settings_of_this_machine_are_not_looked_at(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        env = {"TURNGATE_ADMIN_KEY": g.app.admin_key}
+        only = [word for name in ("gateway", "gateway call") for word in ("--only", name)]
+        outcome = await asyncio.to_thread(ran, "doctor", "--gateway", g.root, "--json", *only, env=env)
+    report = json.loads(outcome.stdout)
+    assert outcome.exit_code == 0 and report["passed"] and report["counts"]["ok"] == 2
+    assert {finding["check"] for finding in report["findings"]} == {"gateway", "gateway call"}
+
+
+def test_the_command_says_what_failed_and_how_to_mend_it(tmp_path: Path) -> None:
+    fine = ran("doctor", "--data", tmp_path, "--only", "engine call", "--only", "template", "--only", "disk")
+    assert fine.exit_code == 0 and "3 ok" in fine.stdout
+    (tmp_path / "admin-key").write_text("planted-admin-key-0123456789")
+    (tmp_path / "admin-key").chmod(0o666)
+    failed = ran("doctor", "--data", tmp_path, "--only", "admin key")
+    assert failed.exit_code == 1 and "failure" in failed.stdout and "→ chmod 600 it" in failed.stdout
+    assert "planted" not in failed.output
+    machine_readable = ran("doctor", "--data", tmp_path, "--only", "admin key", "--json")
+    assert machine_readable.exit_code == 1
+    [finding] = json.loads(machine_readable.stdout)["findings"]
+    assert (finding["check"], finding["state"]) == ("admin key", "failure") and finding["mend"]
+
+
+def test_it_takes_a_file_of_settings_and_flags_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text('engine = "gate"\ntokenizer = "turngate/render/builtin"\n')
+    outcome = ran("doctor", "--config", file, "--only", "engine", "--data", tmp_path)
+    assert outcome.exit_code == 0 and "the engine is the trainer" in outcome.stdout
+    outcome = ran("doctor", "--config", file, "--engine", "scripted", "--only", "engine", "--data", tmp_path)
+    assert "scripted: serves scripted" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--only", "enginee"), "did you mean engine?"),
+        (("--engine", "vllm"), "engine_url"),
+        (("--gateway", "http://127.0.0.1:1"), "TURNGATE_ADMIN_KEY"),
+        (("--engine", "vllm", "--engine-url", "http://x", "--model", "m", "--tokenizer", ".", "--engine-key-env", "NOT_SET_AT_ALL"),
+         "NOT_SET_AT_ALL"),
+    ],
+)  # fmt: skip
+def test_what_is_given_wrongly_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused("doctor", *arguments)
+
+
+def test_settings_that_do_not_go_with_a_gateway_are_refused() -> None:
+    env = {"TURNGATE_ADMIN_KEY": "planted-admin-key-0123456789"}
+    assert "leave out --engine" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
+    assert "not an http(s) URL" in refused("doctor", "--gateway", "nonsense", env=env)

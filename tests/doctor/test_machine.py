@@ -1,0 +1,113 @@
+"""The doctor on a machine: folders, ports, keys and limits that are as they should be, and those that are not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.doctor.kit import one, settings
+from tests.kit import gateway, say
+from turngate.config import ServeConfig
+from turngate.doctor import CHECKS, Subject, examine, machine
+from turngate.doctor.finding import Seen
+
+
+async def test_a_machine_that_is_in_order_leaves_no_trace_of_the_look(tmp_path: Path) -> None:
+    names = ("python", "extras", "data folder", "disk", "admin key", "clock", "open files", "memory")
+    folder = tmp_path / "not" / "there"
+    findings = await examine(Subject(settings(folder, port=0)), (*names, "port"))
+    assert [finding.check for finding in findings] == [c.name for c in CHECKS if c.name in (*names, "port")]
+    assert not [finding for finding in findings if finding.state == "failure"]
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    finding = await one(settings(Path("/proc/nowhere")), "data folder")
+    assert finding.state == "failure" and "cannot be written" in finding.seen and "--data" in finding.mend
+    (tmp_path / "turngate.db").write_bytes(b"this is no database, but long enough to look at" * 100)
+    damaged = await one(settings(tmp_path), "data folder")
+    assert damaged.state == "failure" and "cannot be read" in damaged.seen and "backup" in damaged.mend
+
+
+async def test_a_network_folder_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_file_system", lambda folder: "nfs4")
+    finding = await one(settings(tmp_path), "data folder")
+    assert finding.state == "warning" and "nfs4" in finding.seen
+
+
+async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, state in ((50_000_000, "failure"), (1_000_000_000, "warning"), (9_000_000_000, "ok")):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _, free=free: type("Usage", (), {"free": free})())
+        assert (await one(settings(tmp_path), "disk")).state == state
+
+
+async def test_the_admin_keys_file_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "made on first start" in (await one(settings(tmp_path), "admin key")).seen
+    file = tmp_path / "admin-key"
+    file.write_text("planted-admin-key-0123456789\n")
+    file.chmod(0o644)
+    finding = await one(settings(tmp_path), "admin key")
+    assert finding.state == "failure" and "can be read by others" in finding.seen and "chmod 600" in finding.mend
+    file.chmod(0o600)
+    fine = await one(settings(tmp_path), "admin key")
+    assert fine.state == "ok" and "0600" in fine.seen and "planted" not in fine.seen
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY", "short")
+    assert (await one(settings(tmp_path), "admin key")).state == "failure"
+    monkeypatch.setenv("TURNGATE_ADMIN_KEY", "planted-admin-key-0123456789")
+    monkeypatch.setenv("TURNGATE_METRICS_KEY", "short")
+    wrong = await one(settings(tmp_path), "admin key")
+    assert wrong.state == "failure" and "TURNGATE_METRICS_KEY" in wrong.seen
+
+
+async def test_a_port_that_is_taken_and_by_whom(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        finding = await one(settings(tmp_path, port=other.getsockname()[1]), "port")
+    assert finding.state == "failure" and f"(process {os.getpid()})" in finding.seen and "--port" in finding.mend
+    elsewhere = await one(settings(tmp_path, host="192.0.2.1"), "port")
+    assert elsewhere.state == "failure" and "--host" in elsewhere.mend
+
+
+async def test_extras_that_the_settings_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_has", lambda module: module not in ("opentelemetry.sdk", "e2b"))
+    needed = await one(ServeConfig(spans=True), "extras", sandboxes=("e2b",))
+    assert needed.state == "failure" and needed.mend == "pip install 'turngate[otel,e2b]'"
+    assert (await one(ServeConfig(), "extras")).state == "ok"
+
+
+async def test_few_files_and_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hard, state in ((512, "failure"), (4096, "warning"), (100_000, "ok"), (resource.RLIM_INFINITY, "ok")):
+        monkeypatch.setattr(machine.resource, "getrlimit", lambda _, hard=hard: (256, hard))
+        assert (await one(ServeConfig(), "open files")).state == state
+    for free, state in ((None, "not checked"), (1e8, "warning"), (8e9, "ok")):
+        monkeypatch.setattr(machine, "_available", lambda free=free: free)
+        assert (await one(ServeConfig(), "memory")).state == state
+
+
+async def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 100.05, 105.1, 105.15, 105.2, 105.25] + [1.8e9] * 9)
+    monkeypatch.setattr(machine.time, "time", lambda: next(now))
+    finding = await one(ServeConfig(), "clock")
+    assert finding.state == "warning" and "the wall clock moved by" in finding.seen
+
+
+async def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hangs(subject: Subject) -> list[Seen]:
+        await asyncio.Event().wait()
+        return []
+
+    stuck = msgspec.structs.replace(CHECKS[0], look=hangs, within_s=0.05)
+    monkeypatch.setattr(sys.modules["turngate.doctor.examine"], "CHECKS", (stuck,))
+    [finding] = await examine(Subject(ServeConfig()))
+    assert finding.state == "failure" and "no answer within" in finding.seen
+
+
+async def test_a_gateway_that_serves_the_folder_is_no_obstacle(tmp_path: Path) -> None:
+    async with gateway([say("Hello.")], data=tmp_path):
+        assert (await one(settings(tmp_path), "data folder")).state == "ok"

@@ -1,0 +1,106 @@
+"""The doctor looks at agents, and really starts a sandbox of each kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doctor.kit import found, one
+from tests.sandboxes.kit import MAKE, need
+from turngate.agents import install
+from turngate.config import ServeConfig
+from turngate.doctor import places
+from turngate.sandboxes.base import Backend, SandboxSpec
+
+
+@pytest.fixture
+def rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sandboxes' folders are below this one, so that what is left of them can be seen."""
+    monkeypatch.setattr(places, "backend", lambda name: MAKE[name](tmp_path))
+    return tmp_path
+
+
+def _left(folder: Path) -> list[Path]:
+    return [
+        place
+        for place in folder.rglob("*")
+        if place.is_dir() and place.name.startswith(("local-", "bubblewrap-", "docker-"))
+    ]
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+async def test_a_sandbox_is_really_made_and_gone_again(name: str, rooted: Path) -> None:
+    need(name)
+    finding = await one(ServeConfig(), "sandboxes", sandboxes=(name,))
+    assert finding.state == "ok", finding
+    assert ("keeps no agent from your files" if name == "local" else "runs, and has no network") in finding.seen
+    assert _left(rooted) == []
+
+
+async def test_a_network_that_nobody_asked_for_is_a_failure(rooted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("bubblewrap")
+
+    class Leaky:
+        """Bubblewrap that gives everybody the host's network."""
+
+        def __init__(self, real: Backend) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        async def create(self, spec: SandboxSpec) -> Any:
+            return await self._real.create(SandboxSpec(network="open", life_s=spec.life_s))
+
+    monkeypatch.setattr(places, "backend", lambda name: Leaky(MAKE[name](rooted)))
+    finding = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
+    assert finding.state == "failure" and "it has a network" in finding.seen
+
+
+async def test_what_is_missing_is_a_failure_only_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    named = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
+    assert named.state == "failure" and "apt-get install bubblewrap" in named.mend
+    states = {finding.seen.partition(":")[0]: finding.state for finding in await found(ServeConfig(), "sandboxes")}
+    assert (states["bubblewrap"], states["docker"]) == ("warning", "warning")
+    unknown = await one(ServeConfig(), "sandboxes", sandboxes=("nothere",))
+    assert unknown.state == "failure" and "no sandbox is called 'nothere'" in unknown.seen
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TURNGATE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+async def test_agents_that_are_not_installed_are_told_and_not_installed(empty_cache: Path) -> None:
+    findings = await found(ServeConfig(), "agents")
+    assert {finding.state for finding in findings} == {"not checked"}
+    named = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
+    assert named.state == "warning" and "turngate agents install mini-swe-agent" in named.mend
+    assert not list(empty_cache.rglob("*"))
+    nobody = await one(ServeConfig(), "agents", agents=("nobody",))
+    assert nobody.state == "failure" and "there is none called 'nobody'" in nobody.seen
+
+
+async def test_an_installation_of_another_version_or_with_holes_is_a_failure(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = places.find("mini-swe-agent").spec
+    folder = empty_cache / "agents" / f"{spec.name}-{spec.install.version}"
+    (folder / "mini_swe_agent-0.0.1.dist-info").mkdir(parents=True)
+    (folder / install.MARKER).write_text(install._fingerprint(spec))
+    finding = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
+    assert finding.state == "failure" and f"0.0.1 is installed, and {spec.install.version} is pinned" in finding.seen
+    (folder / "mini_swe_agent-0.0.1.dist-info").rename(folder / f"mini_swe_agent-{spec.install.version}.dist-info")
+    monkeypatch.setattr(places.shutil, "which", lambda name: None)
+    without = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
+    assert without.state == "warning" and f"there is no python{spec.install.python}" in without.seen
+
+
+async def test_npm_agents_need_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places.platform, "libc_ver", lambda: ("", ""))
+    finding = await one(ServeConfig(), "agents", agents=("codex",))
+    assert finding.state == "failure" and "needs glibc" in finding.seen
