@@ -14,7 +14,9 @@ import typer
 
 from turngate import cli, config
 from turngate.agents.spec import CATALOG, read
+from turngate.doctor import CHECKS
 from turngate.mcp.tools import TOOLS
+from turngate.metrics import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,7 +114,26 @@ def tools() -> str:
     return "\n".join(parts)
 
 
+def checks() -> str:
+    """One row per check of `turngate doctor`."""
+    places = {"here": "the machine that serves", "gateway": "`--gateway`", "anywhere": "always"}
+    rows = ["| check | looked at | what has to be so | at most |", "|---|---|---|---|"]
+    rows += [f"| {check.name} | {places[check.where]} | {check.about} | {check.within_s:.0f} s |" for check in CHECKS]
+    return "\n".join(rows) + "\n"
+
+
+def metrics() -> str:
+    """One row per metric."""
+    rows = ["| metric | kind | labels | is |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append(f"| `{family.name}` | {family.kind} | {labels} | {family.about} |")
+    return "\n".join(rows) + "\n"
+
+
 PARTS = {
+    "checks": ("doctor.md", checks),
+    "metrics": ("observability.md", metrics),
     "settings": ("configuration.md", settings),
     "agents": ("agents.md", agents),
     "tools": ("mcp.md", tools),

@@ -1,0 +1,50 @@
+"""What measuring a turn costs: everything that `turngate/metrics.py` and `logs.py` do on its path, and nothing else.
+
+    .venv/bin/python bench/measuring.py
+
+Microseconds per turn, the best of several rounds, for a reply in one piece and for one that comes token by token."""
+
+from __future__ import annotations
+
+import time
+
+from turngate.logs import about
+from turngate.metrics import Asked, Measured, Metrics
+from turngate.spans import tracing
+
+ROUNDS, TURNS = 20, 2000
+FACTS = {"rollout": "task-7/2", "group": "task-7"}
+
+
+def turn(metrics: Metrics, chunks: int) -> None:
+    """The calls of one turn, in the order in which the gateway makes them."""
+    about("0123456789abcdef", FACTS)
+    measured = Measured(time.perf_counter())
+    if tracing() is not None:
+        raise SystemExit("spans are to be off here")
+    asked = Asked(metrics, measured)
+    for _ in range(chunks - 1):
+        asked.came()
+        asked.waits()
+    asked.came()
+    asked.over("stop", 1000, 64)
+    began = time.perf_counter()
+    metrics.commit.add(time.perf_counter() - began)
+    metrics.recorded("chat", "exact", "stop", 1000, 64)
+    metrics.served("chat", measured, time.perf_counter())
+
+
+def main() -> None:
+    metrics = Metrics()
+    for chunks in (1, 64):
+        best = float("inf")
+        for _ in range(ROUNDS):
+            began = time.process_time()
+            for _ in range(TURNS):
+                turn(metrics, chunks)
+            best = min(best, (time.process_time() - began) / TURNS)
+        print(f"a reply of {chunks} piece{'s' * (chunks > 1)}: {best * 1e6:.1f} µs per turn")
+
+
+if __name__ == "__main__":
+    main()
