@@ -1,0 +1,39 @@
+"""`turngate doctor` in front of real vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.kit import ran
+from tests.real.conftest import Model
+
+pytestmark = pytest.mark.real
+LOOKED_AT = ("engine", "engine call", "log-probabilities", "engine clock", "template", "tokenizer")
+
+
+def test_everything_about_the_engine_is_found_in_order(model: Model) -> None:
+    settings = ("--engine", "vllm", "--engine-url", model.url, "--model", model.name, "--tokenizer", model.folder)
+    only = [word for name in LOOKED_AT for word in ("--only", name)]
+    outcome = ran("doctor", *settings, "--json", *only)
+    found = {(f["check"], f["state"]): f["seen"] for f in json.loads(outcome.stdout)["findings"]}
+    assert outcome.exit_code == 0, found
+    assert f"serves {model.name}, {model.max_context:,} tokens of context" in found["engine", "ok"]
+    # An untrained model samples ids of its table that its tokenizer has no word for.
+    call = found.get(("engine call", "ok")) or found["engine call", "warning"]
+    assert "log-probabilities" in call or "the tokenizer knows" in call
+    assert "processed" in found["log-probabilities", "ok"]
+    assert ("engine clock", "ok") in found
+    assert "certified" in (found.get(("template", "ok")) or found["template", "warning"])
+    assert "the same ids for" in found["tokenizer", "ok"]
+
+
+def test_the_wrong_tokenizer_and_the_wrong_name_are_failures(model: Model) -> None:
+    settings = ("--engine", "vllm", "--engine-url", model.url, "--tokenizer", "turngate/render/builtin", "--json")
+    wrong = ran("doctor", *settings, "--model", model.name, "--only", "tokenizer")
+    [finding] = json.loads(wrong.stdout)["findings"]
+    assert (wrong.exit_code, finding["state"]) == (1, "failure") and "it tokenises otherwise" in finding["seen"]
+    nobody = ran("doctor", *settings, "--model", "nobody", "--only", "engine", "--only", "engine call")
+    states = {f["check"]: f["state"] for f in json.loads(nobody.stdout)["findings"]}
+    assert (nobody.exit_code, states) == (1, {"engine": "failure", "engine call": "not checked"})
