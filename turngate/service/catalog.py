@@ -110,7 +110,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         renders = bool(self.tokenizer or self.model_folder) or self.scheme == "scripted"
         if kind.exact and renders:
             found.append("exact")
-        if kind.observe and self.urls:
+        if kind.observe and len(self.urls) == 1:  # replicas are for engines that take ids
             found.append("observe")
         if kind.exact and renders:
             found.append("gate")

@@ -29,7 +29,7 @@ from contextlib import (
 )
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -39,12 +39,12 @@ from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError, Tu
 from turngate.rollout.client import GatewayClient, Refused
 from turngate.rollout.gates import Bounds, Gates
 from turngate.rollout.one import Rollout
-from turngate.rollout.outcome import Outcome, Progress, Status
+from turngate.rollout.outcome import Outcome, Status
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend as make_backend
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.posix import to_the_end
-from turngate.service import report
+from turngate.service import conversation, endings, report
 from turngate.service.agents import Agents
 from turngate.service.asked import AnyAsked, Asked
 from turngate.service.books import Books
@@ -52,6 +52,7 @@ from turngate.service.catalog import Catalog, Choice, EndpointView
 from turngate.service.config import ServiceConfig
 from turngate.service.direct import Forwarder, Unrecorded
 from turngate.service.gateways import Gateways, Reached
+from turngate.service.live import Live
 from turngate.service.orders import lay, order_of, task_of
 from turngate.service.result import (
     Event,
@@ -61,11 +62,10 @@ from turngate.service.result import (
     RolloutResult,
     RolloutState,
     Said,
-    Trouble,
 )
-from turngate.tasks.task import Task
 from turngate.types import Json
 from turngate.viewed import Viewed
+from turngate.viewed import read as read_trace
 
 log = logging.getLogger("turngate")
 _DRAIN_S = 20.0  # for the last events, and for the trace, of a rollout that has ended
@@ -73,79 +73,6 @@ STATES = ("queued", "running", *get_args(Status))
 Views = list[EndpointView]  # `list` is a verb in there
 Names = list[str]
 Conversation = list[Said]
-LOST = "lost: the service ended while this rollout ran; what was recorded until then is at its gateway"
-
-
-class _Live:
-    """A rollout that is not over."""
-
-    def __init__(
-        self, rollout: str, asked: AnyAsked, choice: Choice, agent: AgentSpec, task: Task, task_id: str
-    ) -> None:
-        self.id = rollout
-        self.asked = asked
-        self.choice = choice
-        self.agent = agent
-        self.task = task
-        self.task_id = task_id
-        self.started = time.time()
-        self.began = time.monotonic()
-        self.seconds: dict[str, float] = {}  # of what comes before the rollout itself
-        self.model = choice.endpoint.served
-        self.stage = "queued"
-        self.running = False
-        self.progress = Progress()
-        self.rollout: Rollout | None = None
-        self.reached: Reached | None = None
-        self.stack = AsyncExitStack()  # what it holds open
-        self.following: asyncio.Task[None] | None = None
-        self.cursor = 0
-        self.seq = 0  # of the newest event that came from the gateway
-        self.aborted: str | None = None  # why, once somebody did
-        self.notes: list[str] = []
-        self.announced = asyncio.Event()  # its gateway knows of it
-        self.changed = asyncio.Event()  # set, and replaced, when there is something new
-        self.over = asyncio.Event()
-        self.work: asyncio.Task[Outcome] | None = None
-        self.life: asyncio.Task[None] | None = None
-        self.said: tuple[int, list[Said]] = (0, [])  # as of an event's number
-
-    @property
-    def recorded(self) -> bool:
-        """Whether there is a session at a gateway."""
-        return self.choice.mode != "direct" and bool(self.progress.session)
-
-    def state(self) -> RolloutState:
-        return RolloutState(
-            rollout_id=self.id,
-            task_id=self.task_id,
-            agent=self.agent.name,
-            model_key=self.choice.endpoint.key,
-            model=self.model,
-            mode=self.choice.mode,
-            status="running" if self.running else "queued",
-            stage=self.stage,
-            turns=self.progress.turns,
-            sampled_tokens=self.progress.sampled_tokens,
-            wall_s=self.wall_s(),
-            session=self.progress.session if self.recorded else "",
-            cursor=self.cursor,
-            started=self.started,
-            gateway=self.reached.client.url if self.reached is not None and self.choice.mode == "gate" else "",
-        )
-
-    def wall_s(self) -> float:
-        return round(time.monotonic() - self.began, 3)
-
-    def watch(self, progress: Progress) -> None:
-        """Told by the rollout itself."""
-        self.progress = progress
-        self.stage = "result" if progress.stage == "done" else progress.stage
-        self.announced.set()
-
-    def wake(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
 
 
 class Rollouts(AbstractAsyncContextManager["Rollouts"]):
@@ -159,7 +86,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._agents = Agents(config)
         self._backend = backend or make_backend(config.sandbox)
         self._engines = dict(engines or {})
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
+        self._lives: set[asyncio.Task[None]] = set()
         self._ended: dict[str, RolloutState] = {}  # by id, oldest first
         self._places: dict[str, str] = {}  # of their gateways
         self._lost: dict[str, list[str]] = {}  # sessions that may still be open, by their gateway's place
@@ -176,7 +104,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await self._backend.check()
         await self._backend.sweep()
         self._books = await asyncio.to_thread(Books, self._folder)
-        await self._taken_up()
+        async with AsyncExitStack() as stack:
+            stack.callback(self._books.close)
+            await self._taken_up()
+            stack.pop_all()
         self._gateways = Gateways(self.config, self._engines, self._opened)
         self._slots = asyncio.Semaphore(self.config.running)
         bounds = Bounds(running=self.config.running, starting=self.config.starting, grading=self.config.grading, warm=0)
@@ -191,9 +122,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     async def _close(self) -> None:
         """Whatever still runs is aborted, and everything is cleaned up."""
         self._closing = True
-        lives = [live.life for live in self._live.values() if live.life is not None]
         await asyncio.gather(*(self.abort(rollout, "the service is being stopped") for rollout in list(self._live)))
-        await asyncio.gather(*lives)
+        await asyncio.gather(*self._lives)
         await self._agents.close()
         if self._gateways is not None:
             await self._gateways.close()
@@ -227,12 +157,14 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         task = task_of(asked, self.config, self._store.inputs(rollout))
         self._agents.check(agent, task.instruction)
         task_id = (asked.task_id if isinstance(asked, Asked) else "") or task.id
-        live = _Live(rollout, asked, choice, agent, task, task_id)
+        live = Live(rollout, asked, choice, agent, task, task_id)
         self._store.put(live.state(), choice.place)
         self._live[rollout] = live
         self._tell(live, "queued", {"task": task_id, "agent": agent.name, "model_key": choice.endpoint.key})
         live.work = asyncio.create_task(self._worked(live), name=f"rollout {rollout}")
-        live.life = asyncio.create_task(self._lived(live, live.work), name=f"life of rollout {rollout}")
+        life = asyncio.create_task(self._lived(live, live.work), name=f"life of rollout {rollout}")
+        self._lives.add(life)
+        life.add_done_callback(self._lives.discard)
         return rollout
 
     def _new_id(self) -> str:
@@ -266,7 +198,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             said = kept[1] if kept is not None else await asyncio.to_thread(self._store.messages, rollout)
         else:
             said = await self._said(live)
-        found, clamped = report.page(said, after, limit, self.config.clamp)
+        found, clamped = conversation.page(said, after, limit, self.config.clamp)
         cursor = found[-1].cursor if found else after
         return Messages(
             rollout_id=rollout,
@@ -299,10 +231,9 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         live = self._live.get(rollout)
         if live is None:
             return self._known(rollout)
-        if live.aborted is None:
+        if live.aborted is None and live.work is not None and not live.work.done():
             live.aborted = reason[:1000]
             self._tell(live, "abort", {"reason": live.aborted})
-            assert live.work is not None
             live.work.cancel()
         await live.over.wait()
         return self.state(rollout)
@@ -316,7 +247,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             try:
                 await asyncio.wait_for(live.over.wait(), wait_s)
             except TimeoutError:
-                return _unfinished(self.state(rollout)) if rollout in self._live else await self._result(rollout)
+                return endings.unfinished(self.state(rollout)) if rollout in self._live else await self._result(rollout)
         return await self._result(rollout)
 
     def list(self, status: str = "", limit: int = 50, before: str = "") -> Listing:
@@ -368,17 +299,17 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     # ── one rollout ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _worked(self, live: _Live) -> Outcome:
+    async def _worked(self, live: Live) -> Outcome:
         """Everything that can be aborted. What it opens, `_lived` closes: the last events are read after this."""
         assert self._slots is not None and self._gates is not None
         async with self._slots:
             live.running = True
             live.seconds["queued"] = round(time.monotonic() - live.began, 3)
             self._tell(live, "started", {"waited_s": live.seconds["queued"]})
-            with _timed(live, "gateway"):
+            with live.timed("gateway"):
                 reached = live.reached = await self._reached(live)
                 live.model = reached.model
-            with _timed(live, "install"):
+            with live.timed("install"):
                 installed = await self._agents.installed(live.agent)
             await to_the_end(asyncio.to_thread(lay, live.asked, self._store.inputs(live.id)))
             order = order_of(
@@ -402,7 +333,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             finally:
                 ticket.leave()
 
-    async def _reached(self, live: _Live) -> Reached:
+    async def _reached(self, live: Live) -> Reached:
         assert self._gateways is not None
         if live.choice.mode != "direct":
             return await live.stack.enter_async_context(self._gateways.reached(live.choice))
@@ -414,19 +345,18 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await live.stack.enter_async_context(wayout)
         return Reached(client, wayout, live.choice.endpoint.served)
 
-    async def _lived(self, live: _Live, work: asyncio.Task[Outcome]) -> None:
+    async def _lived(self, live: Live, work: asyncio.Task[Outcome]) -> None:
         """From its start to its result. Nobody cancels this, so that whatever happens there is one."""
         await asyncio.wait([work])
         failed_at, live.stage = live.stage, "result"
         ending = asyncio.create_task(self._finished(live, work, failed_at))
         await asyncio.wait([ending])
         if (error := ending.exception()) is not None:
-            self._end(live, *_broken(live, error))
-        self._live.pop(live.id)
-        live.over.set()
-        live.wake()
+            state, self._unwritten[live.id] = endings.broken(live, error)
+            self._end(live, state)
+        await self._removed_oldest()
 
-    async def _finished(self, live: _Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
+    async def _finished(self, live: Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
         outcome = live.rollout.outcome if live.rollout is not None else None
         view, said = None, list[Said]()
         if live.following is not None:
@@ -436,7 +366,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             if outcome is not None and outcome.session:
                 view, said = await self._viewed(live, live.reached.client)
         await live.stack.aclose()
-        state = _settled(live, work, outcome, failed_at)
+        state = endings.settled(live, work, outcome, failed_at)
         folder, clamp = self._store.left(live.id), self.config.clamp
         result = await asyncio.to_thread(report.ended, state, outcome, view, folder, clamp, live.notes)
         state = msgspec.structs.replace(state, wall_s=live.wall_s())
@@ -452,23 +382,23 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         if not self.config.keep_work:
             await asyncio.to_thread(self._store.clear_work, live.id)
         self._end(live, state)
-        await self._removed_oldest()
 
-    def _end(self, live: _Live, state: RolloutState, result: RolloutResult | None = None) -> None:
-        """The last word about it. `result`: where none is on disk."""
-        if result is not None:
-            self._unwritten[live.id] = result, []
+    def _end(self, live: Live, state: RolloutState) -> None:
+        """The last word about it."""
         facts = {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
         self._tell(live, "ended", facts)
         self._ended[live.id] = msgspec.structs.replace(state, cursor=live.cursor)
         self._places[live.id] = live.choice.place
         with _logged(live.id):
             self._store.put(self._ended[live.id], live.choice.place)
+        del self._live[live.id]
+        live.over.set()
+        live.wake()
 
     # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tell(
-        self, live: _Live, kind: str, data: dict[str, Json], seq: int | None = None, at: float | None = None
+        self, live: Live, kind: str, data: dict[str, Json], seq: int | None = None, at: float | None = None
     ) -> None:
         """One more event. It is on disk before anybody is told of it."""
         event = Event(cursor=live.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
@@ -478,13 +408,13 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             live.seq = seq or live.seq
             live.wake()
 
-    def _took(self, live: _Live, event: Json) -> bool:
+    def _took(self, live: Live, event: Json) -> bool:
         """What the gateway told, past what we have. False: it could not be kept, and has to be told again."""
         if event["seq"] > live.seq:
             self._tell(live, event["kind"], event["data"], event["seq"], event["time"])
         return live.seq >= int(event["seq"])
 
-    async def _follow(self, live: _Live, client: GatewayClient, *, wait: bool = True) -> None:
+    async def _follow(self, live: Live, client: GatewayClient, *, wait: bool = True) -> None:
         """Its events at the gateway, as they come; or those that there are."""
         while True:
             pause = 0.05  # the gateway does not know the session yet
@@ -498,12 +428,12 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                         return
             await asyncio.sleep(pause)
 
-    async def _followed(self, live: _Live, client: GatewayClient) -> None:
+    async def _followed(self, live: Live, client: GatewayClient) -> None:
         if live.choice.mode != "direct":  # there, the stages are told to us
             await live.announced.wait()
             await self._follow(live, client)
 
-    async def _drained(self, live: _Live, client: GatewayClient) -> None:
+    async def _drained(self, live: Live, client: GatewayClient) -> None:
         """What was told in the end, after which there is no more."""
         try:
             async with asyncio.timeout(_DRAIN_S):
@@ -511,17 +441,17 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         except TimeoutError:
             live.notes.append("its gateway could not be asked for the last events")
 
-    async def _viewed(self, live: _Live, client: GatewayClient) -> tuple[Viewed | None, Conversation]:
+    async def _viewed(self, live: Live, client: GatewayClient) -> tuple[Viewed | None, Conversation]:
         try:
             async with asyncio.timeout(_DRAIN_S * 3):
                 trace = await client.trace(live.id)
-                view = await asyncio.to_thread(report.viewed, trace)
-                return view, await asyncio.to_thread(report.conversation, view)
+                view = await asyncio.to_thread(read_trace, trace)
+                return view, await asyncio.to_thread(conversation.messages, view)
         except (TurngateError, TimeoutError) as error:
             live.notes.append(f"its gateway could not be asked for the trace, which has the turns: {error}")
             return None, []
 
-    async def _said(self, live: _Live) -> Conversation:
+    async def _said(self, live: Live) -> Conversation:
         """Made anew when something has happened since."""
         if live.reached is None or not live.recorded:
             return []
@@ -533,7 +463,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 if refused.answered != 404:
                     raise
                 return []
-            said = await asyncio.to_thread(lambda: report.conversation(report.viewed(trace)))
+            said = await asyncio.to_thread(lambda: conversation.messages(read_trace(trace)))
             live.said = seq, said
         return live.said[1]
 
@@ -573,9 +503,9 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         events = store.page(rollout, 0, -1)
         finished = await asyncio.to_thread(store.result, rollout)
         if finished is not None:  # all but the last line about it was written
-            state = _state_of(finished, state)
+            state = endings.state_of(finished, state)
         else:
-            state = _lost(state, events)
+            state = endings.lost(state, events)
             result = report.ended(state, None, None, store.left(rollout), self.config.clamp, ())
             await asyncio.to_thread(store.write, result, ())
         if not events or events[-1].kind != "ended":
@@ -606,107 +536,6 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 await asyncio.to_thread(self._store.clear, rollout)
 
 
-def _settled(live: _Live, work: asyncio.Task[Outcome], outcome: Outcome | None, failed_at: str) -> RolloutState:
-    """How it ended."""
-    state = msgspec.structs.replace(live.state(), done=True, stage="done", gateway="", status="cancelled")
-    if not work.cancelled() and (error := work.exception()) is not None:
-        return msgspec.structs.replace(state, status="error", **_failed(live, error, failed_at))
-    if outcome is None:
-        return state
-    if work.cancelled() and outcome.status == "error" and outcome.fault is None:  # it never came to say anything else
-        outcome.status = "cancelled"
-    recorded = live.choice.mode != "direct"
-    if not recorded:
-        made = "" if outcome.calls is None else f"; it made {outcome.calls} calls"
-        live.notes.append(report.DIRECT + made)
-    return msgspec.structs.replace(
-        state,
-        status=outcome.status,
-        kind=outcome.kind,
-        reward=outcome.reward,
-        turns=outcome.turns if recorded else 0,
-        sampled_tokens=outcome.sampled_tokens if recorded else 0,
-        session=outcome.session if recorded else "",
-        error=report.trouble(outcome),
-    )
-
-
-def _failed(live: _Live, error: BaseException, stage: str) -> dict[str, Any]:
-    """What came before the rollout itself, or was Turngate's own fault."""
-    if isinstance(error, TurngateError):
-        trouble = Trouble(boundary=error.boundary, stage=stage, message=error.message)
-    else:
-        log.error("rollout %s failed in a way that nobody thought of", live.id, exc_info=error)
-        trouble = Trouble(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")
-    return {"error": trouble, "kind": "invalid task" if trouble.boundary == "task" else "infrastructure fault"}
-
-
-def _broken(live: _Live, error: BaseException) -> tuple[RolloutState, RolloutResult]:
-    """Its result could not be made: that is one, too."""
-    wrong = _failed(live, error, "result")
-    state = msgspec.structs.replace(live.state(), done=True, stage="done", status="error", gateway="", **wrong)
-    result = msgspec.structs.replace(_unfinished(state), done=True, kind=state.kind, error=state.error)
-    return state, result
-
-
-def _lost(state: RolloutState, events: list[Event]) -> RolloutState:
-    """What ran when the process was killed: as far as its events tell. Its time is counted up to the last of them."""
-    turns = [event.data for event in events if event.kind == "turn"]
-    stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
-    opened = any(event.kind == "opened" for event in events)
-    stage = stages[-1] if stages else state.stage
-    return msgspec.structs.replace(
-        state,
-        done=True,
-        stage="done",
-        status="error",
-        kind="infrastructure fault",
-        turns=len(turns),
-        sampled_tokens=sum(int(turn.get("sampled_tokens", 0)) for turn in turns),
-        wall_s=round(max(0.0, (events[-1].time if events else state.started) - state.started), 3),
-        session=state.rollout_id if opened else "",
-        error=Trouble(boundary="gateway", stage=stage, message=LOST),
-        gateway="",
-    )
-
-
-def _state_of(result: RolloutResult, begun: RolloutState) -> RolloutState:
-    """Of a rollout whose result was written."""
-    return msgspec.structs.replace(
-        begun,
-        done=True,
-        stage="done",
-        status=result.status,
-        kind=result.kind,
-        reward=result.reward,
-        turns=result.turn_count,
-        sampled_tokens=result.sampled_tokens,
-        wall_s=result.wall_s,
-        session=result.session,
-        error=result.error,
-        model=result.model,
-        gateway="",
-    )
-
-
-def _unfinished(state: RolloutState) -> RolloutResult:
-    """A result that says how far it is."""
-    return RolloutResult(
-        rollout_id=state.rollout_id,
-        task_id=state.task_id,
-        agent=state.agent,
-        model_key=state.model_key,
-        model=state.model,
-        mode=state.mode,
-        done=False,
-        status=state.status,
-        wall_s=state.wall_s,
-        turn_count=state.turns,
-        sampled_tokens=state.sampled_tokens,
-        session=state.session,
-    )
-
-
 def _speaks(agent: AgentSpec, choice: Choice) -> None:
     """In direct mode nobody translates between an agent and its endpoint."""
     spoken = choice.endpoint.kind.speaks
@@ -722,17 +551,6 @@ def _bounded(name: str, value: float, least: float, most: float | None) -> None:
     if not least <= value <= (math.inf if most is None else most):
         bound = f"at least {least:g}" if most is None else f"between {least:g} and {most:g}"
         raise BadRequest(f"{name}: {value} has to be {bound}", param=name)
-
-
-@contextmanager
-def _timed(live: _Live, stage: str) -> Iterator[None]:
-    """A stage of the service's own."""
-    live.stage = stage
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        live.seconds[stage] = round(time.monotonic() - began, 3)
 
 
 @contextmanager

@@ -1,0 +1,113 @@
+"""What an agent left behind, as a result shows it: its working folder as text, the ends of its logs. Blocks. An agent wrote it all, so
+nothing of it is believed or followed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from turngate.service.clamped import Cut
+
+_LOOKED_AT = 20_000  # files of a working folder
+_LOGS = 20  # of the agent's own
+_NAMED = 10  # files that are told by name
+_SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
+
+
+def workdir(folder: Path, since: float, cut: Cut) -> dict[str, str]:
+    """Its working folder as text: what was changed last comes first, and what is no text is only named."""
+    clamp = cut.clamp
+    paths, more = _files(folder)
+    paths.sort(key=lambda one: (one[1] < since - 1, one[0].count("/"), one[0]))
+    found: dict[str, str] = {}
+    odd: list[str] = []
+    room = clamp.all_files
+    left = 0
+    for name, _ in paths:
+        if (clamp.files and len(found) >= clamp.files) or (clamp.all_files and room <= 0):
+            left += 1
+            continue
+        most = min(clamp.file or room, room) if clamp.all_files else clamp.file
+        text = _text(folder / name, most)
+        if text is None:
+            odd.append(name)
+            continue
+        data, size = text
+        if size > len(data.encode()):
+            cut.told.append(f"workdir_files[{name!r}]: {size - len(data.encode()):,} of {size:,} bytes left out")
+        room -= len(data)
+        found[name] = data
+    if odd:
+        cut.told.append(f"workdir_files: {len(odd):,} files are no text, and left out: {_some(odd)}")
+    if left or more:
+        cut.told.append(f"workdir_files: {left:,}{' and more' if more else ''} of {len(paths):,} files left out")
+    return found
+
+
+def _files(folder: Path) -> tuple[list[tuple[str, float]], bool]:
+    """Regular files below a folder with their times; and whether there are more than are looked at."""
+    found: list[tuple[str, float]] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - _SKIPPED)
+        for name in sorted(names):
+            path = Path(place, name)
+            if path.is_symlink() or not path.is_file():
+                continue
+            if len(found) >= _LOOKED_AT:
+                return found, True
+            shown = str(path.relative_to(folder)).encode("utf-8", "backslashreplace").decode()
+            if shown == str(path.relative_to(folder)):  # a name that is no text cannot be told
+                found.append((shown, path.stat().st_mtime))
+    return found, False
+
+
+def _text(path: Path, most: int) -> tuple[str, int] | None:
+    """The beginning of a file, and its size in bytes. None: it is no text."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            data = file.read(4 * most if most else -1)
+    except OSError:
+        return None
+    if b"\0" in data:
+        return None
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(data) - 4 or len(data) == size:  # not only a character that was cut in two
+            return None
+        text = data[: error.start].decode()
+    return (text[:most] if most else text), size
+
+
+def logs(folder: Path, cut: Cut) -> dict[str, str]:
+    """The ends of what it printed, and of its own logs and transcripts."""
+    names = ["stdout", "stderr"]
+    below = sorted(name for name, _ in _files(folder / "home")[0])
+    if len(below) > _LOGS:
+        cut.told.append(f"log_tails: {len(below) - _LOGS:,} of {len(below):,} log files left out")
+    names += [f"home/{name}" for name in below[:_LOGS]]
+    ends = {name: tail(folder / name, f"log_tails[{name!r}]", cut, cut.clamp.log) for name in names}
+    return {name: text for name, text in ends.items() if text}
+
+
+def tail(path: Path, field: str, cut: Cut, most: int) -> str:
+    """The end of a file that somebody else wrote."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - 4 * most) if most else 0
+            file.seek(start)
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    if start:
+        text = text[-most:]
+        cut.told.append(f"{field}: {size - len(text.encode()):,} of {size:,} bytes left out")
+        return text
+    return cut.end(field, text, most)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (" …" if len(names) > _NAMED else "")
