@@ -252,5 +252,5 @@ async def test_a_key_that_is_not_set_is_told_by_its_name(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("n", "tasks"), [(0, ["a"]), (True, ["a"]), (1, []), (1, "Do it."), (1, 3)])
 async def test_many_are_asked_for_in_a_way_that_can_be_done(n: Any, tasks: Any) -> None:
-    with pytest.raises(BadRequest, match="^(n|tasks): "):
+    with pytest.raises(BadRequest, match=r"^(n|tasks): "):
         await tg.batch(tasks, n, **_with())
