@@ -226,7 +226,7 @@ class Overview:
         survey = store.survey
         oldest = survey.oldest()
         first = store.events.page("", 0, 1)
-        self._whole = not first or first[0].seq == 1
+        self._whole = first[0].seq == 1 if first else not store.events.newest()
         self._take_sessions(store)
         for heard in survey.heard():
             kept = self._kept.get(heard.session)
@@ -272,6 +272,8 @@ class Overview:
 
     def _take(self, fact: Fact, changed: dict[str, None], store: Store) -> None:
         kept = self._kept.get(fact.session)
+        if kept is None and fact.kind == "opened":  # its first turn may come before it is read
+            kept = self._kept[fact.session] = _Kept(Row(id=fact.session, opened=fact.time))
         if kept is not None:
             kept.row.seen = max(kept.row.seen, fact.time)
         match fact.kind:

@@ -29,6 +29,7 @@ from turngate.events import OF_A_BATCH
 from turngate.evidence import Close
 from turngate.overview import DONE, STATUSES, Overview, Row, Wanted
 from turngate.render import Tokenizer
+from turngate.render.known import recall_any
 from turngate.server.auth import Auth
 from turngate.server.http import body, error_reply, read_cursor, reply, whole_number, written
 from turngate.server.page_files import Files
@@ -435,7 +436,7 @@ class _Looks:
         if self._other is None or self._other[0] != vocabulary:
             folder = store.setting(f"tokenizer:{vocabulary}")
             try:
-                found = Tokenizer(Path(folder)) if folder else None
+                found = _read_with(Path(folder)) if folder else None
                 why = "" if found is not None else "the tokenizer that it was recorded with is not known here"
             except ConfigError as error:
                 found, why = None, f"the tokenizer that it was recorded with cannot be read: {error.message}"
@@ -671,6 +672,14 @@ def _tool_call(call: Json) -> dict[str, Json]:
         "reply": call.reply,
         "answered": call.answered,
     }
+
+
+def _read_with(folder: Path) -> Tokenizer:
+    """To read ids with, and not to encode: nothing is probed."""
+    known = recall_any(folder)
+    if known is not None:
+        return Tokenizer(folder, vocabulary=known.vocabulary, fast=known.fast)
+    return Tokenizer(folder, fast=False)
 
 
 def _outcome(store: Store, key: int) -> Recorded | None:

@@ -1,0 +1,76 @@
+"""The web page of several workers: each lets people in and lists everything; what names a rollout is done by the one that has it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from tests.server.test_page import OWN, entered, events, told
+from tests.server.test_siblings import crew
+from turngate.server.page_files import SHIELD
+from turngate.slots import NAMED, hinted
+
+
+async def test_one_login_opens_the_page_at_every_worker() -> None:
+    async with crew() as c:
+        client = await entered(c[0])
+        cookie = client.cookies["turngate_page"]
+        mine, other = await c.open_at(0), await c.open_at(1)
+        await c[1].ask(other.key, "Hi")
+        for worker in c.workers:
+            there = worker.http()
+            there.cookies.set("turngate_page", cookie)
+            listed = await told(there, "rollouts")
+            assert {row["id"]: row["turns"] for row in listed["rollouts"]} == {mine.id: 0, other.id: 1}
+            assert (await told(there, "overview"))["gateway"]["workers"] == 2
+            header = await told(there, f"rollouts/{other.id}")
+            assert header["live"] == {"in_flight": 0, "last_error": None}, "told by the worker that has it"
+            assert len((await told(there, f"rollouts/{other.id}/tokens"))["nodes"]) == 2
+        stranger = await c[0].http().get(f"/page/api/rollouts/{other.id}")
+        assert stranger.status_code == 401 and stranger.headers["x-content-type-options"] == "nosniff"
+        passed_on = await client.get(f"/page/api/rollouts/{other.id}")
+        assert all(passed_on.headers.get_list(name) == [value] for name, value in SHIELD.items())
+        assert (await client.get("/admin/sessions")).status_code == 401
+        await client.post("/page/logout", headers=OWN)
+        for worker in c.workers:
+            there = worker.http()
+            there.cookies.set("turngate_page", cookie)
+            assert (await there.get("/page/api/me")).status_code == 401
+            assert (await there.get(f"/page/api/rollouts/{other.id}")).status_code == 401
+
+
+async def test_what_another_worker_does_is_told_and_its_sessions_are_ended_there() -> None:
+    async with crew() as c:
+        client = await entered(c[0])
+        other = await c.open_at(1)
+        cursor = (await told(client, "rollouts"))["cursor"]
+        async with aclosing(events(client, "events", after=cursor)) as following:
+            await c[1].ask(other.key, "Hi")
+            _, changed = await anext(following)
+            assert [(row["id"], row["turns"]) for row in changed["rollouts"]] == [(other.id, 1)]
+            async with aclosing(events(client, f"rollouts/{other.id}/events", after=cursor)) as alone:
+                assert (await anext(alone))[0] == "turn"
+                response = await client.post(f"/page/api/rollouts/{other.id}/cancel", headers=OWN)
+                assert response.json()["rollout"]["status"] == "cancelled"
+                assert (await anext(alone))[0] == "cancelled"
+        assert c[1].app.control.live(other.id) is None and (await c[1].show(other.id))["status"] == "cancelled"
+        foreign = await client.post(f"/page/api/rollouts/{other.id}/cancel", headers={"origin": "https://evil.example"})
+        assert foreign.status_code == 403
+
+
+async def test_a_batch_hears_of_a_retry_at_whatever_worker_it_listens() -> None:
+    """Its stream is of no session, so any worker may add to it."""
+    async with crew() as c:
+        for reader, writer in ((0, 1), (1, 0)):
+            follower = c[reader].app.control.events.follow("batch:b", c[reader].app.control.events.newest())
+            waiting = asyncio.create_task(anext(follower))
+            await asyncio.sleep(0)
+            c[writer].app.control.announce("batch:b", "retry", {"rollout": "b.t.0", "attempt": 1})
+            event = await asyncio.wait_for(waiting, 5)
+            assert event is not None and event.kind == "retry"
+            await follower.aclose()
+
+
+def test_a_connection_of_the_page_goes_where_its_rollout_is() -> None:
+    assert NAMED.match(b"/page/api/rollouts/abc/tree") and not NAMED.match(b"/page/api/rollouts?limit=5")
+    assert hinted(b"GET /page/api/rollouts/abc HTTP/1.1\r\n") == hinted(b"GET /admin/sessions/abc HTTP/1.1\r\n")
