@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -17,24 +18,43 @@ from turngate.agents.spec import CATALOG, read
 from turngate.doctor import CHECKS
 from turngate.mcp.tools import TOOLS
 from turngate.metrics import FAMILIES
+from turngate.service import catalog
+from turngate.service import config as service_config
 
 ROOT = Path(__file__).parents[1]
 
 
 def settings() -> str:
-    """One row per field of `ServeConfig`, with the comment that stands beside it."""
-    source = Path(config.__file__).read_text(encoding="utf-8")
-    comments = dict(re.findall(r"^    (\w+): [^\n#]*?(?:  # ([^\n]*))?$", source, re.M))
-    hints = get_type_hints(config.ServeConfig)
+    return fields(config.ServeConfig, config)
+
+
+def service() -> str:
+    return fields(service_config.ServiceConfig, service_config)
+
+
+def clamp() -> str:
+    return fields(service_config.Clamp, service_config)
+
+
+def endpoint() -> str:
+    return fields(catalog.Endpoint, catalog)
+
+
+def fields(struct: type[msgspec.Struct], module: ModuleType) -> str:
+    """One row per field of a struct with settings, with the comment that stands beside it."""
+    source = Path(module.__file__ or "").read_text(encoding="utf-8")
+    body = source.partition(f"class {struct.__name__}(")[2].partition("\nclass ")[0]
+    comments = dict(re.findall(r"^    (\w+): [^\n#]*?(?:  # ([^\n]*))?$", body, re.M))
+    hints = get_type_hints(struct)
     rows = ["| setting | default | meaning |", "|---|---|---|"]
-    for field in msgspec.structs.fields(config.ServeConfig):
+    for field in msgspec.structs.fields(struct):
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         meaning = comments.get(field.name, "")
         if not meaning:
-            raise SystemExit(f"turngate/config.py: {field.name} has no comment to say what it means")
+            raise SystemExit(f"{module.__file__}: {field.name} has no comment to say what it means")
         values = get_args(hints[field.name]) if get_origin(hints[field.name]) is Literal else ()
         allowed = f" (one of {', '.join(f'`{value}`' for value in values)})" if values else ""
-        shown = "" if default is None else f"`{default!r}`"
+        shown = "" if default is None or isinstance(default, msgspec.Struct) else f"`{default!r}`"
         rows.append(f"| `{field.name}` | {shown} | {meaning}{allowed} |")
     return "\n".join(rows) + "\n"
 
@@ -135,6 +155,9 @@ PARTS = {
     "checks": ("doctor.md", checks),
     "metrics": ("observability.md", metrics),
     "settings": ("configuration.md", settings),
+    "service": ("service.md", service),
+    "endpoint": ("service.md", endpoint),
+    "clamp": ("service.md", clamp),
     "agents": ("agents.md", agents),
     "tools": ("mcp.md", tools),
     "commands": ("reference/cli.md", commands),

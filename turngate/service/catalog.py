@@ -73,11 +73,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mode: Mode | None = None  # the default; left out, the first of them
     thinking: bool = False  # its chat template knows `enable_thinking`, so that callers may choose
     capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe: what to ask the endpoint for
-    max_context: int | None = None
+    max_context: int | None = None  # the model's context length; left out, the engine is asked
     model_folder: str = ""  # local: folder with config.json and model.safetensors
     script: str = ""  # scripted: a JSON file with a list of replies
-    engine_api: Literal["completions", "generate"] = "completions"  # vLLM
-    family: str = "auto"  # of the renderer
+    engine_api: Literal["completions", "generate"] = "completions"  # vLLM: the endpoint that takes the ids
+    family: str = "auto"  # of the renderer: auto, template, or one of the `renderers` package
     context_tokens: int | None = None  # what the agent is told; left out, max_context
     session: dict[str, Json] = {}  # further settings of its sessions: limits, sampling, policy …
     about: str = ""  # a line for those who choose

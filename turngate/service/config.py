@@ -53,11 +53,11 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # sandboxes made at once; left out, twice the cores
     grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # graded at once; left out, the cores
     most_agent_timeout_s: Positive = 3600.0  # the longest that a caller may ask for
-    setup_timeout_s: Positive = 900.0
-    test_timeout_s: Positive = 900.0
+    setup_timeout_s: Positive = 900.0  # of setup_shell
+    test_timeout_s: Positive = 900.0  # of test_script
     keep: Annotated[int, msgspec.Meta(ge=1)] = 2000  # rollouts that are remembered; the oldest are removed
     keep_work: bool = True  # what agents left stays on disk as long
-    clamp: Clamp = Clamp()
+    clamp: Clamp = Clamp()  # how much of large fields results have, see below
 
     def check(self) -> ServiceConfig:
         """What types cannot say."""
