@@ -11,6 +11,7 @@ from turngate.render import Renderer, Tokenizer
 
 # Heavy, but each looks after its own things only: two may run at a time.
 _BESIDE = (
+    "tests/page/",
     "tests/api/test_run",
     "tests/api/test_docs",
     "tests/api/test_notebook",
@@ -58,6 +59,7 @@ _LIGHT = (
     "test_ledger.py",
     "test_plan.py",
     "test_summary.py",
+    "test_source.py",
 )
 
 

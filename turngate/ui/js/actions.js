@@ -1,4 +1,4 @@
-/** What can be done to a rollout: cancel it, seal it, have it run again, take it away as a file. Each asks first, and says what came of it. */
+/** What can be done to a rollout: cancel it, seal it, run it again, take it away as a file. Each asks first, and says what came of it. */
 
 import * as api from "./api.js";
 import * as dialog from "./dialog.js";
@@ -53,20 +53,23 @@ async function act(id, verb, words, done) {
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 export async function cancel(record, done) {
-  const text = `${nameOf(record.row)} is ended: generation stops, its agent gets no more answers, and it has no reward. What was recorded stays.`;
-  if (await dialog.confirm("Cancel this rollout?", text, "Cancel the rollout", true)) await act(record.id, "cancel", () => "The rollout was cancelled.", done);
+  const text = `${nameOf(record.row)} is ended: generation stops and its agent gets no more answers. What was recorded stays.`;
+  if (await dialog.confirm("Cancel this rollout?", text, "Cancel the rollout", true))
+    await act(record.id, "cancel", () => "The rollout was cancelled.", done);
 }
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 async function seal(record, done) {
-  const text = `The session of ${nameOf(record.row)} is closed: its agent gets no more answers. What it did so far is kept and can be trained.`;
-  if (await dialog.confirm("Seal this rollout?", text, "Seal the session")) await act(record.id, "seal", () => "The session was sealed.", done);
+  const text = `The session of ${nameOf(record.row)} is closed: its agent gets no more answers. What it did so far can be trained.`;
+  if (await dialog.confirm("Seal this rollout?", text, "Seal the session"))
+    await act(record.id, "seal", () => "The session was sealed.", done);
 }
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 async function again(record, done) {
   const text = `${nameOf(record.row)} is asked for again: a new attempt with a session and a sandbox of its own. This one stays as it is.`;
-  if (await dialog.confirm("Run it again?", text, "Run it again")) await act(record.id, "retry", (got) => got.message, done);
+  if (await dialog.confirm("Run it again?", text, "Run it again"))
+    await act(record.id, "retry", (got) => got.message, done);
 }
 
 /** @param {import("./record.js").Record} record */

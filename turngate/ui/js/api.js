@@ -47,7 +47,8 @@ async function ask(path, options = {}) {
   try {
     reply = await fetch(path, { credentials: "same-origin", ...options });
   } catch (error) {
-    if (error instanceof TypeError) throw new Refused("The gateway does not answer. Is it running, and reachable from here?", 0);
+    if (error instanceof TypeError)
+      throw new Refused("The gateway does not answer. Is it running, and reachable from here?", 0);
     throw error;
   }
   if (reply.ok) return reply.json();

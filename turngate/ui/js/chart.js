@@ -6,6 +6,7 @@
 import { el, svg } from "./dom.js";
 import { number } from "./format.js";
 import { nice, scale, times } from "./axis.js";
+import { line, table } from "./table.js";
 
 const ROOM = { top: 12, right: 14, bottom: 34, left: 52 };
 const HEIGHT = 190;
@@ -35,7 +36,13 @@ export function chart(options) {
   const readout = el("p.chart-readout", { "aria-live": "polite" });
   const picture = el("div.chart-picture", { tabindex: "0", role: "img", "aria-label": spoken(options) });
   const series = options.series.filter((one) => one.points.some((p) => p[1] !== null));
-  const head = el("figcaption.chart-head", null, el("span.chart-title", { text: options.title }), legend(series), readout);
+  const head = el(
+    "figcaption.chart-head",
+    null,
+    el("span.chart-title", { text: options.title }),
+    legend(series),
+    readout,
+  );
   const figure = el("figure.chart", null, head, picture);
   if (!series.length) {
     picture.append(el("p.chart-none", { text: options.empty ?? "No numbers yet." }));
@@ -43,7 +50,7 @@ export function chart(options) {
   }
   const draw = () => drawn(picture, readout, { ...options, series });
   new ResizeObserver(draw).observe(picture);
-  figure.append(table({ ...options, series }));
+  figure.append(numbers({ ...options, series }));
   return figure;
 }
 
@@ -70,12 +77,22 @@ function drawn(picture, readout, options) {
   const width = Math.max(240, picture.clientWidth);
   const points = options.series.flatMap((one) => one.points).filter((p) => p[1] !== null);
   const bars = options.series.some((one) => one.kind === "bars");
-  const [y0, y1] = options.yRange ?? spread(points.map((p) => /** @type {number} */ (p[1])), bars);
+  const [y0, y1] =
+    options.yRange ??
+    spread(
+      points.map((p) => /** @type {number} */ (p[1])),
+      bars,
+    );
   const xs = points.map((p) => p[0]);
   const step = bars ? smallest(xs) / 2 : 0;
   const x = scale(Math.min(...xs) - step, Math.max(...xs) + step, ROOM.left, width - ROOM.right);
   const y = scale(y0, y1, HEIGHT - ROOM.bottom, ROOM.top);
-  const image = svg("svg.chart-svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, "aria-hidden": "true" });
+  const image = svg("svg.chart-svg", {
+    width,
+    height: HEIGHT,
+    viewBox: `0 0 ${width} ${HEIGHT}`,
+    "aria-hidden": "true",
+  });
   image.append(axes(options, x, y, width, [y0, y1], [Math.min(...xs), Math.max(...xs)]));
   options.series.forEach((one, i) => image.append(shape(one, one.shade ?? i, x, y, y(Math.max(0, y0)), step)));
   const rule = svg("line.chart-rule", { y1: ROOM.top, y2: HEIGHT - ROOM.bottom, x1: -9, x2: -9 });
@@ -129,7 +146,14 @@ function axes(options, x, y, width, yRange, xRange) {
   }
   made.append(svg("line.chart-base", { x1: ROOM.left, x2: width - ROOM.right, y1: bottom, y2: bottom }));
   made.append(svg("text.chart-label", { x: width - ROOM.right, y: HEIGHT - 5, text: options.x }));
-  made.append(svg("text.chart-unit", { x: 10, y: HEIGHT / 2 - 10, transform: `rotate(-90 10 ${HEIGHT / 2 - 10})`, text: options.y }));
+  made.append(
+    svg("text.chart-unit", {
+      x: 10,
+      y: HEIGHT / 2 - 10,
+      transform: `rotate(-90 10 ${HEIGHT / 2 - 10})`,
+      text: options.y,
+    }),
+  );
   return made;
 }
 
@@ -157,7 +181,8 @@ function shape(one, shade, x, y, zero, half) {
     group.append(svg("path.chart-line", { d: path }));
   }
   if (one.kind === "dots" || known.length <= 40) {
-    for (const [at, value] of known) group.append(svg("circle.chart-dot", { cx: x(at), cy: y(value), r: one.kind === "dots" ? 3.2 : 2.4 }));
+    for (const [at, value] of known)
+      group.append(svg("circle.chart-dot", { cx: x(at), cy: y(value), r: one.kind === "dots" ? 3.2 : 2.4 }));
   }
   return group;
 }
@@ -178,8 +203,17 @@ function follow(picture, readout, options, x, rule) {
     rule.setAttribute("x1", String(x(stops[at])));
     rule.setAttribute("x2", String(x(stops[at])));
     const told = options.series.flatMap((one) => {
-      const values = one.points.filter((p) => p[0] === stops[at] && p[1] !== null).map((p) => /** @type {number} */ (p[1]));
-      return values.length ? [`${one.name} ${values.slice(0, 3).map((v) => (options.yText ?? number)(v)).join(", ")}`] : [];
+      const values = one.points
+        .filter((p) => p[0] === stops[at] && p[1] !== null)
+        .map((p) => /** @type {number} */ (p[1]));
+      return values.length
+        ? [
+            `${one.name} ${values
+              .slice(0, 3)
+              .map((v) => (options.yText ?? number)(v))
+              .join(", ")}`,
+          ]
+        : [];
     });
     readout.textContent = `${options.x} ${(options.xText ?? number)(stops[at])}: ${told.join(" · ") || "–"}`;
   };
@@ -204,16 +238,23 @@ function follow(picture, readout, options, x, rule) {
 }
 
 /** @param {Options} options */
-function table(options) {
-  const rows = () => {
-    const cells = options.series.flatMap((one) =>
-      one.points.map(([at, value]) => el("tr", null, el("td", { text: one.name }), el("td.num", { text: (options.xText ?? number)(at) }), el("td.num", { text: value === null ? "–" : (options.yText ?? number)(value) }))),
+function numbers(options) {
+  /** @type {import("./table.js").Head[]} */
+  const heads = [
+    ["series", ""],
+    [options.x, "num"],
+    [options.y, "num"],
+  ];
+  const rows = () =>
+    options.series.flatMap((one) =>
+      one.points.map(([at, value]) =>
+        line(heads, [one.name, (options.xText ?? number)(at), value === null ? "–" : (options.yText ?? number)(value)]),
+      ),
     );
-    return el("table.plain", null, el("thead", null, el("tr", null, el("th", { text: "series" }), el("th.num", { text: options.x }), el("th.num", { text: options.y }))), el("tbody", null, ...cells.slice(0, 500)));
-  };
   const made = el("details.chart-table", null, el("summary", { text: "Numbers" }));
   made.addEventListener("toggle", () => {
-    if (made.open && made.childElementCount === 1) made.append(el("div.scroll", null, rows()));
+    if (made.open && made.childElementCount === 1)
+      made.append(el("div.scroll", null, table(heads, rows().slice(0, 500))));
   });
   return made;
 }

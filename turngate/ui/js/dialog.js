@@ -62,7 +62,11 @@ export function help() {
   const list = (/** @type {string} */ title, /** @type {import("./keys.js").Binding[]} */ keys) =>
     keys.length && [
       el("h3", { text: title }),
-      el("dl.keys", null, ...keys.flatMap((b) => [el("dt", null, el("kbd", { text: named(b.key) })), el("dd", { text: b.does })])),
+      el(
+        "dl.keys",
+        null,
+        ...keys.flatMap((b) => [el("dt", null, el("kbd", { text: named(b.key) })), el("dd", { text: b.does })]),
+      ),
     ];
   open("Keyboard", [list("This view", view), list("Everywhere", everywhere)].flat().filter(Boolean));
 }

@@ -12,7 +12,13 @@ const PAUSE_MS = 200; // after the last key that was typed
  * @returns {HTMLInputElement}
  */
 export function searchField(value, label, changed) {
-  const field = el("input.field.grow", { type: "search", value, placeholder: `${label}  /`, "aria-label": label, spellcheck: "false" });
+  const field = el("input.field.grow", {
+    type: "search",
+    value,
+    placeholder: `${label}  /`,
+    "aria-label": label,
+    spellcheck: "false",
+  });
   let timer = 0;
   field.addEventListener("input", () => {
     clearTimeout(timer);
@@ -32,7 +38,9 @@ export function menu(label, value, choices, changed) {
   const field = el("select.field", { "aria-label": label });
   const offer = (/** @type {[string, string][]} */ offered) => {
     const now = field.value || value;
-    const known = offered.some(([one]) => one === now) ? offered : [...offered, /** @type {[string, string]} */ ([now, now])];
+    const known = offered.some(([one]) => one === now)
+      ? offered
+      : [...offered, /** @type {[string, string]} */ ([now, now])];
     fill(field, ...known.map(([one, text]) => el("option", { value: one, selected: one === now, text })));
   };
   offer(choices);
@@ -52,7 +60,12 @@ export function chips(label, choices, value, changed) {
   const row = el("div.chips", { role: "group", "aria-label": label });
   const buttons = choices.map(([one, text]) => {
     const number = el("span.chip-count");
-    const button = el("button.chip", { type: "button", "aria-pressed": String(one === value), data: { value: one } }, text, number);
+    const button = el(
+      "button.chip",
+      { type: "button", "aria-pressed": String(one === value), data: { value: one } },
+      text,
+      number,
+    );
     button.addEventListener("click", () => {
       for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
       changed(one);

@@ -20,7 +20,11 @@ export function count(value) {
 export function short(value) {
   if (value === null || value === undefined) return NONE;
   if (Math.abs(value) < 10000) return count(value);
-  for (const [size, unit] of /** @type {[number, string][]} */ ([[1e9, "G"], [1e6, "M"], [1e3, "k"]])) {
+  for (const [size, unit] of /** @type {[number, string][]} */ ([
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ])) {
     if (Math.abs(value) >= size) return `${(value / size).toPrecision(3)} ${unit}`;
   }
   return count(value);

@@ -22,7 +22,9 @@
 export function layout(tree) {
   const byId = new Map(tree.nodes.map((/** @type {Json} */ n) => [n.id, n]));
   const forks = new Map(tree.forks.map((/** @type {Json} */ f) => [f.node, f]));
-  const answered = new Set(tree.nodes.filter((/** @type {Json} */ n) => n.kind === "sampled").map((/** @type {Json} */ n) => n.parent));
+  const answered = new Set(
+    tree.nodes.filter((/** @type {Json} */ n) => n.kind === "sampled").map((/** @type {Json} */ n) => n.parent),
+  );
   const shown = tree.nodes.filter((/** @type {Json} */ n) => n.kind === "sampled" || !answered.has(n.id));
   const rowOf = new Map(shown.map((/** @type {Json} */ n, /** @type {number} */ i) => [n.id, i]));
   /** @type {Row[]} */
@@ -31,8 +33,16 @@ export function layout(tree) {
     const before = context?.parent ?? null;
     const fork = forks.get(node.id) ?? (context && forks.get(context.id)) ?? null;
     const cause = node.cause ?? context?.cause ?? fork?.cause ?? "";
-    const left = before === null && fork?.from !== null && fork?.from !== undefined ? turnAt(byId, rowOf, fork.from) : null;
-    return { node, lane: 0, parent: before === null ? null : (rowOf.get(before) ?? null), cause: cause ?? "", left, fork };
+    const left =
+      before === null && fork?.from !== null && fork?.from !== undefined ? turnAt(byId, rowOf, fork.from) : null;
+    return {
+      node,
+      lane: 0,
+      parent: before === null ? null : (rowOf.get(before) ?? null),
+      cause: cause ?? "",
+      left,
+      fork,
+    };
   });
   return { rows, lanes: laned(rows, tree.main === null ? null : (rowOf.get(tree.main) ?? null)) };
 }

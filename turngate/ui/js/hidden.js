@@ -4,7 +4,8 @@
  */
 
 /** But for tab and newline. Joiners inside emoji and Arabic words stay, because they change what is seen. */
-export const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+export const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
 
 /** @type {Object<string, string>} */
 const SIGNS = { "\u001b": "␛", "\u0000": "␀", "\u0007": "␇", "\u0008": "␈", "\r": "␍", "\u200b": "␣", "\u007f": "␡" };

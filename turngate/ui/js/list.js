@@ -136,10 +136,26 @@ export class List {
   /** @param {number} index */
   #row(index) {
     const row = this.rows[index];
-    if (!row) return el("div.list-row.is-coming", { role: "row", id: `row-${index}`, "aria-busy": "true" }, el("span.muted", { text: "…" }));
+    if (!row)
+      return el(
+        "div.list-row.is-coming",
+        { role: "row", id: `row-${index}`, "aria-busy": "true" },
+        el("span.muted", { text: "…" }),
+      );
     const chosen = this.options.key(row) === this.chosen;
-    const cells = this.options.columns.map((column) => el("div.cell", { role: "gridcell", class: `c-${column.name}${column.num ? " num" : ""}` }, column.cell(row)));
-    const made = el("div.list-row", { role: "row", id: `row-${index}`, class: `${this.options.look} ${chosen ? "is-selected" : ""}`, "aria-selected": String(chosen) }, ...cells);
+    const cells = this.options.columns.map((column) =>
+      el("div.cell", { role: "gridcell", class: `c-${column.name}${column.num ? " num" : ""}` }, column.cell(row)),
+    );
+    const made = el(
+      "div.list-row",
+      {
+        role: "row",
+        id: `row-${index}`,
+        class: `${this.options.look} ${chosen ? "is-selected" : ""}`,
+        "aria-selected": String(chosen),
+      },
+      ...cells,
+    );
     made.addEventListener("click", (/** @type {MouseEvent} */ event) => {
       if (event.target instanceof Element && event.target.closest("a, button")) return;
       this.#choose(this.options.key(row));
@@ -198,17 +214,27 @@ export class List {
   #drawHead() {
     const cells = this.options.columns.map((column) => {
       const place = `c-${column.name}${column.num ? " num" : ""}`;
-      if (!column.sort) return el("div.cell", { role: "columnheader", class: place, title: column.title, text: column.label });
+      if (!column.sort)
+        return el("div.cell", { role: "columnheader", class: place, title: column.title, text: column.label });
       const down = this.sort === `-${column.sort}`;
       const mine = down || this.sort === column.sort;
-      const button = el("button.sort", { type: "button", title: column.title ?? `Sort by ${column.label}` }, column.label, mine && el("span", { "aria-hidden": "true", text: down ? " ↓" : " ↑" }));
+      const button = el(
+        "button.sort",
+        { type: "button", title: column.title ?? `Sort by ${column.label}` },
+        column.label,
+        mine && el("span", { "aria-hidden": "true", text: down ? " ↓" : " ↑" }),
+      );
       button.addEventListener("click", () => {
         this.sort = down ? String(column.sort) : `-${column.sort}`;
         this.#drawHead();
         this.options.sorted(this.sort);
         this.reload(true);
       });
-      return el("div.cell", { role: "columnheader", class: place, "aria-sort": mine ? (down ? "descending" : "ascending") : null }, button);
+      return el(
+        "div.cell",
+        { role: "columnheader", class: place, "aria-sort": mine ? (down ? "descending" : "ascending") : null },
+        button,
+      );
     });
     fill(this.head, ...cells);
   }

@@ -9,7 +9,8 @@ const FIRST_MS = 500;
 const LONGEST_MS = 15000;
 
 /**
- * @typedef {{rollouts: api.Json[], gone: string[], reload: boolean, gateway: api.Json | null}} Changes `reload`: more than is listed has changed
+ * @typedef {{rollouts: api.Json[], gone: string[], reload: boolean, gateway: api.Json | null}} Changes `reload`: more has changed
+ *   than is listed
  */
 
 export class Live {

@@ -66,7 +66,8 @@ const live = new Live((changes) => view?.changed?.(changes), told);
 /** @param {"live" | "lost" | "waiting"} now @param {number} seconds */
 function told(now, seconds) {
   state.dataset.state = now;
-  state.textContent = now === "live" ? "live" : now === "lost" ? `disconnected, trying again in ${Math.ceil(seconds)} s` : "connecting";
+  state.textContent =
+    now === "live" ? "live" : now === "lost" ? `disconnected, trying again in ${Math.ceil(seconds)} s` : "connecting";
 }
 
 function route() {
@@ -100,7 +101,10 @@ function leave() {
 /** @param {string} name @returns {View} */
 function unknown(name) {
   const back = el("a.button", { href: href(["rollouts"]), text: "All rollouts" });
-  return { element: empty("There is no such view", `Nothing is at “${name}”. Was the address cut off?`, back), title: "Not found" };
+  return {
+    element: empty("There is no such view", `Nothing is at “${name}”. Was the address cut off?`, back),
+    title: "Not found",
+  };
 }
 
 /** Somebody is logged in: the bar, the live connection, the view. */
@@ -137,7 +141,9 @@ function start() {
   theme.start(/** @type {HTMLButtonElement} */ (document.getElementById("theme")));
   fill(nav, ...NAV.map(([name, label]) => el("a", { href: href([name]), data: { name }, text: label })));
   document.getElementById("help")?.addEventListener("click", help);
-  document.getElementById("signout")?.addEventListener("click", () => signOut().catch((error) => say(error.message, "bad")));
+  document
+    .getElementById("signout")
+    ?.addEventListener("click", () => signOut().catch((error) => say(error.message, "bad")));
   document.getElementById("skip")?.addEventListener("click", (event) => {
     event.preventDefault(); // the part behind # is the view's
     main.focus();

@@ -16,15 +16,26 @@ const FOLD = 1200; // characters of a result or a system prompt beyond which it 
 export function messageOf(message, whole) {
   const text = textOf(message.content);
   const made = el("div.message", { class: `is-${/^[a-z]+$/.test(message.role) ? message.role : "other"}` });
-  if (message.reasoning) made.append(fold("thinking", firstLine(message.reasoning), message.reasoning, false, "is-thinking"));
-  if (message.role === "tool") made.append(fold("result", firstLine(text) || "(empty)", text, text.length <= FOLD / 3, "is-result"));
-  else if (message.role === "system" || message.role === "developer") made.append(fold(message.role, firstLine(text), text, false, "is-system"));
+  if (message.reasoning)
+    made.append(fold("thinking", firstLine(message.reasoning), message.reasoning, false, "is-thinking"));
+  if (message.role === "tool")
+    made.append(fold("result", firstLine(text) || "(empty)", text, text.length <= FOLD / 3, "is-result"));
+  else if (message.role === "system" || message.role === "developer")
+    made.append(fold(message.role, firstLine(text), text, false, "is-system"));
   else if (text) made.append(el("div.message-role", { text: message.role }), block(text));
   for (const call of message.tool_calls ?? []) made.append(callOf(call));
   if (message.beyond) made.append(el("p.message-note", { text: `Not shown: ${message.beyond}` }));
   if (message.cut && whole) {
-    const lengths = Object.entries(message.cut).map(([field, length]) => `${field}: ${count(/** @type {number} */ (length))} characters`).join(", ");
-    made.append(el("button.more", { type: "button", on: { click: whole } }, `The middle is left out (${lengths}). Load all of it`));
+    const lengths = Object.entries(message.cut)
+      .map(([field, length]) => `${field}: ${count(/** @type {number} */ (length))} characters`)
+      .join(", ");
+    made.append(
+      el(
+        "button.more",
+        { type: "button", on: { click: whole } },
+        `The middle is left out (${lengths}). Load all of it`,
+      ),
+    );
   }
   return made;
 }
@@ -39,7 +50,13 @@ export function messageOf(message, whole) {
  */
 function fold(kind, line, text, open, look) {
   const size = el("span.fold-size", { text: bytes(text.length) });
-  const head = el("summary", null, el("span.fold-kind", { text: kind }), el("span.fold-line.clip", null, plain(line)), size);
+  const head = el(
+    "summary",
+    null,
+    el("span.fold-kind", { text: kind }),
+    el("span.fold-line.clip", null, plain(line)),
+    size,
+  );
   const made = el("details.fold", { class: look }, head);
   const fillIn = () => made.childElementCount === 1 && made.append(block(text));
   made.addEventListener("toggle", () => made.open && fillIn());
@@ -54,7 +71,13 @@ function fold(kind, line, text, open, look) {
 function callOf(call) {
   const shown = argumentsOf(call.arguments);
   const brief = el("span.fold-line.clip", null, plain(firstLine(briefly(call.arguments))));
-  const head = el("summary", null, el("span.fold-kind.is-call", null, plain(call.name || "(no name)")), brief, el("span.fold-size", { text: bytes(shown.length) }));
+  const head = el(
+    "summary",
+    null,
+    el("span.fold-kind.is-call", null, plain(call.name || "(no name)")),
+    brief,
+    el("span.fold-size", { text: bytes(shown.length) }),
+  );
   const made = el("details.fold.is-call", null, head);
   made.addEventListener("toggle", () => made.open && made.childElementCount === 1 && made.append(block(shown)));
   return made;
@@ -65,7 +88,9 @@ function argumentsOf(given) {
   const parsed = read(given);
   if (parsed === undefined) return String(given ?? "");
   if (parsed && typeof parsed === "object") {
-    return Object.entries(parsed).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value, null, 2)}`).join("\n");
+    return Object.entries(parsed)
+      .map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value, null, 2)}`)
+      .join("\n");
   }
   return JSON.stringify(parsed, null, 2);
 }
@@ -93,6 +118,7 @@ function read(given) {
 export function textOf(content) {
   if (content === null || content === undefined) return "";
   if (typeof content === "string") return content;
-  if (Array.isArray(content)) return content.map((part) => (typeof part === "string" ? part : (part?.text ?? JSON.stringify(part)))).join("\n");
+  if (Array.isArray(content))
+    return content.map((part) => (typeof part === "string" ? part : (part?.text ?? JSON.stringify(part)))).join("\n");
   return JSON.stringify(content);
 }

@@ -35,7 +35,13 @@ export function empty(title, advice, ...extra) {
 export function failed(error, again) {
   const text = error instanceof Error ? error.message : String(error);
   const button = again && el("button.button", { type: "button", text: "Try again", on: { click: again } });
-  return el("div.empty.is-bad", { role: "alert" }, el("h2", { text: "This could not be loaded" }), el("p", { text }), button);
+  return el(
+    "div.empty.is-bad",
+    { role: "alert" },
+    el("h2", { text: "This could not be loaded" }),
+    el("p", { text }),
+    button,
+  );
 }
 
 /** While something is fetched. */
@@ -53,6 +59,9 @@ export async function into(place, make) {
   try {
     fill(place, await make());
   } catch (error) {
-    fill(place, failed(error, () => into(place, make)));
+    fill(
+      place,
+      failed(error, () => into(place, make)),
+    );
   }
 }

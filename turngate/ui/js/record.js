@@ -72,7 +72,9 @@ export class Record {
 
   /** What a branch is called: its role and its turns. @param {Json} branch */
   nameOf(branch) {
-    const turns = this.path(branch.leaf).map((id) => this.byId.get(id)).filter((node) => node?.kind === "sampled");
+    const turns = this.path(branch.leaf)
+      .map((id) => this.byId.get(id))
+      .filter((node) => node?.kind === "sampled");
     const first = turns[0]?.turn;
     const last = turns[turns.length - 1]?.turn;
     const span = first === last ? `turn ${last ?? "–"}` : `turns ${first}–${last}`;

@@ -1,4 +1,4 @@
-/** How states, classes, rewards and names of rollouts are shown, the same in every view. Never by colour alone: each has a sign or a word. */
+/** How states, classes, rewards and names of rollouts are shown, the same in every view. Never by colour alone: each has a word. */
 
 import { el, svg } from "./dom.js";
 import { score } from "./format.js";
@@ -46,9 +46,10 @@ function badge(text, look, title) {
 export function state(row) {
   if (row.status === "done" && row.class) {
     const failedGrade = row.class === "graded" && !passed(row);
-    return badge(row.class, failedGrade ? ["", "✓"] : CLASS[row.class] ?? ["", ""], row.message);
+    return badge(row.class, failedGrade ? ["", "✓"] : (CLASS[row.class] ?? ["", ""]), row.message);
   }
-  const text = row.status !== "done" && row.status !== "cancelled" && row.stage ? `${row.status} · ${row.stage}` : row.status;
+  const text =
+    row.status !== "done" && row.status !== "cancelled" && row.stage ? `${row.status} · ${row.stage}` : row.status;
   return badge(text, STATUS[row.status] ?? ["", ""], row.stop);
 }
 
@@ -64,7 +65,11 @@ export function roleBadge(role) {
 
 /** Why a branch began. @param {string} cause */
 export function causeBadge(cause) {
-  const sign = svg("svg.fork-sign", { viewBox: "0 0 10 12", "aria-hidden": "true" }, svg("path", { d: "M2 11V1M2 8C2 5 8 7 8 2" }));
+  const sign = svg(
+    "svg.fork-sign",
+    { viewBox: "0 0 10 12", "aria-hidden": "true" },
+    svg("path", { d: "M2 11V1M2 8C2 5 8 7 8 2" }),
+  );
   return el("span.badge.is-warn", { title: `a fork: ${cause}` }, sign, cause);
 }
 
@@ -107,5 +112,11 @@ export function addressOf(id, tab = "") {
  * @param {[string, any, string?][]} pairs label, value, and what it means
  */
 export function facts(pairs) {
-  return el("dl.facts", null, ...pairs.map(([label, value, title]) => el("div.fact", { title }, el("dt", { text: label }), el("dd", null, value))));
+  return el(
+    "dl.facts",
+    null,
+    ...pairs.map(([label, value, title]) =>
+      el("div.fact", { title }, el("dt", { text: label }), el("dd", null, value)),
+    ),
+  );
 }

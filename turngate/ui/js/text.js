@@ -29,7 +29,10 @@ export function plain(text) {
 
 /** @param {string} character */
 function sign(character) {
-  return el("span.hidden-char", { title: `${codeOf(character)}, a character that cannot be seen`, text: signOf(character) });
+  return el("span.hidden-char", {
+    title: `${codeOf(character)}, a character that cannot be seen`,
+    text: signOf(character),
+  });
 }
 
 /**
@@ -75,7 +78,10 @@ function whole(text, at) {
  * @param {number} [length]
  */
 export function firstLine(text, length = 140) {
-  const line = text.slice(0, 4 * length).trimStart().split("\n", 1)[0];
+  const line = text
+    .slice(0, 4 * length)
+    .trimStart()
+    .split("\n", 1)[0];
   return line.length > length ? `${line.slice(0, whole(line, length))}…` : line;
 }
 

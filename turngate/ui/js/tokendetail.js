@@ -23,19 +23,33 @@ export function detailOf(tokens, at) {
     ["id", `${tokens.ids[at]}${tokens.special.has(at) ? " (special)" : ""}`],
     ["log-probability", sampled ? (logprob === null ? "not known" : number(logprob, 5)) : "– (context)"],
     ["probability", sampled && logprob !== null ? percent(Math.exp(logprob)) : "–"],
-    ["place", `token ${count(inside)} of ${sampled ? `turn ${node.turn}` : "this context"}, ${count(node.start + inside)} from the root`],
+    [
+      "place",
+      `token ${count(inside)} of ${sampled ? `turn ${node.turn}` : "this context"}, ${count(node.start + inside)} from the root`,
+    ],
     ["kind", sampled ? "sampled by the model" : "context: sent to the model"],
     ["trained", trained(node)],
   ];
   if (sampled) {
-    pairs.push(["role", roleBadge(node.role)], ["policy", node.version_start === node.version_end ? `v${node.version_start}` : `v${node.version_start} at its first, v${node.version_end} at its last token`], ["capture", node.capture]);
+    pairs.push(
+      ["role", roleBadge(node.role)],
+      [
+        "policy",
+        node.version_start === node.version_end
+          ? `v${node.version_start}`
+          : `v${node.version_start} at its first, v${node.version_end} at its last token`,
+      ],
+      ["capture", node.capture],
+    );
     if (node.biases?.length) pairs.push(["biased by", node.biases.join(", ")]);
     if (node.fault) pairs.push(["fault", node.fault]);
   }
   if (node.cause) pairs.push(["fork", causeBadge(node.cause)]);
   const parts = [el("code.token-big", { text: visible(tokens.texts[at]) || "(no text)" })];
   if (sampled && logprob !== null) parts.push(meter(Math.exp(logprob)));
-  parts.push(el("dl.pairs", null, ...pairs.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", null, value)])));
+  parts.push(
+    el("dl.pairs", null, ...pairs.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", null, value)])),
+  );
   return parts;
 }
 
@@ -75,19 +89,37 @@ export function summaryOf(tokens) {
   const bars = STEPS.flatMap((step, i) => {
     const bar = el("span", { class: `fill-${i}` });
     bar.style.width = `${known ? (counts[i] / known) * 100 : 0}%`;
-    return [el("dt", { text: step.label }), el("dd.bar-track", { "aria-hidden": "true" }, bar), el("dd.num", { text: percent(known ? counts[i] / known : null) })];
+    return [
+      el("dt", { text: step.label }),
+      el("dd.bar-track", { "aria-hidden": "true" }, bar),
+      el("dd.num", { text: percent(known ? counts[i] / known : null) }),
+    ];
   });
   return [
     el("h3", { text: "This branch" }),
-    el("dl.pairs", null, el("dt", { text: "sampled" }), el("dd", { text: `${count(sampled)} of ${count(tokens.count)} tokens` }), el("dt", { text: "trained" }), el("dd", { text: count(trained) }), el("dt", { text: "mean log-probability" }), el("dd", { text: known ? number(sum / known) : "–" })),
+    el(
+      "dl.pairs",
+      null,
+      el("dt", { text: "sampled" }),
+      el("dd", { text: `${count(sampled)} of ${count(tokens.count)} tokens` }),
+      el("dt", { text: "trained" }),
+      el("dd", { text: count(trained) }),
+      el("dt", { text: "mean log-probability" }),
+      el("dd", { text: known ? number(sum / known) : "–" }),
+    ),
     el("dl.bars.spread-of", { "aria-label": "Sampled tokens by probability" }, ...bars),
   ];
 }
 
 /** What the colours and lines mean. */
 export function legend() {
-  const scale = el("span.legend-scale", { role: "img", "aria-label": "From no colour, at least 90 %, to the strongest, less than half a percent" });
-  STEPS.forEach((step, i) => scale.append(el("span.t", { class: `p${i}`, title: `probability ${step.label}`, text: step.label })));
+  const scale = el("span.legend-scale", {
+    role: "img",
+    "aria-label": "From no colour, at least 90 %, to the strongest, less than half a percent",
+  });
+  STEPS.forEach((step, i) =>
+    scale.append(el("span.t", { class: `p${i}`, title: `probability ${step.label}`, text: step.label })),
+  );
   return el(
     "ul.legend",
     { "aria-label": "Legend" },

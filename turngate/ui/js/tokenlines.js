@@ -1,6 +1,6 @@
 /**
- * Tokens in lines. Holds the tokens of a branch as they are fetched, and breaks them into lines of a given width, so that a windowed list can
- * show any part of a hundred thousand of them. No elements here; `tabs/tokens.js` draws the lines.
+ * Tokens in lines. Holds the tokens of a branch as they are fetched, and breaks them into lines of a given width, so that a windowed
+ * list can show any part of a hundred thousand of them. No elements here; `tabs/tokens.js` draws the lines.
  */
 
 /** @typedef {import("./api.js").Json} Json */
@@ -18,7 +18,8 @@
 const FOLD_FROM = 300; // contexts with more tokens begin folded
 
 /** Characters that take two columns: East Asian wide ones and most pictures. */
-const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|[\ud83c-\ud83e][\udc00-\udfff]/g;
+const WIDE =
+  /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|[\ud83c-\ud83e][\udc00-\udfff]/g;
 
 export class TokenLines {
   constructor() {
@@ -67,7 +68,9 @@ export class TokenLines {
   /** @param {Json} node @param {number} base @returns {string[]} */
   #shown(node, base) {
     if (!node.text) return node.ids.map((/** @type {number} */ id) => ` ${id}`);
-    const shown = node.text.map((/** @type {string | null} */ text, /** @type {number} */ i) => text ?? hex(node.bytes?.[i] ?? ""));
+    const shown = node.text.map(
+      (/** @type {string | null} */ text, /** @type {number} */ i) => text ?? hex(node.bytes?.[i] ?? ""),
+    );
     for (const [first, past, text] of node.runs ?? []) {
       if (text === null) continue;
       shown[first] = text;
@@ -118,7 +121,10 @@ export class TokenLines {
 
   /** The line of a token; of its node's head where that is folded. @param {number} token */
   lineOf(token) {
-    const at = search(this.lines.length, (i) => (this.lines[i].head && this.lines[i].held.folded ? this.lines[i].held.past : this.lines[i].to) > token);
+    const at = search(
+      this.lines.length,
+      (i) => (this.lines[i].head && this.lines[i].held.folded ? this.lines[i].held.past : this.lines[i].to) > token,
+    );
     return Math.min(at, this.lines.length - 1);
   }
 

@@ -1,6 +1,6 @@
 /**
- * The whole branch at a glance, beside its tokens: a narrow picture in which each row of pixels has the colour of the least likely token there.
- * A click goes to that place. For the pointer only; the keys `n` and `N` do the same.
+ * The whole branch at a glance, beside its tokens: a narrow picture in which each row of pixels has the colour of the least
+ * likely token there. A click goes to that place. For the pointer only; the keys `n` and `N` do the same.
  */
 
 import { stepOf } from "./colour.js";
@@ -16,7 +16,10 @@ export class TokenMap {
     this.frame = el("div.map-frame");
     this.element = el("div.map", { "aria-hidden": "true" }, this.canvas, this.frame);
     this.element.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => this.#drag(event));
-    this.element.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => event.buttons === 1 && this.#drag(event));
+    this.element.addEventListener(
+      "pointermove",
+      (/** @type {PointerEvent} */ event) => event.buttons === 1 && this.#drag(event),
+    );
     list.element.addEventListener("scroll", () => this.#place(), { passive: true });
   }
 
@@ -70,7 +73,11 @@ function leastLikely(tokens, line) {
   return lowest;
 }
 
-/** A colour of ours in the theme that is shown: a canvas does not know `light-dark`. @param {CSSStyleDeclaration} look @param {string} name */
+/**
+ * A colour of ours in the theme that is shown: a canvas does not know `light-dark`.
+ * @param {CSSStyleDeclaration} look
+ * @param {string} name
+ */
 function resolved(look, name) {
   const given = look.getPropertyValue(`--${name}`);
   const found = given.match(/light-dark\(\s*([^,]+),\s*([^)]+)\)/);

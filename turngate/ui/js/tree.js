@@ -82,7 +82,10 @@ function edge(row, i, rows, path) {
   if (from === null) return "";
   const [x1, y1, x2, y2] = [x(rows[from].lane), y(from), x(row.lane), y(i)];
   const bend = Math.min(ROW, y2 - y1);
-  const shape = x1 === x2 ? `M${x1} ${y1}V${y2}` : `M${x1} ${y1}C${x1} ${y1 + bend * 0.7} ${x2} ${y1 + bend * 0.3} ${x2} ${y1 + bend}V${y2}`;
+  const shape =
+    x1 === x2
+      ? `M${x1} ${y1}V${y2}`
+      : `M${x1} ${y1}C${x1} ${y1 + bend * 0.7} ${x2} ${y1 + bend * 0.3} ${x2} ${y1 + bend}V${y2}`;
   const on = path.has(row.node.id) && path.has(rows[from].node.id);
   return svg("path.tree-edge", { d: shape, class: `${on ? "is-on" : ""} ${row.parent === null ? "is-left" : ""}` });
 }
@@ -90,10 +93,19 @@ function edge(row, i, rows, path) {
 /** @param {Row} row @param {number} i @param {Set<number>} path */
 function dot(row, i, path) {
   const on = path.has(row.node.id) ? "is-on" : "";
-  if (row.node.kind !== "sampled") return svg("circle.tree-dot.is-open", { cx: x(row.lane), cy: y(i), r: 4, class: on });
+  if (row.node.kind !== "sampled")
+    return svg("circle.tree-dot.is-open", { cx: x(row.lane), cy: y(i), r: 4, class: on });
   if (row.cause) {
     const [a, b] = [x(row.lane), y(i)];
-    return svg("path.tree-dot", { d: `M${a} ${b - 6}L${a + 6} ${b}L${a} ${b + 6}L${a - 6} ${b}Z`, class: `${on} ${row.node.trained ? "" : "is-untrained"}` });
+    return svg("path.tree-dot", {
+      d: `M${a} ${b - 6}L${a + 6} ${b}L${a} ${b + 6}L${a - 6} ${b}Z`,
+      class: `${on} ${row.node.trained ? "" : "is-untrained"}`,
+    });
   }
-  return svg("circle.tree-dot", { cx: x(row.lane), cy: y(i), r: 4.5, class: `${on} ${row.node.trained ? "" : "is-untrained"}` });
+  return svg("circle.tree-dot", {
+    cx: x(row.lane),
+    cy: y(i),
+    r: 4.5,
+    class: `${on} ${row.node.trained ? "" : "is-untrained"}`,
+  });
 }

@@ -25,7 +25,11 @@ export class Windowed {
     /** @type {Map<number, HTMLElement>} */
     this.rows = new Map();
     this.space = el("div.window-space", { role: "rowgroup" });
-    this.element = el("div.window", { tabindex: "0", role: options.role ?? "grid", "aria-label": options.label }, this.space);
+    this.element = el(
+      "div.window",
+      { tabindex: "0", role: options.role ?? "grid", "aria-label": options.label },
+      this.space,
+    );
     this.element.addEventListener("scroll", () => this.#soon(), { passive: true });
     this.waiting = false;
     this.resized = new ResizeObserver(() => this.#measure());

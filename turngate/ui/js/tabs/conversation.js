@@ -28,8 +28,18 @@ export class Conversation {
     this.list = el("div.turns", { role: "feed", "aria-label": "Conversation" });
     this.fresh = el("button.button.is-on.to-end", { type: "button", hidden: true, on: { click: () => this.#toEnd() } });
     this.branch = el("select.field", { "aria-label": "Branch", on: { change: () => this.#branch(this.branch.value) } });
-    this.tools = el("div.toolbar", null, el("label.label", null, "Branch", this.branch), el("button.button", { type: "button", text: "Unfold all", on: { click: () => this.#unfold() } }));
-    const aside = el("aside.beside.panel", { "aria-label": "Tree" }, el("div.panel-head", null, el("h2", { text: "Tree" })), this.tree.element);
+    this.tools = el(
+      "div.toolbar",
+      null,
+      el("label.label", null, "Branch", this.branch),
+      el("button.button", { type: "button", text: "Unfold all", on: { click: () => this.#unfold() } }),
+    );
+    const aside = el(
+      "aside.beside.panel",
+      { "aria-label": "Tree" },
+      el("div.panel-head", null, el("h2", { text: "Tree" })),
+      this.tree.element,
+    );
     this.element = el("div.conversation", null, el("div.turns-side", null, this.tools, this.list, this.fresh), aside);
     this.keys = [
       { key: "j", does: "next turn", run: () => this.#step(1) },
@@ -54,7 +64,11 @@ export class Conversation {
     try {
       await this.record.converse(() => this.#draw());
     } catch (error) {
-      if (!this.shown.size) fill(this.list, failed(error, () => this.update()));
+      if (!this.shown.size)
+        fill(
+          this.list,
+          failed(error, () => this.update()),
+        );
       else throw error;
     }
     this.#draw();
@@ -99,8 +113,12 @@ export class Conversation {
 
   #nothing() {
     const row = this.record.row;
-    if (row && lives(row)) return empty("Nothing was said yet", "The first call appears here as soon as its answer is stored.");
-    return empty("Nothing was said", "This rollout ended before its agent made a call that was answered. The details tab has its stages and logs.");
+    if (row && lives(row))
+      return empty("Nothing was said yet", "The first call appears here as soon as its answer is stored.");
+    return empty(
+      "Nothing was said",
+      "This rollout ended before its agent made a call that was answered. The details tab has its stages and logs.",
+    );
   }
 
   #offerBranches() {
@@ -117,18 +135,37 @@ export class Conversation {
   #article(id) {
     const node = /** @type {Json} */ (this.record.messages.get(id));
     const sampled = node.kind === "sampled";
-    const body = node.messages.map((/** @type {Json} */ message) => messageOf(message, message.cut ? () => this.#whole(id) : null));
+    const body = node.messages.map((/** @type {Json} */ message) =>
+      messageOf(message, message.cut ? () => this.#whole(id) : null),
+    );
     const fork = node.cause && el("p.fork", null, causeBadge(node.cause), this.#forkText(id));
     const head = sampled && el("header.turn-head");
-    return el("article.turn", { class: sampled ? "is-sampled" : "is-context", tabindex: "-1", id: `node-${id}`, "aria-label": sampled ? `Turn ${node.turn}` : "Context" }, fork, head, ...body);
+    return el(
+      "article.turn",
+      {
+        class: sampled ? "is-sampled" : "is-context",
+        tabindex: "-1",
+        id: `node-${id}`,
+        "aria-label": sampled ? `Turn ${node.turn}` : "Context",
+      },
+      fork,
+      head,
+      ...body,
+    );
   }
 
   /** @param {number} id */
   #forkText(id) {
     const fork = this.record.forkAt(id);
     if (!fork) return " a branch begins here";
-    const tokens = href(["rollout", this.record.id, "tokens"], { node: fork.now?.node ?? id, leaf: this.record.leafThrough(id) });
-    return [` a branch begins here: ${count(fork.shared)} tokens are shared, and the next one differs. `, el("a", { href: tokens, text: "See the tokens" })];
+    const tokens = href(["rollout", this.record.id, "tokens"], {
+      node: fork.now?.node ?? id,
+      leaf: this.record.leafThrough(id),
+    });
+    return [
+      ` a branch begins here: ${count(fork.shared)} tokens are shared, and the next one differs. `,
+      el("a", { href: tokens, text: "See the tokens" }),
+    ];
   }
 
   /** What may change after a turn was stored: its role, and whether it is trained. @param {number} id */
@@ -145,9 +182,18 @@ export class Conversation {
       head,
       el("strong", { text: `Turn ${node.turn}` }),
       roleBadge(now.role),
-      now.trained ? el("span.trained", { title: "These tokens are in a training row", text: "trained" }) : el("span.untrained", { title: now.reason, text: `not trained: ${now.reason || "no row has it"}` }),
+      now.trained
+        ? el("span.trained", { title: "These tokens are in a training row", text: "trained" })
+        : el("span.untrained", { title: now.reason, text: `not trained: ${now.reason || "no row has it"}` }),
       node.fault && el("span.bad", { text: node.fault }),
-      el("span.turn-end", null, el("a", { href: tokens, text: plural(node.tokens, "token") }), node.seconds !== null && node.seconds !== undefined && el("span", { text: duration(node.seconds) }), node.finish && el("span", { text: node.finish }), when(node.at)),
+      el(
+        "span.turn-end",
+        null,
+        el("a", { href: tokens, text: plural(node.tokens, "token") }),
+        node.seconds !== null && node.seconds !== undefined && el("span", { text: duration(node.seconds) }),
+        node.finish && el("span", { text: node.finish }),
+        when(node.at),
+      ),
     );
   }
 
@@ -199,7 +245,10 @@ export class Conversation {
   #toggle() {
     const article = this.shown.get(this.at);
     const next = article?.nextElementSibling;
-    const folds = [...(article?.querySelectorAll("details") ?? []), ...(next?.matches(".is-context") ? next.querySelectorAll("details") : [])];
+    const folds = [
+      ...(article?.querySelectorAll("details") ?? []),
+      ...(next?.matches(".is-context") ? next.querySelectorAll("details") : []),
+    ];
     const open = folds.some((one) => !one.open);
     for (const one of folds) one.open = open;
   }

@@ -27,12 +27,48 @@ export class Details {
       this.element,
       detail.error && section("What went wrong", trouble(detail.error)),
       section("Stages", stages(detail.stages)),
-      section("Rollout", pairs([["id", row.id], ["name", row.name], ["task", row.task], ["group", row.group], ["agent", `${row.agent ?? ""} ${row.agent_version ?? ""}`], ["model", row.model], ["mode", row.mode], ["sandbox", row.sandbox], ["attempt", row.attempt], ["stopped by", row.stop], ["message", row.message]])),
-      detail.outcome && section("Outcome", pairs([["class", detail.outcome.kind], ["reward", detail.outcome.reward], ["resolved", detail.outcome.resolved], ["message", detail.outcome.message]]), detail.outcome.data && block(JSON.stringify(detail.outcome.data, null, 2), "pre.log")),
-      ...Object.entries(detail.logs ?? {}).map(([name, text]) => section(`Log: ${name}`, text ? block(String(text), "pre.log", 16000) : el("p.muted", { text: "(empty)" }))),
+      section(
+        "Rollout",
+        pairs([
+          ["id", row.id],
+          ["name", row.name],
+          ["task", row.task],
+          ["group", row.group],
+          ["agent", `${row.agent ?? ""} ${row.agent_version ?? ""}`],
+          ["model", row.model],
+          ["mode", row.mode],
+          ["sandbox", row.sandbox],
+          ["attempt", row.attempt],
+          ["stopped by", row.stop],
+          ["message", row.message],
+        ]),
+      ),
+      detail.outcome &&
+        section(
+          "Outcome",
+          pairs([
+            ["class", detail.outcome.kind],
+            ["reward", detail.outcome.reward],
+            ["resolved", detail.outcome.resolved],
+            ["message", detail.outcome.message],
+          ]),
+          detail.outcome.data && block(JSON.stringify(detail.outcome.data, null, 2), "pre.log"),
+        ),
+      ...Object.entries(detail.logs ?? {}).map(([name, text]) =>
+        section(`Log: ${name}`, text ? block(String(text), "pre.log", 16000) : el("p.muted", { text: "(empty)" })),
+      ),
       detail.host_tools?.length > 0 && section("Host tools", ...detail.host_tools.map(hostTool)),
       detail.config && section("Settings", block(JSON.stringify(detail.config, null, 2), "pre.log")),
-      section("Trace", pairs([["nodes", count(detail.totals.nodes)], ["tokens", count(detail.totals.tokens)], ["sampled", count(detail.totals.sampled_tokens)], ["trained", count(detail.totals.trained_tokens)], ["training rows", count(detail.totals.rows)]])),
+      section(
+        "Trace",
+        pairs([
+          ["nodes", count(detail.totals.nodes)],
+          ["tokens", count(detail.totals.tokens)],
+          ["sampled", count(detail.totals.sampled_tokens)],
+          ["trained", count(detail.totals.trained_tokens)],
+          ["training rows", count(detail.totals.rows)],
+        ]),
+      ),
     );
   }
 
@@ -41,18 +77,35 @@ export class Details {
 
 /** @param {string} title @param {...any} content */
 function section(title, ...content) {
-  return el("section.panel", null, el("div.panel-head", null, el("h2", { text: title })), el("div.panel-body", null, ...content));
+  return el(
+    "section.panel",
+    null,
+    el("div.panel-head", null, el("h2", { text: title })),
+    el("div.panel-body", null, ...content),
+  );
 }
 
 /** @param {[string, any][]} known what is empty is left out */
 function pairs(known) {
   const told = known.filter(([, value]) => value !== null && value !== undefined && String(value).trim() !== "");
-  return el("dl.pairs", null, ...told.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: String(value) })]));
+  return el(
+    "dl.pairs",
+    null,
+    ...told.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: String(value) })]),
+  );
 }
 
 /** @param {Json} error */
 function trouble(error) {
-  return [el("p", null, classBadge(error.class ?? "error"), ` ${[error.boundary, error.stage].filter(Boolean).join(", in stage ")}`), block(error.message ?? "", "pre.log")];
+  return [
+    el(
+      "p",
+      null,
+      classBadge(error.class ?? "error"),
+      ` ${[error.boundary, error.stage].filter(Boolean).join(", in stage ")}`,
+    ),
+    block(error.message ?? "", "pre.log"),
+  ];
 }
 
 /** Each stage as a bar as long as it took. @param {Json[]} stages */
@@ -62,12 +115,21 @@ function stages(stages) {
   const cells = stages.flatMap((stage) => {
     const bar = el("span");
     bar.style.width = `${((stage.seconds ?? 0) / longest) * 100}%`;
-    return [el("dt", null, stage.stage), el("dd.bar-track", { "aria-hidden": "true" }, bar), el("dd", null, stage.seconds === null ? ["since ", when(stage.at)] : duration(stage.seconds))];
+    return [
+      el("dt", null, stage.stage),
+      el("dd.bar-track", { "aria-hidden": "true" }, bar),
+      el("dd", null, stage.seconds === null ? ["since ", when(stage.at)] : duration(stage.seconds)),
+    ];
   });
   return el("dl.bars", { "aria-label": plural(stages.length, "stage") }, ...cells);
 }
 
 /** @param {Json} call */
 function hostTool(call) {
-  return el("details.fold", null, el("summary", null, el("span.fold-kind.is-call", { text: call.tool }), when(call.at)), block(JSON.stringify({ arguments: call.arguments, reply: call.reply }, null, 2), "pre.log"));
+  return el(
+    "details.fold",
+    null,
+    el("summary", null, el("span.fold-kind.is-call", { text: call.tool }), when(call.at)),
+    block(JSON.stringify({ arguments: call.arguments, reply: call.reply }, null, 2), "pre.log"),
+  );
 }

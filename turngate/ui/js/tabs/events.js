@@ -15,7 +15,23 @@ export class EventsTab {
     this.element = el(
       "section.panel.table-scroll",
       null,
-      el("table.plain.events", null, el("thead", null, el("tr", null, el("th.num", { text: "seq" }), el("th", { text: "time" }), el("th", { text: "kind" }), el("th", { text: "what" }))), this.rows),
+      el(
+        "table.plain.events",
+        null,
+        el(
+          "thead",
+          null,
+          el(
+            "tr",
+            null,
+            el("th.num", { text: "seq" }),
+            el("th", { text: "time" }),
+            el("th", { text: "kind" }),
+            el("th", { text: "what" }),
+          ),
+        ),
+        this.rows,
+      ),
     );
     /** @type {import("../keys.js").Binding[]} */
     this.keys = [];
@@ -26,7 +42,22 @@ export class EventsTab {
   async show() {
     if (this.source) return;
     this.source = new EventSource(api.eventsOf(this.record.id, 0));
-    for (const kind of ["opened", "turn", "limit", "tool", "answered", "sealed", "cancelled", "outcome", "verified", "deleted", "stage", "rollout", "graded", "note"]) {
+    for (const kind of [
+      "opened",
+      "turn",
+      "limit",
+      "tool",
+      "answered",
+      "sealed",
+      "cancelled",
+      "outcome",
+      "verified",
+      "deleted",
+      "stage",
+      "rollout",
+      "graded",
+      "note",
+    ]) {
       this.source.addEventListener(kind, (event) => this.#told(JSON.parse(event.data)));
     }
   }
@@ -41,8 +72,17 @@ export class EventsTab {
   /** @param {api.Json} event */
   #told(event) {
     const facts = Object.entries(event.data ?? {}).filter(([, value]) => value !== null && value !== "");
-    const text = facts.map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(" · ");
-    const line = el("tr", null, el("td.num.muted", { text: event.seq }), el("td.mono", { text: clock(event.time) }), el("td", { text: event.kind }), el("td.event-text", null, plain(firstLine(text, 400))));
+    const text = facts
+      .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`)
+      .join(" · ");
+    const line = el(
+      "tr",
+      null,
+      el("td.num.muted", { text: event.seq }),
+      el("td.mono", { text: clock(event.time) }),
+      el("td", { text: event.kind }),
+      el("td.event-text", null, plain(firstLine(text, 400))),
+    );
     this.rows.prepend(line); // the newest first
     if (this.rows.childElementCount > MOST) this.rows.lastElementChild?.remove();
   }

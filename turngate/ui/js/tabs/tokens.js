@@ -4,16 +4,14 @@
  */
 
 import * as api from "../api.js";
-import { stepOf } from "../colour.js";
 import { el, fill } from "../dom.js";
-import { count, number, plural } from "../format.js";
+import { count, plural } from "../format.js";
 import { empty, say } from "../notice.js";
 import { href, note } from "../router.js";
-import { causeBadge, roleBadge } from "../status.js";
 import { detailOf, legend, summaryOf } from "../tokendetail.js";
 import { TokenLines } from "../tokenlines.js";
 import { TokenMap } from "../tokenmap.js";
-import { visible } from "../text.js";
+import { headOf, lineOf } from "../tokenrows.js";
 import { Windowed } from "../windowed.js";
 
 /** @typedef {import("../api.js").Json} Json */
@@ -31,7 +29,7 @@ export class TokensTab {
     this.selected = -1;
     this.age = 0;
     this.cell = 7.5; // pixels of a character
-    this.window = new Windowed({ label: "Tokens", role: "grid", height: () => 22, row: (index) => this.#line(index) });
+    this.window = new Windowed({ label: "Tokens", role: "grid", height: () => 22, row: (index) => this.#row(index) });
     this.window.element.addEventListener("click", (/** @type {MouseEvent} */ event) => this.#clicked(event));
     this.window.element.addEventListener("pointerover", (/** @type {PointerEvent} */ event) => this.#hovered(event));
     this.resized = new ResizeObserver(() => this.#measure());
@@ -39,20 +37,37 @@ export class TokensTab {
     this.map = new TokenMap(this.window);
     this.detail = el("div.token-one", { "aria-live": "polite" });
     this.summary = el("div.token-all");
-    this.branch = el("select.field", { "aria-label": "Branch", on: { change: () => this.#go(this.branch.value ? Number(this.branch.value) : null) } });
+    this.branch = el("select.field", {
+      "aria-label": "Branch",
+      on: { change: () => this.#go(this.branch.value ? Number(this.branch.value) : null) },
+    });
     this.status = el("span.muted", { role: "status" });
-    const context = el("button.button", { type: "button", text: "Fold or unfold context", on: { click: () => this.#foldAll() } });
+    const context = el("button.button", {
+      type: "button",
+      text: "Fold or unfold context",
+      on: { click: () => this.#foldAll() },
+    });
     this.element = el(
       "div.tokens",
       null,
-      el("div.tokens-tools", null, el("label.label", null, "Branch", this.branch), context, legend(), el("span.spread"), this.status),
+      el(
+        "div.tokens-tools",
+        null,
+        el("label.label", null, "Branch", this.branch),
+        context,
+        legend(),
+        el("span.spread"),
+        this.status,
+      ),
       el("div.tokens-view.panel", null, this.window.element, this.map.element),
       el("aside.tokens-detail.panel", { "aria-label": "Token" }, this.detail, this.summary),
     );
-    const step = (/** @type {1 | -1} */ by, /** @type {(token: number) => boolean} */ wanted) => () => this.select(this.tokens.next(this.selected, by, wanted));
+    const step = (/** @type {1 | -1} */ by, /** @type {(token: number) => boolean} */ wanted) => () =>
+      this.select(this.tokens.next(this.selected, by, wanted));
     const seen = (/** @type {number} */ i) => !this.tokens.heldOf(i)?.folded;
     const unlikely = (/** @type {number} */ i) => (this.tokens.logprobs[i] ?? 0) < UNLIKELY;
-    const turn = (/** @type {number} */ i) => this.tokens.heldOf(i)?.node.kind === "sampled" && this.tokens.heldOf(i)?.first === i;
+    const turn = (/** @type {number} */ i) =>
+      this.tokens.heldOf(i)?.node.kind === "sampled" && this.tokens.heldOf(i)?.first === i;
     this.keys = [
       { key: "ArrowRight", does: "next token", run: step(1, seen) },
       { key: "ArrowLeft", does: "token before", run: step(-1, seen) },
@@ -69,7 +84,8 @@ export class TokensTab {
   /** @param {import("../router.js").Place} place */
   async show(place) {
     const node = Number(place.query.node) || null;
-    this.leaf = Number(place.query.leaf) || (node !== null && this.record.byId.has(node) ? this.record.leafThrough(node) : null);
+    this.leaf =
+      Number(place.query.leaf) || (node !== null && this.record.byId.has(node) ? this.record.leafThrough(node) : null);
     await this.#load(node, Number(place.query.token) || 0);
   }
 
@@ -79,7 +95,8 @@ export class TokensTab {
     const path = this.record.path(this.#leafNow());
     if (this.busy) return;
     if (last && path.includes(last.node.id)) {
-      if (path[path.length - 1] !== last.node.id) await this.#fetch({ node: path[path.indexOf(last.node.id) + 1] }, ++this.age);
+      if (path[path.length - 1] !== last.node.id)
+        await this.#fetch({ node: path[path.indexOf(last.node.id) + 1] }, ++this.age);
     } else if (path.length) {
       await this.#load(null, 0);
     }
@@ -102,7 +119,8 @@ export class TokensTab {
     this.selected = -1;
     this.#offerBranches();
     fill(this.detail, el("p.muted", { text: "Point at a token, or choose one with the arrow keys." }));
-    if (this.#leafNow() === null) return void fill(this.element, empty("No tokens yet", "They appear with the first turn that is stored."));
+    if (this.#leafNow() === null)
+      return void fill(this.element, empty("No tokens yet", "They appear with the first turn that is stored."));
     await this.#fetch({}, age, () => {
       const held = node === null ? undefined : this.tokens.node(node);
       if (!held || this.selected !== -1 || held.first + token >= held.past) return;
@@ -125,10 +143,15 @@ export class TokensTab {
         this.#lay();
         told?.();
         fill(this.summary, ...summaryOf(this.tokens));
-        this.status.textContent = next ? `${count(this.tokens.count)} of ${count(got.total)} tokens …` : plural(this.tokens.count, "token");
+        this.status.textContent = next
+          ? `${count(this.tokens.count)} of ${count(got.total)} tokens …`
+          : plural(this.tokens.count, "token");
         if (!got.readable && !this.warned) {
           this.warned = true;
-          say(`The tokens have no text here: ${this.record.detail.unreadable || "their tokenizer is not on this machine"}`, "bad");
+          say(
+            `The tokens have no text here: ${this.record.detail.unreadable || "their tokenizer is not on this machine"}`,
+            "bad",
+          );
         }
       }
     } finally {
@@ -137,8 +160,14 @@ export class TokensTab {
   }
 
   #offerBranches() {
-    const options = [el("option", { value: "", text: "main" }), ...this.record.tree.branches.map((/** @type {Json} */ b) => el("option", { value: b.leaf, text: this.record.nameOf(b) }))];
-    if (this.leaf !== null && !this.record.tree.branches.some((/** @type {Json} */ b) => b.leaf === this.leaf)) options.push(el("option", { value: this.leaf, text: `up to node ${this.leaf}` }));
+    const options = [
+      el("option", { value: "", text: "main" }),
+      ...this.record.tree.branches.map((/** @type {Json} */ b) =>
+        el("option", { value: b.leaf, text: this.record.nameOf(b) }),
+      ),
+    ];
+    if (this.leaf !== null && !this.record.tree.branches.some((/** @type {Json} */ b) => b.leaf === this.leaf))
+      options.push(el("option", { value: this.leaf, text: `up to node ${this.leaf}` }));
     fill(this.branch, ...options);
     this.branch.value = this.leaf === null ? "" : String(this.leaf);
     this.branch.parentElement.hidden = options.length < 3;
@@ -175,42 +204,10 @@ export class TokensTab {
   }
 
   /** @param {number} index */
-  #line(index) {
+  #row(index) {
     const line = this.tokens.lines[index];
-    if (line.head) return this.#head(line.held);
-    const made = el("div.token-line", { role: "row" });
-    const sampled = line.held.node.kind === "sampled";
-    for (let i = line.from; i < line.to; i++) {
-      const look = sampled ? `is-sampled ${stepOf(this.tokens.logprobs[i])} ${line.held.node.trained ? "is-trained" : ""}` : "is-context";
-      made.append(el("span.t", { role: "gridcell", class: `${look} ${i === this.selected ? "is-selected" : ""}`, id: i === this.selected ? "token-selected" : null, data: { i }, text: this.#shown(i) }));
-    }
-    return made;
-  }
-
-  /** @param {number} i */
-  #shown(i) {
-    const text = this.tokens.texts[i];
-    return /^[\x21-\x7e]*$/.test(text) || /^ ?[\x21-\x7e]+$/.test(text) ? text : visible(text).replaceAll("·", " ");
-  }
-
-  /** @param {import("../tokenlines.js").Held} held */
-  #head(held) {
-    const { node } = held;
-    const sampled = node.kind === "sampled";
-    const fold = el("button.icon", { type: "button", "aria-expanded": String(!held.folded), "aria-label": held.folded ? "Unfold" : "Fold", data: { fold: node.id }, text: held.folded ? "▸" : "▾" });
-    const mean = sampled && this.record.byId.get(node.id)?.mean_logprob;
-    return el(
-      "div.token-line.token-head",
-      { role: "row" },
-      fold,
-      el("strong", { text: sampled ? `Turn ${node.turn}` : "Context" }),
-      sampled && roleBadge(node.role),
-      node.cause && causeBadge(node.cause),
-      el("span", { text: plural(node.tokens, "token") }),
-      sampled && el("span", { text: node.trained ? `trained in row ${node.row}` : `not trained: ${node.reason || "no row has it"}` }),
-      sampled && el("span", { text: node.version_start === node.version_end ? `policy v${node.version_start}` : `policy v${node.version_start}–${node.version_end}` }),
-      mean !== false && mean !== null && mean !== undefined && el("span.wide-only", { text: `mean log-probability ${number(mean)}` }),
-    );
+    if (!line.head) return lineOf(this.tokens, line, this.selected);
+    return headOf(line.held, this.record.byId.get(line.held.node.id)?.mean_logprob ?? null);
   }
 
   /** @param {MouseEvent} event */
@@ -258,6 +255,9 @@ export class TokensTab {
     this.window.redraw((index) => touched.includes(index));
     this.window.element.setAttribute("aria-activedescendant", "token-selected");
     fill(this.detail, ...detailOf(this.tokens, token));
-    if (held) note(href(["rollout", this.record.id, "tokens"], { node: held.node.id, token: token - held.first, leaf: this.leaf }));
+    if (held)
+      note(
+        href(["rollout", this.record.id, "tokens"], { node: held.node.id, token: token - held.first, leaf: this.leaf }),
+      );
   }
 }

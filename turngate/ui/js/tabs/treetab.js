@@ -5,10 +5,19 @@ import { count, number, plural } from "../format.js";
 import { empty } from "../notice.js";
 import { go, href } from "../router.js";
 import { causeBadge, roleBadge } from "../status.js";
+import { line, table } from "../table.js";
 import { visible } from "../text.js";
 import { Tree } from "../tree.js";
 
 /** @typedef {import("../api.js").Json} Json */
+
+/** @type {import("../table.js").Head[]} */
+const BRANCHES = [
+  ["branch", ""],
+  ["tokens", "num"],
+  ["trained", "num"],
+  ["row", "num"],
+];
 
 export class TreeTab {
   /** @param {import("../record.js").Record} record */
@@ -21,13 +30,22 @@ export class TreeTab {
       "div.tree-tab",
       null,
       el("section.panel", { "aria-label": "Tree" }, this.tree.element),
-      el("div.tree-side", null, el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Turn" })), this.detail), el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Branches" })), this.branches)),
+      el(
+        "div.tree-side",
+        null,
+        el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Turn" })), this.detail),
+        el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Branches" })), this.branches),
+      ),
     );
     this.keys = [
       { key: "j", does: "next turn", run: () => this.#step(1) },
       { key: "k", does: "turn before", run: () => this.#step(-1) },
       { key: "f", does: "next fork", run: () => this.#nextFork() },
-      { key: "Enter", does: "read the turn", run: () => this.tree.selected !== null && go(href(["rollout", record.id], { node: this.tree.selected })) },
+      {
+        key: "Enter",
+        does: "read the turn",
+        run: () => this.tree.selected !== null && go(href(["rollout", record.id], { node: this.tree.selected })),
+      },
     ];
   }
 
@@ -40,12 +58,22 @@ export class TreeTab {
 
   async update() {
     const { tree } = this.record;
-    if (!tree.nodes.length) return fill(this.element, empty("There is no tree yet", "It begins with the first call of the agent."));
+    if (!tree.nodes.length)
+      return fill(this.element, empty("There is no tree yet", "It begins with the first call of the agent."));
     this.tree.show(tree, new Set(this.record.path(tree.main)));
-    const line = (/** @type {Json} */ branch) =>
-      el("tr", null, el("td", null, el("a", { href: href(["rollout", this.record.id], { node: branch.leaf }), text: this.record.nameOf(branch) })), el("td.num", { text: count(branch.tokens) }), el("td.num", { text: count(branch.trained) }), el("td.num", { text: branch.row === null ? "–" : branch.row }));
-    const head = el("tr", null, el("th", { text: "branch" }), el("th.num", { text: "tokens" }), el("th.num", { text: "trained" }), el("th.num", { text: "row" }));
-    fill(this.branches, el("table.plain", null, el("thead", null, head), el("tbody", null, ...tree.branches.map(line))));
+    const cells = (/** @type {Json} */ branch) => [
+      el("a", { href: href(["rollout", this.record.id], { node: branch.leaf }), text: this.record.nameOf(branch) }),
+      count(branch.tokens),
+      count(branch.trained),
+      branch.row === null ? "–" : branch.row,
+    ];
+    fill(
+      this.branches,
+      table(
+        BRANCHES,
+        tree.branches.map((/** @type {Json} */ one) => line(BRANCHES, cells(one))),
+      ),
+    );
   }
 
   leave() {}
@@ -65,9 +93,24 @@ export class TreeTab {
       ["finish", node.finish ?? "–"],
       ["trained", sampled ? (node.trained ? `yes, in row ${node.row}` : `no: ${node.reason || "no row has it"}`) : "–"],
       ["mean log-probability", number(node.mean_logprob)],
-      ["policy", sampled ? (node.version_start === node.version_end ? `v${node.version_start}` : `v${node.version_start} to v${node.version_end}`) : "–"],
+      [
+        "policy",
+        sampled
+          ? node.version_start === node.version_end
+            ? `v${node.version_start}`
+            : `v${node.version_start} to v${node.version_end}`
+          : "–",
+      ],
     ];
-    const links = el("p.toolbar", null, el("a.button", { href: href(["rollout", this.record.id], { node: id }), text: "Conversation" }), el("a.button", { href: href(["rollout", this.record.id, "tokens"], { node: id, leaf: this.record.leafThrough(id) }), text: "Tokens" }));
+    const links = el(
+      "p.toolbar",
+      null,
+      el("a.button", { href: href(["rollout", this.record.id], { node: id }), text: "Conversation" }),
+      el("a.button", {
+        href: href(["rollout", this.record.id, "tokens"], { node: id, leaf: this.record.leafThrough(id) }),
+        text: "Tokens",
+      }),
+    );
     fill(
       this.detail,
       el("h2", { text: sampled ? `Turn ${node.turn}` : "A call without an answer" }),
@@ -95,7 +138,13 @@ export class TreeTab {
 
 /** @param {string} cause @param {Json | null} fork */
 function forkOf(cause, fork) {
-  const word = (/** @type {Json | null} */ token) => (token ? el("code.token-word", { title: `id ${token.id}`, text: token.text === null ? `id ${token.id}` : visible(token.text) }) : el("span.muted", { text: "(it ends there)" }));
+  const word = (/** @type {Json | null} */ token) =>
+    token
+      ? el("code.token-word", {
+          title: `id ${token.id}`,
+          text: token.text === null ? `id ${token.id}` : visible(token.text),
+        })
+      : el("span.muted", { text: "(it ends there)" });
   if (!fork) return el("p.fork", null, causeBadge(cause), " a branch begins here");
   return el(
     "div.fork-detail",

@@ -34,14 +34,17 @@ export function show(place) {
     note(href(["compare", ...place.parts], { turn: at }));
   }
 
-  const toFirst = () => move([...element.querySelectorAll(".pair-mark")].findIndex((mark) => mark.classList.contains("is-first")));
+  const toFirst = () =>
+    move([...element.querySelectorAll(".pair-mark")].findIndex((mark) => mark.classList.contains("is-first")));
 
   async function load() {
     try {
-      await Promise.all(sides.map(async (side) => {
-        await side.load();
-        await side.converse();
-      }));
+      await Promise.all(
+        sides.map(async (side) => {
+          await side.load();
+          await side.converse();
+        }),
+      );
       fill(element, ...drawn(sides, toFirst));
       document.title = seen(`${nameOf(sides[0].row)} beside ${nameOf(sides[1].row)} · Turngate`);
       if (place.query.turn) move(Number(place.query.turn));
@@ -72,22 +75,47 @@ function drawn(sides, toFirst) {
     el(
       "section.panel.side",
       null,
-      el("div.view-head", null, el("h2", null, el("a", { href: addressOf(side.id), text: nameOf(side.row) })), state(side.row)),
-      facts([["reward", rewardCell(side.row.reward)], ["turns", count(side.row.turns)], ["sampled", count(side.row.sampled_tokens)], ["took", duration(side.row.seconds)]]),
+      el(
+        "div.view-head",
+        null,
+        el("h2", null, el("a", { href: addressOf(side.id), text: nameOf(side.row) })),
+        state(side.row),
+      ),
+      facts([
+        ["reward", rewardCell(side.row.reward)],
+        ["turns", count(side.row.turns)],
+        ["sampled", count(side.row.sampled_tokens)],
+        ["took", duration(side.row.seconds)],
+      ]),
     ),
   );
   const pair = el("div.pair", null, ...heads);
   for (let i = 0; i < both; i++) {
     const apart = first !== null && i === first;
     const label = i === 0 ? "Beginning" : `Turn ${i}`;
-    const where = apart ? `: the first difference${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}` : "";
+    const where = apart
+      ? `: the first difference${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}`
+      : "";
     pair.append(el("div.pair-mark", { tabindex: "-1", class: apart ? "is-first" : "", text: `${label}${where}` }));
     const differ = (left[i]?.said ?? null) !== (right[i]?.said ?? null);
     pair.append(side(left[i], right[i], differ), side(right[i], left[i], differ));
   }
-  const jump = first === null ? el("span.good", { text: "They said the same throughout." }) : el("button.button", { type: "button", on: { click: toFirst } }, first === 0 ? "First difference: what they were asked" : `First difference: turn ${first}`);
+  const jump =
+    first === null
+      ? el("span.good", { text: "They said the same throughout." })
+      : el(
+          "button.button",
+          { type: "button", on: { click: toFirst } },
+          first === 0 ? "First difference: what they were asked" : `First difference: turn ${first}`,
+        );
   return [
-    el("div.crumbs", null, group ? el("a", { href: href(["group", group]), text: group }) : el("a", { href: href(["rollouts"]), text: "Rollouts" })),
+    el(
+      "div.crumbs",
+      null,
+      group
+        ? el("a", { href: href(["group", group]), text: group })
+        : el("a", { href: href(["rollouts"]), text: "Rollouts" }),
+    ),
     el("div.view-head", null, el("h1", { text: "Side by side" }), jump),
     both ? pair : empty("Nothing to compare", "Neither of them has said anything yet."),
   ];
@@ -104,7 +132,8 @@ function steps(record) {
   for (const id of record.path(record.tree.main)) {
     const node = record.messages.get(id);
     if (!node) continue;
-    if (node.kind === "sampled" || !found.length) found.push({ turn: node.kind === "sampled" ? node : null, node: id, messages: [...node.messages], said: "" });
+    if (node.kind === "sampled" || !found.length)
+      found.push({ turn: node.kind === "sampled" ? node : null, node: id, messages: [...node.messages], said: "" });
     else found[found.length - 1].messages.push(...node.messages);
   }
   for (const step of found) step.said = step.messages.map(spoken).join("\n");
@@ -113,13 +142,17 @@ function steps(record) {
 
 /** A message as one text, by which it is compared. Ids of calls are made up, and no difference. @param {Json} message */
 function spoken(message) {
-  const calls = (message.tool_calls ?? []).map((/** @type {Json} */ call) => `${call.name} ${typeof call.arguments === "string" ? call.arguments : JSON.stringify(call.arguments)}`);
+  const calls = (message.tool_calls ?? []).map(
+    (/** @type {Json} */ call) =>
+      `${call.name} ${typeof call.arguments === "string" ? call.arguments : JSON.stringify(call.arguments)}`,
+  );
   return [message.role, message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
 /** @param {Step[]} left @param {Step[]} right */
 function firstDifference(left, right) {
-  for (let i = 0; i < Math.max(left.length, right.length); i++) if ((left[i]?.said ?? null) !== (right[i]?.said ?? null)) return i;
+  for (let i = 0; i < Math.max(left.length, right.length); i++)
+    if ((left[i]?.said ?? null) !== (right[i]?.said ?? null)) return i;
   return null;
 }
 
@@ -129,7 +162,11 @@ function side(mine, other, differ) {
   const made = el("div.panel.side", { class: differ ? "is-different" : "" });
   if (differ && other) made.append(apart(mine.said, other.said));
   made.append(...mine.messages.map((message) => messageOf(message, null)));
-  if (mine.turn) made.setAttribute("aria-label", `Turn ${mine.turn.turn}: ${briefly(textOf(mine.messages[0]?.content)).slice(0, 80)}`);
+  if (mine.turn)
+    made.setAttribute(
+      "aria-label",
+      `Turn ${mine.turn.turn}: ${briefly(textOf(mine.messages[0]?.content)).slice(0, 80)}`,
+    );
   return made;
 }
 

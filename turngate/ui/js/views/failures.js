@@ -13,7 +13,8 @@ import { block, plain } from "../text.js";
 
 /** @type {Object<string, string>} */
 const MEANS = {
-  "agent failed": "It did nothing that can be graded, or ran into a limit. Its own fault: whether that is a 0 or left out is the batch's choice.",
+  "agent failed":
+    "It did nothing that can be graded, or ran into a limit. Its own fault: whether that is a 0 or left out is the batch's choice.",
   "invalid task": "Setup or grader fail whatever the agent does. Mend the task: turngate tasks check.",
   "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. Never scored.",
   cancelled: "Somebody ended them, or the policy had moved on too far.",
@@ -48,11 +49,18 @@ export function show(place) {
   });
   load();
   return {
-    element: el("div.page", null, el("div.view-head", null, el("h1", { text: "Failures" })), el("div.toolbar", { role: "search" }, search, again), body),
+    element: el(
+      "div.page",
+      null,
+      el("div.view-head", null, el("h1", { text: "Failures" })),
+      el("div.toolbar", { role: "search" }, search, again),
+      body,
+    ),
     title: "Failures",
     keys: [{ key: "/", does: "which groups", run: () => search.focus() }],
     changed: (changes) => {
-      if (changes.rollouts.some((row) => row.status === "cancelled" || (row.class && row.class !== "graded"))) again.hidden = false;
+      if (changes.rollouts.some((row) => row.status === "cancelled" || (row.class && row.class !== "graded")))
+        again.hidden = false;
     },
     leave: () => clearTimeout(timer),
   };
@@ -61,12 +69,25 @@ export function show(place) {
 /** @param {Json} got */
 function drawn(got) {
   const classes = got.classes.filter((/** @type {Json} */ one) => one.count);
-  if (!classes.length) return [empty("Nothing has failed", "Rollouts that were not graded appear here, by class and message, with their logs.")];
+  if (!classes.length)
+    return [
+      empty("Nothing has failed", "Rollouts that were not graded appear here, by class and message, with their logs."),
+    ];
   return classes.map((/** @type {Json} */ one) =>
     el(
       "section.panel",
       null,
-      el("div.panel-head", null, classBadge(one.class), el("strong", { text: plural(one.count, "rollout") }), el("a", { href: href(["rollouts"], one.class === "cancelled" ? { status: "cancelled" } : { class: one.class }), text: "list them" }), el("span.muted", { text: MEANS[one.class] ?? "" })),
+      el(
+        "div.panel-head",
+        null,
+        classBadge(one.class),
+        el("strong", { text: plural(one.count, "rollout") }),
+        el("a", {
+          href: href(["rollouts"], one.class === "cancelled" ? { status: "cancelled" } : { class: one.class }),
+          text: "list them",
+        }),
+        el("span.muted", { text: MEANS[one.class] ?? "" }),
+      ),
       ...one.messages.map(failure),
     ),
   );
@@ -75,12 +96,29 @@ function drawn(got) {
 /** @param {Json} one */
 function failure(one) {
   const logs = el("div");
-  const links = one.rollouts.map((/** @type {string} */ id) => el("a.mono", { href: addressOf(id, "details"), text: id }));
+  const links = one.rollouts.map((/** @type {string} */ id) =>
+    el("a.mono", { href: addressOf(id, "details"), text: id }),
+  );
   const made = el(
     "details.failure",
     null,
-    el("summary", null, el("span.failure-count", { text: count(one.count) }), el("span.failure-text", null, plain(one.message || "(no message)"))),
-    el("div.failure-body", null, el("div.toolbar", null, el("span.muted", { text: one.count > links.length ? `${links.length} of them:` : "" }), ...links), logs),
+    el(
+      "summary",
+      null,
+      el("span.failure-count", { text: count(one.count) }),
+      el("span.failure-text", null, plain(one.message || "(no message)")),
+    ),
+    el(
+      "div.failure-body",
+      null,
+      el(
+        "div.toolbar",
+        null,
+        el("span.muted", { text: one.count > links.length ? `${links.length} of them:` : "" }),
+        ...links,
+      ),
+      logs,
+    ),
   );
   made.addEventListener("toggle", () => {
     if (made.open && !logs.childElementCount && one.rollouts.length) into(logs, () => logsOf(one.rollouts[0]));
@@ -91,7 +129,10 @@ function failure(one) {
 /** @param {string} id */
 async function logsOf(id) {
   const { logs, error } = await api.rollout(id);
-  const parts = Object.entries(logs).filter(([, text]) => text).flatMap(([name, text]) => [el("h3", { text: `${name} of ${id}` }), block(String(text), "pre.log")]);
-  if (error?.stage) parts.unshift(el("p.muted", { text: `in stage ${error.stage}${error.boundary ? `, ${error.boundary}` : ""}` }));
+  const parts = Object.entries(logs)
+    .filter(([, text]) => text)
+    .flatMap(([name, text]) => [el("h3", { text: `${name} of ${id}` }), block(String(text), "pre.log")]);
+  if (error?.stage)
+    parts.unshift(el("p.muted", { text: `in stage ${error.stage}${error.boundary ? `, ${error.boundary}` : ""}` }));
   return parts.length ? el("div", null, ...parts) : el("p.muted", { text: "It has left no logs." });
 }

@@ -4,10 +4,11 @@ import { exportOfGroup } from "../actions.js";
 import * as api from "../api.js";
 import { chart } from "../chart.js";
 import { el, fill } from "../dom.js";
-import { count, duration, number, percent, plural, score, when } from "../format.js";
-import { empty, failed, into, loading } from "../notice.js";
+import { count, number, percent, plural, score, when } from "../format.js";
+import { rolloutsOf } from "../grouptable.js";
+import { failed, into, loading } from "../notice.js";
 import { go, href } from "../router.js";
-import { addressOf, facts, nameOf, rewardCell, state } from "../status.js";
+import { addressOf, facts } from "../status.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
@@ -37,7 +38,7 @@ export function show(place) {
   function drawTable() {
     compare.textContent = picked.length === 2 ? "Compare the two" : `Compare (choose ${2 - picked.length})`;
     compare.disabled = picked.length !== 2;
-    if (group) fill(tableBox, table(group, evidence, picked, at, pick));
+    if (group) fill(tableBox, rolloutsOf(group, { evidence, picked, at, pick }));
   }
 
   /** @param {string} id */
@@ -60,7 +61,11 @@ export function show(place) {
     try {
       group = await api.group(name);
     } catch (error) {
-      if (first) fill(element, failed(error, () => load(true)));
+      if (first)
+        fill(
+          element,
+          failed(error, () => load(true)),
+        );
       else api.passOver(error);
       return;
     }
@@ -101,27 +106,77 @@ export function show(place) {
 
 /** @param {Json} group @param {Node} table @param {Node} compare @param {Node} traces */
 function layout(group, table, compare, traces) {
-  const running = group.rollouts.filter((/** @type {Json} */ row) => !["done", "cancelled"].includes(row.status)).length;
+  const running = group.rollouts.filter(
+    (/** @type {Json} */ row) => !["done", "cancelled"].includes(row.status),
+  ).length;
   const rewards = group.rollouts.map((/** @type {Json} */ row, /** @type {number} */ i) => [i + 1, row.reward]);
   return [
     el("div.crumbs", null, el("a", { href: href(["groups"]), text: "Groups" })),
-    el("div.view-head", null, el("h1", { text: group.group }), el("div.actions", null, compare, el("button.button", { type: "button", text: "Export", on: { click: () => exportOfGroup(group.group) } }))),
+    el(
+      "div.view-head",
+      null,
+      el("h1", { text: group.group }),
+      el(
+        "div.actions",
+        null,
+        compare,
+        el("button.button", { type: "button", text: "Export", on: { click: () => exportOfGroup(group.group) } }),
+      ),
+    ),
     facts([
       ["task", group.task || "–"],
       ["rollouts", [count(group.rollouts.length), running ? el("small", { text: ` (${running} running)` }) : ""]],
       ["graded", count(group.graded)],
       ["passed", count(group.passed)],
-      ["mean reward", [score(group.mean_reward), el("small", { text: group.std_reward === null ? "" : ` ± ${score(group.std_reward)}` })]],
+      [
+        "mean reward",
+        [
+          score(group.mean_reward),
+          el("small", { text: group.std_reward === null ? "" : ` ± ${score(group.std_reward)}` }),
+        ],
+      ],
       ["pass@1", percent(group.pass_at[0]?.estimate)],
-      ["signal", group.signal === null ? "–" : group.signal ? el("span.good", { text: "rewards differ" }) : el("span.warn", { text: "all alike" }), "Whether there is something to learn from the differences"],
-      ["delivered", group.deliveries.length ? group.deliveries.map((/** @type {Json} */ d) => el("span", { title: `feed ${d.feed}` }, `#${d.number} `, when(d.at))) : "–"],
+      [
+        "signal",
+        group.signal === null
+          ? "–"
+          : group.signal
+            ? el("span.good", { text: "rewards differ" })
+            : el("span.warn", { text: "all alike" }),
+        "Whether there is something to learn from the differences",
+      ],
+      [
+        "delivered",
+        group.deliveries.length
+          ? group.deliveries.map((/** @type {Json} */ d) =>
+              el("span", { title: `feed ${d.feed}` }, `#${d.number} `, when(d.at)),
+            )
+          : "–",
+      ],
     ]),
     el("section.panel", { "aria-label": "Rollouts" }, table),
     el(
       "div.charts",
       null,
-      chart({ title: "Rewards", x: "rollout", whole: true, y: "reward", series: [{ name: "reward", points: rewards, kind: "bars" }], yRange: range(rewards), empty: "No reward is known yet." }),
-      chart({ title: "pass@k", x: "k", whole: true, y: "estimate", series: [{ name: "pass@k", points: group.pass_at.map((/** @type {Json} */ p) => [p.k, p.estimate]) }], yRange: [0, 1], yText: (v) => percent(v), empty: "No rollout is graded yet." }),
+      chart({
+        title: "Rewards",
+        x: "rollout",
+        whole: true,
+        y: "reward",
+        series: [{ name: "reward", points: rewards, kind: "bars" }],
+        yRange: range(rewards),
+        empty: "No reward is known yet.",
+      }),
+      chart({
+        title: "pass@k",
+        x: "k",
+        whole: true,
+        y: "estimate",
+        series: [{ name: "pass@k", points: group.pass_at.map((/** @type {Json} */ p) => [p.k, p.estimate]) }],
+        yRange: [0, 1],
+        yText: (v) => percent(v),
+        empty: "No rollout is graded yet.",
+      }),
     ),
     traces,
   ];
@@ -133,68 +188,45 @@ function range(points) {
   return [Math.min(0, ...known), Math.max(1, ...known)];
 }
 
-/**
- * @param {Json} group
- * @param {Map<string, Json>} evidence
- * @param {string[]} picked
- * @param {number} at
- * @param {(id: string) => void} pick
- */
-function table(group, evidence, picked, at, pick) {
-  const largest = Math.max(...group.rollouts.map((/** @type {Json} */ row) => Math.abs(row.advantage ?? 0)), 0.001);
-  const line = (/** @type {Json} */ row, /** @type {number} */ i) => {
-    const known = evidence.get(row.id);
-    const box = el("input", { type: "checkbox", "aria-label": `Compare ${nameOf(row)}`, on: { change: () => pick(row.id) } });
-    box.checked = picked.includes(row.id);
-    const forks = known ? Object.entries(known.forks).map(([cause, n]) => `${cause} ${n}`).join(", ") || "none" : "…";
-    return el(
-      "tr",
-      { class: i === at ? "is-selected" : "" },
-      el("td", null, box),
-      el("td", null, el("a", { href: addressOf(row.id), title: `${nameOf(row)} (${row.id})`, text: within(group.group, nameOf(row)) })),
-      el("td", null, state(row)),
-      el("td.num", null, rewardCell(row.reward)),
-      el("td.num", null, advantage(row.advantage, largest)),
-      el("td.num", { text: score(row.leave_one_out, true) }),
-      el("td.num", { text: count(row.turns) }),
-      el("td.num", { text: count(row.sampled_tokens) }),
-      el("td.num", { title: known?.error, text: known ? number(known.entropy) : "…" }),
-      el("td", { text: forks }),
-      el("td.num", { text: duration(row.seconds) }),
-    );
-  };
-  if (!group.rollouts.length) return empty("Nobody is in this group yet", "Its rollouts appear as soon as a runner tells of them.");
-  const heads = [["", ""], ["rollout", ""], ["status", ""], ["reward", "num"], ["advantage", "num"], ["leave one out", "num"], ["turns", "num"], ["sampled", "num"], ["entropy", "num"], ["forks", ""], ["took", "num"]];
-  return el("table.plain", null, el("thead", null, el("tr", null, ...heads.map(([text, look]) => el("th", { class: look, text })))), el("tbody", null, ...group.rollouts.map(line)));
-}
-
-/** A rollout's name without that of its group, which stands above. @param {string} group @param {string} name */
-function within(group, name) {
-  return name.startsWith(`${group}.`) ? `rollout ${name.slice(group.length + 1)}` : name;
-}
-
-/** @param {number | null} value @param {number} largest */
-function advantage(value, largest) {
-  if (value === null) return el("span.muted", { text: "–" });
-  const bar = el("span.advantage-bar", { class: value < 0 ? "is-minus" : "" });
-  bar.style.width = `${(Math.abs(value) / largest) * 100}%`;
-  return el("span.advantage", null, el("span", null, value < 0 && bar), el("span", null, value >= 0 && bar), el("span.advantage-number", { text: score(value, true) }));
-}
-
 /** @param {Json} got */
 function evidenceOf(got) {
   const most = Math.max(...got.drift.map((/** @type {Json} */ one) => one.tokens), 1);
   const cells = got.drift.flatMap((/** @type {Json} */ one) => {
     const bar = el("span");
     bar.style.width = `${(one.tokens / most) * 100}%`;
-    return [el("dt", { text: one.cause }), el("dd.bar-track", { "aria-hidden": "true" }, bar), el("dd", { text: `${count(one.tokens)} tokens, ${plural(one.forks, "fork")} in ${plural(one.rollouts, "rollout")}` })];
+    return [
+      el("dt", { text: one.cause }),
+      el("dd.bar-track", { "aria-hidden": "true" }, bar),
+      el("dd", {
+        text: `${count(one.tokens)} tokens, ${plural(one.forks, "fork")} in ${plural(one.rollouts, "rollout")}`,
+      }),
+    ];
   });
-  const drift = got.drift.length ? el("dl.bars", null, ...cells) : el("p.muted", { text: "No forks: every conversation is one line." });
+  const drift = got.drift.length
+    ? el("dl.bars", null, ...cells)
+    : el("p.muted", { text: "No forks: every conversation is one line." });
   const points = got.rollouts.map((/** @type {Json} */ one, /** @type {number} */ i) => [i + 1, one.entropy]);
   return el(
     "div.charts",
     null,
-    chart({ title: `Entropy: ${number(got.entropy)} nats over ${count(got.entropy_tokens)} tokens`, x: "rollout", whole: true, y: "nats per token", series: [{ name: "entropy", points, kind: "bars", shade: 3 }], empty: "No log-probability is known." }),
-    el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Drift by cause" }), el("span.muted", { text: "context tokens that had to be stored anew" })), el("div.panel-body", null, drift)),
+    chart({
+      title: `Entropy: ${number(got.entropy)} nats over ${count(got.entropy_tokens)} tokens`,
+      x: "rollout",
+      whole: true,
+      y: "nats per token",
+      series: [{ name: "entropy", points, kind: "bars", shade: 3 }],
+      empty: "No log-probability is known.",
+    }),
+    el(
+      "section.panel",
+      null,
+      el(
+        "div.panel-head",
+        null,
+        el("h2", { text: "Drift by cause" }),
+        el("span.muted", { text: "context tokens that had to be stored anew" }),
+      ),
+      el("div.panel-body", null, drift),
+    ),
   );
 }

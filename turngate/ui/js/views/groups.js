@@ -13,14 +13,34 @@ const addressOf = (/** @type {string} */ name) => href(["group", name]);
 
 /** @type {import("../list.js").Column[]} */
 const COLUMNS = [
-  { name: "name", label: "Group", sort: "group", cell: (row) => el("a.clip", { href: addressOf(row.group), tabindex: "-1", title: row.group, text: row.group }) },
+  {
+    name: "name",
+    label: "Group",
+    sort: "group",
+    cell: (row) => el("a.clip", { href: addressOf(row.group), tabindex: "-1", title: row.group, text: row.group }),
+  },
   { name: "rewards", label: "Rewards", cell: (row) => rewards(row) },
   { name: "mean", label: "Mean", sort: "mean_reward", cell: (row) => score(row.mean_reward), num: true },
   { name: "pass", label: "pass@1", sort: "pass_at_1", cell: (row) => percent(row.pass_at_1), num: true },
-  { name: "signal", label: "Signal", title: "Whether the rewards differ, so that there is something to learn", cell: (row) => signal(row) },
+  {
+    name: "signal",
+    label: "Signal",
+    title: "Whether the rewards differ, so that there is something to learn",
+    cell: (row) => signal(row),
+  },
   { name: "count", label: "Rollouts", sort: "rollouts", cell: (row) => count(row.rollouts), num: true },
-  { name: "running", label: "Running", sort: "running", cell: (row) => (row.running ? count(row.running) : "–"), num: true },
-  { name: "agent", label: "Agent", cell: (row) => el("span.clip", { title: `${row.agent}, ${row.model}`, text: row.agent || "–" }) },
+  {
+    name: "running",
+    label: "Running",
+    sort: "running",
+    cell: (row) => (row.running ? count(row.running) : "–"),
+    num: true,
+  },
+  {
+    name: "agent",
+    label: "Agent",
+    cell: (row) => el("span.clip", { title: `${row.agent}, ${row.model}`, text: row.agent || "–" }),
+  },
   { name: "latest", label: "Last heard of", sort: "latest", cell: (row) => when(row.latest), num: true },
 ];
 
@@ -40,7 +60,9 @@ function rewards(row) {
 /** @param {Json} row */
 function signal(row) {
   if (row.signal === null) return el("span.muted", { title: "fewer than two rewards are known", text: "–" });
-  return row.signal ? el("span.good", { text: "✓ differ" }) : el("span.warn", { title: "every known reward is the same: nothing to learn", text: "= all alike" });
+  return row.signal
+    ? el("span.good", { text: "✓ differ" })
+    : el("span.warn", { title: "every known reward is the same: nothing to learn", text: "= all alike" });
 }
 
 /**
@@ -63,7 +85,10 @@ export function show(place) {
     sort: wanted.sort,
     sorted: (sort) => change({ sort }, false),
     counted: (n) => (total.textContent = plural(n, "group")),
-    none: ["No groups", "A group is n rollouts of one task: turngate batch --n 8 makes them, and so do sessions with metadata {\"group\": …}."],
+    none: [
+      "No groups",
+      'A group is n rollouts of one task: turngate batch --n 8 makes them, and so do sessions with metadata {"group": …}.',
+    ],
   });
 
   /** @param {Object<string, string>} what @param {boolean} [fetch] */
@@ -83,7 +108,13 @@ export function show(place) {
   };
   list.reload(true);
   return {
-    element: el("div.page.is-full", null, el("h1.visually-hidden", { text: "Groups" }), el("div.toolbar", { role: "search" }, search, el("span.spread"), total), list.element),
+    element: el(
+      "div.page.is-full",
+      null,
+      el("h1.visually-hidden", { text: "Groups" }),
+      el("div.toolbar", { role: "search" }, search, el("span.spread"), total),
+      list.element,
+    ),
     title: "Groups",
     keys: [{ key: "/", does: "search", run: () => search.focus() }, ...list.keys()],
     changed,

@@ -8,7 +8,14 @@ import { el } from "../dom.js";
  * @param {string} why what to say above it
  */
 export function form(entered, why) {
-  const key = el("input.field", { id: "key", type: "password", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": "key-help" });
+  const key = el("input.field", {
+    id: "key",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    required: true,
+    "aria-describedby": "key-help",
+  });
   const trouble = el("p.login-trouble", { role: "alert", text: why });
   const button = el("button.button.is-primary", { type: "submit", text: "Sign in" });
   const made = el(
@@ -19,7 +26,15 @@ export function form(entered, why) {
     key,
     button,
     trouble,
-    el("p.muted", { id: "key-help" }, "It is what you gave as ", el("code", { text: "TURNGATE_ADMIN_KEY" }), ", or in ", el("code", { text: "admin-key" }), " in the gateway's data folder."),
+    el(
+      "p.muted",
+      { id: "key-help" },
+      "It is what you gave as ",
+      el("code", { text: "TURNGATE_ADMIN_KEY" }),
+      ", or in ",
+      el("code", { text: "admin-key" }),
+      " in the gateway's data folder.",
+    ),
   );
   made.addEventListener("submit", async (/** @type {Event} */ event) => {
     event.preventDefault();

@@ -18,7 +18,13 @@ import { TreeTab } from "../tabs/treetab.js";
 /** @typedef {import("../api.js").Json} Json */
 
 /** @type {[string, string][]} */
-const TABS = [["", "Conversation"], ["tokens", "Tokens"], ["tree", "Tree"], ["events", "Events"], ["details", "Details"]];
+const TABS = [
+  ["", "Conversation"],
+  ["tokens", "Tokens"],
+  ["tree", "Tree"],
+  ["events", "Events"],
+  ["details", "Details"],
+];
 const LATER_MS = 400; // changes that come closer together than this are fetched as one
 
 /**
@@ -48,7 +54,16 @@ export function show(place) {
   /** @param {string} name @returns {any} */
   function tab(name) {
     const scroller = /** @type {HTMLElement} */ (document.getElementById("main"));
-    opened[name] ??= name === "tokens" ? new TokensTab(record) : name === "tree" ? new TreeTab(record) : name === "events" ? new EventsTab(record) : name === "details" ? new Details(record) : new Conversation(record, scroller);
+    opened[name] ??=
+      name === "tokens"
+        ? new TokensTab(record)
+        : name === "tree"
+          ? new TreeTab(record)
+          : name === "events"
+            ? new EventsTab(record)
+            : name === "details"
+              ? new Details(record)
+              : new Conversation(record, scroller);
     return opened[name];
   }
 
@@ -57,7 +72,16 @@ export function show(place) {
     const name = TABS.some(([one]) => one === at.parts[1]) ? at.parts[1] : "";
     if (now !== name && now === "events") tab("events").leave();
     now = name;
-    fill(tabs, ...TABS.map(([one, label]) => el("a", { href: href(one ? ["rollout", record.id, one] : ["rollout", record.id]), "aria-current": one === name ? "page" : null, text: label })));
+    fill(
+      tabs,
+      ...TABS.map(([one, label]) =>
+        el("a", {
+          href: href(one ? ["rollout", record.id, one] : ["rollout", record.id]),
+          "aria-current": one === name ? "page" : null,
+          text: label,
+        }),
+      ),
+    );
     element.classList.toggle("is-full", name === "tokens");
     fill(body, tab(name).element);
     keys.splice(0, keys.length, ...tab(name).keys, ...ownKeys);
@@ -65,10 +89,18 @@ export function show(place) {
   }
 
   const ownKeys = [
-    ...TABS.map(([name, label], i) => ({ key: String(i + 1), does: label.toLowerCase(), run: () => go(href(name ? ["rollout", record.id, name] : ["rollout", record.id])) })),
+    ...TABS.map(([name, label], i) => ({
+      key: String(i + 1),
+      does: label.toLowerCase(),
+      run: () => go(href(name ? ["rollout", record.id, name] : ["rollout", record.id])),
+    })),
     { key: "c", does: "cancel the rollout", run: () => record.detail.can?.cancel && cancel(record, refresh) },
     { key: "e", does: "export", run: () => record.detail.can && exportOf(record) },
-    { key: "u", does: "up to the group", run: () => go(record.row?.group ? href(["group", record.row.group]) : href(["rollouts"])) },
+    {
+      key: "u",
+      does: "up to the group",
+      run: () => go(record.row?.group ? href(["group", record.row.group]) : href(["rollouts"])),
+    },
   ];
 
   async function refresh() {
@@ -130,12 +162,29 @@ export function show(place) {
 function header(record, refresh) {
   const { rollout: row, config, totals, live } = record.detail;
   const limits = config?.limits ?? {};
-  const of = (/** @type {number | null | undefined} */ most) => (most ? el("small", { text: ` of ${count(most)}` }) : "");
-  const crumbs = el("div.crumbs", null, el("a", { href: href(["rollouts"]), text: "Rollouts" }), row.group && ["›", el("a", { href: href(["group", row.group]), text: row.group })]);
+  const of = (/** @type {number | null | undefined} */ most) =>
+    most ? el("small", { text: ` of ${count(most)}` }) : "";
+  const crumbs = el(
+    "div.crumbs",
+    null,
+    el("a", { href: href(["rollouts"]), text: "Rollouts" }),
+    row.group && ["›", el("a", { href: href(["group", row.group]), text: row.group })],
+  );
   const last = live?.last_error;
   return [
     crumbs,
-    el("div.view-head", null, el("h1", { text: nameOf(row) }), state(row), el("div.actions", null, row.group && el("a.button", { href: href(["group", row.group]), text: "Group" }), ...actionsOf(record, refresh))),
+    el(
+      "div.view-head",
+      null,
+      el("h1", { text: nameOf(row) }),
+      state(row),
+      el(
+        "div.actions",
+        null,
+        row.group && el("a.button", { href: href(["group", row.group]), text: "Group" }),
+        ...actionsOf(record, refresh),
+      ),
+    ),
     facts([
       ["reward", rewardCell(row.reward), row.message],
       ["turns", [count(row.turns), of(limits.turns)]],
@@ -149,7 +198,10 @@ function header(record, refresh) {
       ["begun", when(row.opened)],
     ]),
     row.stop && row.status !== "running" && el("p.muted", { text: `Its session ended: ${row.stop}` }),
-    record.detail.error && el("p.banner.is-bad", { role: "alert", text: `${record.detail.error.class}: ${record.detail.error.message}` }),
-    !record.detail.error && last && el("p.banner", { text: `The last call failed (${last.boundary}): ${last.message}` }),
+    record.detail.error &&
+      el("p.banner.is-bad", { role: "alert", text: `${record.detail.error.class}: ${record.detail.error.message}` }),
+    !record.detail.error &&
+      last &&
+      el("p.banner", { text: `The last call failed (${last.boundary}): ${last.message}` }),
   ];
 }

@@ -16,13 +16,42 @@ const SUMMARY_MS = 3000; // how often the numbers above are asked for while thin
 /** @type {import("../list.js").Column[]} */
 const COLUMNS = [
   { name: "state", label: "Status", sort: "status", cell: state },
-  { name: "name", label: "Rollout", cell: (row) => el("a.clip", { href: addressOf(row.id), tabindex: "-1", title: `${nameOf(row)} (${row.id})`, text: nameOf(row) }) },
-  { name: "task", label: "Task", sort: "task", cell: (row) => el("span.clip", { title: row.task, text: row.task || "–" }) },
-  { name: "agent", label: "Agent", sort: "agent", cell: (row) => el("span.clip", { title: `${row.agent} ${row.agent_version ?? ""}`, text: row.agent || "–" }) },
+  {
+    name: "name",
+    label: "Rollout",
+    cell: (row) =>
+      el("a.clip", { href: addressOf(row.id), tabindex: "-1", title: `${nameOf(row)} (${row.id})`, text: nameOf(row) }),
+  },
+  {
+    name: "task",
+    label: "Task",
+    sort: "task",
+    cell: (row) => el("span.clip", { title: row.task, text: row.task || "–" }),
+  },
+  {
+    name: "agent",
+    label: "Agent",
+    sort: "agent",
+    cell: (row) => el("span.clip", { title: `${row.agent} ${row.agent_version ?? ""}`, text: row.agent || "–" }),
+  },
   { name: "reward", label: "Reward", sort: "reward", cell: (row) => rewardCell(row.reward), num: true },
   { name: "turns", label: "Turns", sort: "turns", cell: (row) => count(row.turns), num: true },
-  { name: "tokens", label: "Sampled", sort: "sampled_tokens", title: "Tokens that were sampled", cell: (row) => short(row.sampled_tokens), num: true },
-  { name: "version", label: "Policy", sort: "version", title: "Policy versions that it was sampled by", cell: versions, num: true },
+  {
+    name: "tokens",
+    label: "Sampled",
+    sort: "sampled_tokens",
+    title: "Tokens that were sampled",
+    cell: (row) => short(row.sampled_tokens),
+    num: true,
+  },
+  {
+    name: "version",
+    label: "Policy",
+    sort: "version",
+    title: "Policy versions that it was sampled by",
+    cell: versions,
+    num: true,
+  },
   { name: "seconds", label: "Took", sort: "seconds", cell: (row) => duration(row.seconds), num: true },
   { name: "opened", label: "Begun", sort: "opened", cell: (row) => when(row.opened), num: true },
 ];
@@ -51,7 +80,10 @@ export function show(place) {
     sort: wanted.sort,
     sorted: (sort) => change({ sort }, false),
     counted: (n) => (total.textContent = plural(n, "rollout")),
-    none: ["No rollouts", "Nothing matches. Clear the filters, or start some: turngate run, turngate batch, or a session of your own (POST /admin/sessions)."],
+    none: [
+      "No rollouts",
+      "Nothing matches. Clear the filters, or start some: turngate run, turngate batch, or a session of your own (POST /admin/sessions).",
+    ],
   });
 
   /** @param {Object<string, string>} what @param {boolean} [fetch] */
@@ -68,8 +100,24 @@ export function show(place) {
   }
 
   const search = searchField(wanted.q, "Search id, task, group, message", (q) => change({ q }));
-  const statuses = chips("Status", [["", "All"], ["running", "Running"], ["finishing", "Finishing"], ["done", "Done"], ["cancelled", "Cancelled"]], wanted.status, (status) => change({ status }));
-  const classes = menu("Class", wanted.class, [["", "Any class"], ...offers("", CLASSES).slice(1), ["none", "no class"]], (value) => change({ class: value }));
+  const statuses = chips(
+    "Status",
+    [
+      ["", "All"],
+      ["running", "Running"],
+      ["finishing", "Finishing"],
+      ["done", "Done"],
+      ["cancelled", "Cancelled"],
+    ],
+    wanted.status,
+    (status) => change({ status }),
+  );
+  const classes = menu(
+    "Class",
+    wanted.class,
+    [["", "Any class"], ...offers("", CLASSES).slice(1), ["none", "no class"]],
+    (value) => change({ class: value }),
+  );
   const agents = menu("Agent", wanted.agent, offers("Any agent", []), (agent) => change({ agent }));
   const models = menu("Model", wanted.model, offers("Any model", []), (model) => change({ model }));
   fresh.addEventListener("click", reload);
@@ -103,9 +151,27 @@ export function show(place) {
 
   summarise().catch(api.passOver);
   list.reload(true);
-  const toolbar = el("div.toolbar", { role: "search" }, search, statuses, classes, agents, models, fresh, el("span.spread"), total);
+  const toolbar = el(
+    "div.toolbar",
+    { role: "search" },
+    search,
+    statuses,
+    classes,
+    agents,
+    models,
+    fresh,
+    el("span.spread"),
+    total,
+  );
   return {
-    element: el("div.page.is-full", null, el("h1.visually-hidden", { text: "Rollouts" }), summary, toolbar, list.element),
+    element: el(
+      "div.page.is-full",
+      null,
+      el("h1.visually-hidden", { text: "Rollouts" }),
+      summary,
+      toolbar,
+      list.element,
+    ),
     title: "Rollouts",
     keys: [{ key: "/", does: "search", run: () => search.focus() }, ...list.keys()],
     changed,
@@ -125,8 +191,16 @@ function numbers(got) {
     ["rollouts", count(got.rollouts)],
     ["groups", count(got.groups)],
     ["graded", count(got.by_class.graded ?? 0)],
-    ["not graded by a fault", el("a", { href: href(["failures"]), text: count(failures) }), "agent failed, invalid task, infrastructure fault"],
-    ["policy", `v${got.gateway.version}${got.gateway.paused ? " (paused)" : ""}`, "The version that is sampled from now"],
+    [
+      "not graded by a fault",
+      el("a", { href: href(["failures"]), text: count(failures) }),
+      "agent failed, invalid task, infrastructure fault",
+    ],
+    [
+      "policy",
+      `v${got.gateway.version}${got.gateway.paused ? " (paused)" : ""}`,
+      "The version that is sampled from now",
+    ],
     ["model", el("span.clip.fact-model", { title: got.gateway.model, text: got.gateway.model || "any" })],
   ]);
 }

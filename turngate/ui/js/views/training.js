@@ -7,6 +7,7 @@ import { chips, searchField } from "../filters.js";
 import { count, number, score, when } from "../format.js";
 import { empty, failed, loading } from "../notice.js";
 import { href, note } from "../router.js";
+import { line, table } from "../table.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
@@ -46,13 +47,28 @@ export function show(place) {
     change({ group });
     load();
   });
-  const by = chips("Reward by", [["time", "By time"], ["version", "By version"], ["step", "By step"]], wanted.by, (value) => {
-    change({ by: value });
-    draw();
-  });
+  const by = chips(
+    "Reward by",
+    [
+      ["time", "By time"],
+      ["version", "By version"],
+      ["step", "By step"],
+    ],
+    wanted.by,
+    (value) => {
+      change({ by: value });
+      draw();
+    },
+  );
   load();
   return {
-    element: el("div.page", null, el("div.view-head", null, el("h1", { text: "Training" })), el("div.toolbar", { role: "search" }, by, search), body),
+    element: el(
+      "div.page",
+      null,
+      el("div.view-head", null, el("h1", { text: "Training" })),
+      el("div.toolbar", { role: "search" }, by, search),
+      body,
+    ),
     title: "Training",
     keys: [{ key: "/", does: "which groups", run: () => search.focus() }],
     changed: () => {
@@ -71,7 +87,12 @@ export function show(place) {
 /** @param {Json} got @param {string} by */
 function drawn(got, by) {
   if (!got.time.length && !got.throughput.some((/** @type {Json} */ one) => one.turns_s)) {
-    return [empty("Nothing to draw yet", "Rewards appear when rollouts are graded, throughput with the first turns. turngate train and turngate batch make both.")];
+    return [
+      empty(
+        "Nothing to draw yet",
+        "Rewards appear when rollouts are graded, throughput with the first turns. turngate train and turngate batch make both.",
+      ),
+    ];
   }
   const clockText = timeText(got.first ?? got.now, got.now);
   return [
@@ -79,10 +100,65 @@ function drawn(got, by) {
       "div.charts",
       null,
       reward(got, by, clockText),
-      chart({ title: "Staleness of rollouts", x: "versions behind", whole: true, y: "rollouts", series: [{ name: "rollouts", kind: "bars", points: got.staleness.map((/** @type {Json} */ s) => [s.behind, s.rollouts]), shade: 1 }], empty: "No rollout has ended that tells its versions." }),
-      chart({ title: "Tokens sampled", x: "time", y: "tokens/s", clock: true, xText: clockText, series: [{ name: "tokens/s", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.tokens_s]), shade: 2 }] }),
-      chart({ title: "Turns and rollouts", x: "time", y: "per minute", clock: true, xText: clockText, series: [{ name: "turns/min", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.turns_s === null ? null : t.turns_s * 60]), shade: 0 }, { name: "rollouts/min", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.rollouts_min]), shade: 1 }] }),
-      got.deliveries.length > 0 && chart({ title: "Staleness of deliveries", x: "delivery", whole: true, y: "versions behind", series: [{ name: "behind", kind: "dots", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.behind]), shade: 3 }] }),
+      chart({
+        title: "Staleness of rollouts",
+        x: "versions behind",
+        whole: true,
+        y: "rollouts",
+        series: [
+          {
+            name: "rollouts",
+            kind: "bars",
+            points: got.staleness.map((/** @type {Json} */ s) => [s.behind, s.rollouts]),
+            shade: 1,
+          },
+        ],
+        empty: "No rollout has ended that tells its versions.",
+      }),
+      chart({
+        title: "Tokens sampled",
+        x: "time",
+        y: "tokens/s",
+        clock: true,
+        xText: clockText,
+        series: [
+          { name: "tokens/s", points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.tokens_s]), shade: 2 },
+        ],
+      }),
+      chart({
+        title: "Turns and rollouts",
+        x: "time",
+        y: "per minute",
+        clock: true,
+        xText: clockText,
+        series: [
+          {
+            name: "turns/min",
+            points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.turns_s === null ? null : t.turns_s * 60]),
+            shade: 0,
+          },
+          {
+            name: "rollouts/min",
+            points: got.throughput.map((/** @type {Json} */ t) => [t.at, t.rollouts_min]),
+            shade: 1,
+          },
+        ],
+      }),
+      got.deliveries.length > 0 &&
+        chart({
+          title: "Staleness of deliveries",
+          x: "delivery",
+          whole: true,
+          y: "versions behind",
+          series: [
+            {
+              name: "behind",
+              kind: "dots",
+              points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.behind]),
+              shade: 3,
+            },
+          ],
+        }),
     ),
     got.feeds.length > 0 && feeds(got.feeds),
     got.deliveries.length > 0 && deliveries(got.deliveries),
@@ -91,10 +167,34 @@ function drawn(got, by) {
 
 /** @param {Json} got @param {string} by @param {(value: number) => string} clockText */
 function reward(got, by, clockText) {
-  if (by === "version") return chart({ title: "Reward by policy version", x: "version", whole: true, y: "mean reward", series: [{ name: "mean reward", points: got.version.map((/** @type {Json} */ v) => [v.version, v.mean]) }], empty: "No graded rollout tells its version." });
-  if (by === "step") return chart({ title: "Reward by step", x: "delivery", whole: true, y: "mean reward", series: [{ name: "mean reward", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.mean]) }], empty: "Nothing was delivered to a trainer yet: make a feed, and read it." });
-  const line = (/** @type {string} */ field) => got.time.map((/** @type {Json} */ t) => [t.at, t[field]]);
-  return chart({ title: "Reward", x: "time", y: "reward", clock: true, xText: clockText, series: [{ name: "mean", points: line("mean") }], empty: "No reward was recorded yet." });
+  if (by === "version")
+    return chart({
+      title: "Reward by policy version",
+      x: "version",
+      whole: true,
+      y: "mean reward",
+      series: [{ name: "mean reward", points: got.version.map((/** @type {Json} */ v) => [v.version, v.mean]) }],
+      empty: "No graded rollout tells its version.",
+    });
+  if (by === "step")
+    return chart({
+      title: "Reward by step",
+      x: "delivery",
+      whole: true,
+      y: "mean reward",
+      series: [{ name: "mean reward", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.mean]) }],
+      empty: "Nothing was delivered to a trainer yet: make a feed, and read it.",
+    });
+  const points = (/** @type {string} */ field) => got.time.map((/** @type {Json} */ t) => [t.at, t[field]]);
+  return chart({
+    title: "Reward",
+    x: "time",
+    y: "reward",
+    clock: true,
+    xText: clockText,
+    series: [{ name: "mean", points: points("mean") }],
+    empty: "No reward was recorded yet.",
+  });
 }
 
 /** Times on an axis: the hour where it is of one day, the day too where it is not. @param {number} first @param {number} last */
@@ -108,22 +208,74 @@ function timeText(first, last) {
   };
 }
 
+/** @type {import("../table.js").Head[]} */
+const FEEDS = [
+  ["feed", ""],
+  ["complete", "num"],
+  ["handed out", "num"],
+  ["committed", "num"],
+  ["waiting", "num"],
+  ["read now", ""],
+];
+/** @type {import("../table.js").Head[]} */
+const DELIVERIES = [
+  ["number", "num"],
+  ["feed", ""],
+  ["group", ""],
+  ["rollouts", "num"],
+  ["mean reward", "num"],
+  ["version", "num"],
+  ["behind", "num"],
+  ["when", ""],
+];
+
 /** @param {Json[]} feeds */
 function feeds(feeds) {
-  const line = (/** @type {Json} */ one) => el("tr", null, el("td", { text: one.name }), el("td.num", { text: count(one.newest) }), el("td.num", { text: count(one.handed) }), el("td.num", { text: count(one.committed) }), el("td.num", { text: count(one.waiting) }), el("td", { text: one.read ? "yes" : "no" }));
-  const heads = [["feed", ""], ["complete", "num"], ["handed out", "num"], ["committed", "num"], ["waiting", "num"], ["read now", ""]];
-  return section("Feeds", heads, feeds.map(line));
+  const cells = (/** @type {Json} */ one) => [
+    one.name,
+    count(one.newest),
+    count(one.handed),
+    count(one.committed),
+    count(one.waiting),
+    one.read ? "yes" : "no",
+  ];
+  return section(
+    "Feeds",
+    table(
+      FEEDS,
+      feeds.map((one) => line(FEEDS, cells(one))),
+    ),
+  );
 }
 
 /** @param {Json[]} all */
 function deliveries(all) {
   const newest = all.slice(-100).reverse();
-  const line = (/** @type {Json} */ one) => el("tr", null, el("td.num", { text: one.number }), el("td", { text: one.feed }), el("td", null, el("a", { href: href(["group", one.group]), text: one.group })), el("td.num", { text: count(one.rollouts) }), el("td.num", { text: score(one.mean) }), el("td.num", { text: number(one.version) }), el("td.num", { text: number(one.behind) }), el("td", null, when(one.at)));
-  const heads = [["number", "num"], ["feed", ""], ["group", ""], ["rollouts", "num"], ["mean reward", "num"], ["version", "num"], ["behind", "num"], ["when", ""]];
-  return section(`Deliveries (the newest ${newest.length})`, heads, newest.map(line));
+  const cells = (/** @type {Json} */ one) => [
+    one.number,
+    one.feed,
+    el("a", { href: href(["group", one.group]), text: one.group }),
+    count(one.rollouts),
+    score(one.mean),
+    number(one.version),
+    number(one.behind),
+    when(one.at),
+  ];
+  return section(
+    `Deliveries (the newest ${newest.length})`,
+    table(
+      DELIVERIES,
+      newest.map((one) => line(DELIVERIES, cells(one))),
+    ),
+  );
 }
 
-/** @param {string} title @param {string[][]} heads @param {Node[]} lines */
-function section(title, heads, lines) {
-  return el("section.panel", null, el("div.panel-head", null, el("h2", { text: title })), el("div.table-scroll", null, el("table.plain", null, el("thead", null, el("tr", null, ...heads.map(([text, look]) => el("th", { class: look, text })))), el("tbody", null, ...lines))));
+/** @param {string} title @param {Node} content */
+function section(title, content) {
+  return el(
+    "section.panel",
+    null,
+    el("div.panel-head", null, el("h2", { text: title })),
+    el("div.table-scroll", null, content),
+  );
 }

@@ -1,0 +1,25 @@
+/** Plain tables: heads, and rows of cells. Columns of numbers stand to the right. Several views and the charts use it. */
+
+import { el } from "./dom.js";
+
+/**
+ * @typedef {[string, "num" | ""]} Head its text, and whether it is a column of numbers
+ */
+
+/**
+ * @param {Head[]} heads
+ * @param {Element[]} lines rows, as `line` makes them
+ */
+export function table(heads, lines) {
+  const head = el("tr", null, ...heads.map(([text, look]) => el("th", { class: look, scope: "col", text })));
+  return el("table.plain", null, el("thead", null, head), el("tbody", null, ...lines));
+}
+
+/**
+ * @param {Head[]} heads the columns that it is a row of
+ * @param {any[]} cells texts, or nodes
+ * @param {string} [look]
+ */
+export function line(heads, cells, look = "") {
+  return el("tr", { class: look }, ...cells.map((cell, i) => el("td", { class: heads[i][1] }, cell)));
+}
