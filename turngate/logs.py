@@ -1,6 +1,6 @@
 """Log lines: as text for people, or as JSON for machines, with what they are about and without any secret.
 
-`begin` is called once by whoever owns the process: a command, or a worker. `about` says whose work goes on from here in this task (a
+`begun` is for whoever owns the process: a command, or a worker. `about` says whose work goes on from here in this task (a
 model call's, a rollout's), so that a line written anywhere below carries the session, the rollout and the group. `keep_out` is the last
 line of defence: nothing should ever write a key into a line, and if something does, it is not in the line.
 """
@@ -77,16 +77,22 @@ def clean(text: str) -> str:
     return _IN_URL.sub(rf"\1{HIDDEN}@", text)
 
 
-def begin(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> None:
-    """All lines of this process go to standard error from now on, in this format."""
+@contextmanager
+def begun(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> Iterator[None]:
+    """All lines go to standard error in this format, for as long as the block runs. `level`: of our own; of others, warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(worker) if format == "json" else TextLines(worker))
-    root = logging.getLogger()
-    for old in list(root.handlers):
-        if isinstance(old.formatter, JsonLines | TextLines):  # a second `begin`; handlers of others stay
-            root.removeHandler(old)
+    root, ours = logging.getLogger(), logging.getLogger("turngate")
+    before = root.level, ours.level
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(max(level, logging.WARNING))
+    ours.setLevel(level)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before[0])
+        ours.setLevel(before[1])
 
 
 class TextLines(logging.Formatter):

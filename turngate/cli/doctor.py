@@ -40,8 +40,8 @@ def examined(given: Mapping[str, Any]) -> bool:
     for name in only:
         if name not in names:
             raise ConfigError(f"only: there is no check {name!r}{suggestion(name, names)}", param="only")
-    logs.begin("text", logging.ERROR)  # what is wrong is a finding; the parts' own warnings would say it twice
-    findings = asyncio.run(examine(subject, only))
+    with logs.begun("text", logging.ERROR):  # what is wrong is a finding; the parts' own warnings would say it twice
+        findings = asyncio.run(examine(subject, only))
     passed = not any(finding.state == "failure" for finding in findings)
     if given["as_json"]:
         counts: dict[str, int] = {state: sum(found.state == state for found in findings) for state in _STYLES}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,13 +123,13 @@ def serve(
     from turngate.config import load
 
     settings = _or_exit(lambda: load(config, overrides))
-    logs.begin(settings.log_format)
     if settings.workers > 1:
         from turngate.server.front import run
     else:
         from turngate.server.run import run
 
-    _or_exit(lambda: run(settings))
+    with logs.begun(settings.log_format):
+        _or_exit(lambda: run(settings))
 
 
 def _doctor(**given: Any) -> None:
@@ -451,18 +450,20 @@ def mcp(
         Optional[list[str]],
         typer.Option(help="HTTP: a further name of this machine, or of a page that may call it; repeat for more."),
     ] = None,
+    log_format: options.LogFormat = "text",
+    spans: options.Spans = False,
 ) -> None:
     """Serve rollouts as MCP tools to agents and programs (extra `mcp`): on stdin and stdout, or over HTTP.
 
     Over HTTP clients need a key: that of TURNGATE_MCP_KEY, or else the one that is made on first start and kept in DATA/mcp-key.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     given = dict(locals())
 
     def served() -> None:
         from turngate.cli.mcp import ordered
 
-        ordered(given)
+        with _told(log_format, spans):
+            ordered(given)
 
     _or_exit(served)
 
@@ -552,16 +553,13 @@ def _told(log_format: str, asked: bool) -> Iterator[None]:
 
     if log_format not in ("text", "json"):
         raise ConfigError(f"log_format: {log_format!r} is neither text nor json", param="log_format")
-    if log_format == "json":
-        logs.begin("json", logging.INFO)
-    else:
-        logs.begin("text", logging.WARNING)
-    if spans.wanted(asked):
-        spans.begin("turngate-runner")
-    try:
-        yield
-    finally:
-        spans.end()
+    with logs.begun("json", logging.INFO) if log_format == "json" else logs.begun("text", logging.WARNING):
+        if spans.wanted(asked):
+            spans.begin("turngate-runner")
+        try:
+            yield
+        finally:
+            spans.end()
 
 
 def _or_exit(action: Callable[[], T]) -> T:

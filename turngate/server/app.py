@@ -87,7 +87,6 @@ class Gateway:
         self.store = Store(data, config.durability, place)
         with _Undo(self.store.close) as undo:
             self.admin_key, metrics = admin_key(data), metrics_key()
-            keep_out(self.admin_key, metrics)
             self.renderer, self.certificate = renderer or _renderer(config)
             self.engine, self.relay = (
                 engine_of(config, self.renderer) if engine is None and relay is None else (engine, relay)

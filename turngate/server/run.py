@@ -30,6 +30,11 @@ log = logging.getLogger("turngate")
 
 
 def run(config: ServeConfig) -> None:
+    with traced(config):
+        _run(config)
+
+
+def _run(config: ServeConfig) -> None:
     gateway = Gateway(config)
     try:
         listener = listen(config)
@@ -38,7 +43,7 @@ def run(config: ServeConfig) -> None:
         raise
     settle_memory()
     allow_many_connections()
-    with traced(config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(gateway, Server(settings(gateway), gateway), listener))
 
 

@@ -37,7 +37,11 @@ log = logging.getLogger("turngate")
 def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the front says when to stop
-    logs.begin(start.config.log_format, worker=start.number)
+    with logs.begun(start.config.log_format, worker=start.number):
+        _run(start)
+
+
+def _run(start: Start) -> None:
     for descriptor in (start.lock, start.pair):  # ours, and of no process that we may start
         os.set_inheritable(descriptor, False)
     with socket.socket(fileno=start.pair) as pair:
