@@ -149,7 +149,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(f"{where}.{missing}: is missing; nothing can be done without it", param=missing)
         for mode in self.modes:
             if mode not in self.can():
-                raise ConfigError(f"{where}.modes: {self.why_not(mode)}", param="modes")
+                raise ConfigError(
+                    f"{where}.modes: not {mode}, it can {', '.join(self.can())}: {self.why_not(mode)}", param="modes"
+                )
         if self.mode is not None and self.mode not in self.allowed:
             raise ConfigError(f"{where}.mode: {self.mode} is none of {', '.join(self.allowed)}", param="mode")
         for mode in self.allowed:
@@ -188,14 +190,13 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def why_not(self, mode: Mode) -> str:
         """Why it cannot do that, and what would help."""
-        can = f"it can {', '.join(self.can()) or 'nothing'}"
         if mode == "direct" and self.key_env and self.kind.speaks:
-            return f"direct mode would put the endpoint's key into the sandbox; use observe ({can})"
+            return "direct mode would put the endpoint's key into the sandbox; use observe"
         if mode in ("exact", "gate") and self.kind.exact:
-            return f"{mode} needs a tokenizer ({can})"
+            return f"{mode} mode needs a tokenizer"
         if mode in ("exact", "gate"):
-            return f"{self.scheme} endpoints take no token ids, so there is no {mode} mode ({can})"
-        return f"there is no {mode} mode with {self.scheme} ({can})"
+            return f"{self.scheme} endpoints take no token ids"
+        return f"{self.scheme} endpoints have no such mode"
 
 
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):

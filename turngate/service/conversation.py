@@ -12,6 +12,7 @@ from turngate.service.result import Captured, RolloutTurn, Said, SaidCall
 from turngate.types import Json
 from turngate.viewed import Viewed, ViewedTurn
 
+_ROLES = {"developer": "system"}  # OpenAI's new name for it
 _LEVELS: tuple[Captured, ...] = ("none", "text", "logprobs", "tokens")
 
 
@@ -137,7 +138,7 @@ def messages(view: Viewed) -> list[Said]:
                     node=node,
                     branch=branches[node],
                     turn_role=whose.role if whose is not None else "main",
-                    role="assistant" if sampled else message.role,
+                    role="assistant" if sampled else _ROLES.get(message.role, message.role),
                     text=message.text,
                     reasoning=message.thought,
                     tool_calls=_calls("", message, whole),

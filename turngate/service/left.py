@@ -10,7 +10,7 @@ from pathlib import Path
 from turngate.service.clamped import Cut
 
 _LOOKED_AT = 20_000  # files of a working folder
-_LOGS = 20  # of the agent's own
+_LOGS = 5  # of the agent's own, the newest
 _NAMED = 10  # files that are told by name
 _SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
 
@@ -84,7 +84,7 @@ def _text(path: Path, most: int) -> tuple[str, int] | None:
 def logs(folder: Path, cut: Cut) -> dict[str, str]:
     """The ends of what it printed, and of its own logs and transcripts."""
     names = ["stdout", "stderr"]
-    below = sorted(name for name, _ in _files(folder / "home")[0])
+    below = [name for name, _ in sorted(_files(folder / "home")[0], key=lambda one: (-one[1], one[0]))]
     if len(below) > _LOGS:
         cut.told.append(f"log_tails: {len(below) - _LOGS:,} of {len(below):,} log files left out")
     names += [f"home/{name}" for name in below[:_LOGS]]
