@@ -12,8 +12,9 @@ import re
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import fsum, sqrt
+from operator import itemgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -32,6 +33,7 @@ STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "can
 UNDER_WAY: tuple[Status, ...] = ("starting", "running", "finishing")
 DONE = "done"  # the stage that a runner tells last
 _PAGE = 2000  # sessions or events that are read at once
+_SOME = 1000  # rollouts that are looked at in one go
 _SPAN_S = 10.0  # of time, in which turns are counted together
 _SILENT_S = 3600.0  # after which a runner that told no end is taken for gone
 _MOST_NAMES = 200
@@ -388,7 +390,8 @@ class Overview:
 
     def _shown(self, kept: _Kept, now: float, store: Store) -> Row:
         """Its row as of now, with the versions, which are looked up only for what is looked at."""
-        row = self._stand(kept, now)
+        row = kept.row
+        row.status = _status(kept, now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
         if kept.key and row.turns != kept.versions_of:
             found = store.survey.versions(kept.key)
@@ -396,16 +399,19 @@ class Overview:
             kept.versions_of = row.turns
         return row
 
-    def _stand(self, kept: _Kept, now: float) -> Row:
-        row = kept.row
-        row.status = _status(kept, now)
-        return row
+    def _all(self, now: float) -> Iterator[_Kept]:
+        """Each with its status as of now. Some at a time: whoever serves calls comes in between."""
+        for number, kept in enumerate(self._kept.values(), 1):
+            kept.row.status = _status(kept, now)
+            yield kept
+            if number % _SOME == 0:
+                _breathe()
 
     # ── questions ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def sums(self, store: Store) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
-        rows = [self._stand(kept, now) for kept in self._kept.values()]
+        rows = [kept.row for kept in self._all(now)]
         statuses = Counter(row.status for row in rows)
         classes: Counter[str] = Counter(row.kind for row in rows)
         return {
@@ -423,14 +429,10 @@ class Overview:
 
     def rollouts(self, store: Store, wanted: Wanted) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
-        name = wanted.sort.removeprefix("-")
-        if name == "version":
-            for kept in self._kept.values():
+        found = [kept for kept in self._all(now) if _fits(kept, wanted)]
+        if wanted.sort.removeprefix("-") == "version":
+            for kept in found:
                 self._shown(kept, now, store)
-        else:
-            for kept in self._kept.values():
-                self._stand(kept, now)
-        found = [kept for kept in self._kept.values() if _fits(kept, wanted)]
         found = _sorted(found, wanted.sort, _KEYS, lambda kept: kept.row.id)
         page = found[wanted.offset : wanted.offset + wanted.limit]
         return {
@@ -473,9 +475,13 @@ class Overview:
 
     def groups(self, store: Store, wanted: Wanted) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
-        members = self._members(now)
-        found = [_group(name, rows) for name, rows in members.items()]
-        found = [group for group in found if _group_fits(group, wanted)]
+        found = []
+        for number, (name, rows) in enumerate(self._members(now).items(), 1):
+            group = _group(name, rows)
+            if _group_fits(group, wanted):
+                found.append(group)
+            if number % (_SOME // 8) == 0:
+                _breathe()
         found = _sorted(found, wanted.sort, _GROUP_KEYS, lambda group: group.group)
         return {
             "groups": found[wanted.offset : wanted.offset + wanted.limit],
@@ -629,8 +635,8 @@ class Overview:
         """By class, what was said, most frequent first. Numbers in it do not make two messages of one."""
         cursor, now = self.refresh(store), time.time()
         said: dict[str, dict[str, list[Row]]] = {}
-        for kept in self._kept.values():
-            row = self._stand(kept, now)
+        for kept in self._all(now):
+            row = kept.row
             kind: str = row.kind or ("cancelled" if row.status == "cancelled" else "")
             if kind in ("", "graded") or not row.group.startswith(prefix):
                 continue
@@ -656,7 +662,11 @@ class Overview:
         return {"classes": classes, "cursor": cursor}
 
     def _members(self, now: float) -> dict[str, list[Row]]:
-        return {name: [self._stand(one, now) for one in kept] for name, kept in self._by_group().items()}
+        found: dict[str, list[Row]] = {}
+        for kept in self._all(now):
+            if kept.row.group:
+                found.setdefault(kept.row.group, []).append(kept.row)
+        return found
 
     def _by_group(self) -> dict[str, list[_Kept]]:
         found: dict[str, list[_Kept]] = {}
@@ -748,11 +758,12 @@ def _sorted(
     if key is None:
         raise BadRequest(f"sort: {name[:100]!r} is not one of {', '.join(keys)}", param="sort")
     down = how.startswith("-")
+    _breathe()
     found.sort(key=tie, reverse=down)
-    known = [(value, one) for one in found if (value := key(one)) is not None]
-    unknown = [one for one in found if key(one) is None] if len(known) < len(found) else []
-    known.sort(key=lambda pair: pair[0], reverse=down)
-    return [one for _, one in known] + unknown
+    pairs = [(key(one), one) for one in found]
+    known = [pair for pair in pairs if pair[0] is not None]
+    known.sort(key=itemgetter(0), reverse=down)
+    return [one for _, one in known] + [one for value, one in pairs if value is None]
 
 
 def _group(name: str, rows: Sequence[Row]) -> GroupRow:
