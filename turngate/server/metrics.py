@@ -61,12 +61,13 @@ class Probe:
     async def own(self) -> Snapshot:
         """Of this worker alone."""
         gateway = self._gateway
-        health = await gateway.engines()
+        # As last seen. A hosted endpoint is not asked for this: it is not ours to be asked every few seconds.
+        health = [] if gateway.engine is None else await gateway.engine.health()
         up = sum(replica.ok for replica in health)
         looked: Looked = {
             "turngate_workers": [((), 1)],
             "turngate_sessions_open": [((), gateway.control.open_count)],
-            "turngate_engines": [(("up",), up), (("down",), len(health) - up)],
+            "turngate_engines": [(("up",), up), (("down",), len(health) - up)] if health else [],
             "turngate_fence_version": [((), gateway.fence.version)],
             "turngate_fence_paused": [((), int(gateway.fence.paused))],
             **_process(self._started),
