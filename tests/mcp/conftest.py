@@ -27,9 +27,9 @@ def folder() -> Iterator[Path]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def http() -> Iterator[kit.Server]:
-    """One that listens, for all tests of a file."""
+    """One that listens, for all tests: a start takes two seconds."""
     with _folder() as made, kit.over_http(made) as server:
         yield server
 

@@ -55,7 +55,6 @@ class Server(msgspec.Struct, frozen=True):
 
     folder: Path
     url: str = ""  # empty: over stdin and stdout, with a process for each client
-    process: Process | None = None
 
     @property
     def config(self) -> Path:
@@ -87,20 +86,24 @@ class Server(msgspec.Struct, frozen=True):
 
 def prepared(folder: Path) -> Server:
     """The settings for one, and what its model says. The folder's path is short: unix sockets lie below it."""
-    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    (folder / "tmp").mkdir(parents=True)
     (folder / "script.json").write_text(json.dumps(["Hello.", "And again."]))
     (folder / "turngate.toml").write_text(CONFIG.format(folder=folder, model=MODEL))
     return Server(folder)
 
 
 @contextmanager
-def over_http(folder: Path, *flags: str) -> Iterator[Server]:
+def over_http(folder: Path) -> Iterator[Server]:
     """One that listens, until the block ends."""
     server = prepared(folder)
-    with process("mcp", "--config", server.config, "--http", "127.0.0.1:0", *flags, **server.env) as running:
-        running.says("/mcp")
-        url = next(word for word in running.output.split() if word.endswith("/mcp"))
-        yield Server(folder, url, running)
+    with process("mcp", "--config", server.config, "--http", "127.0.0.1:0", **server.env) as running:
+        yield Server(folder, listening(running))
+
+
+def listening(running: Process) -> str:
+    """The URL that it says that it serves."""
+    running.says("/mcp")
+    return next(word for word in running.output.split() if word.endswith("/mcp"))
 
 
 @asynccontextmanager

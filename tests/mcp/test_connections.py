@@ -109,20 +109,6 @@ async def test_who_is_let_in(http: kit.Server) -> None:
         assert (await client.get(http.url.replace("/mcp", "/other"), headers=good)).status_code == 404
 
 
-def test_a_key_is_made_and_kept_where_none_is_given(folder: Path) -> None:
-    server = kit.prepared(folder)
-    flags = ("mcp", "--config", server.config, "--http", "127.0.0.1:0")
-    with cli.process(*flags, TMPDIR=server.env["TMPDIR"]) as running:
-        running.says("/mcp")
-        running.send(signal.SIGTERM)
-        assert running.ended() == 0
-    file = folder / "data" / "mcp-key"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert file.read_text().strip() not in running.output
-    file.chmod(0o644)
-    assert "chmod 600" in cli.refused(*flags)
-
-
 def test_what_is_wrong_is_told_before_anything_is_served(folder: Path) -> None:
     server = kit.prepared(folder)
     assert cli.refused("mcp").startswith("endpoints: there are none")
@@ -205,18 +191,6 @@ def raw(stdio: kit.Server) -> Iterator[Raw]:
         process.kill()
 
 
-def test_stdout_carries_nothing_but_the_protocol(raw: Raw, stdio: kit.Server) -> None:
-    program = 'print("said by the agent"); print(ask("Hi"))'
-    raw.call(2, "run_rollout", **asked(program, test_script="echo said by the grader"))
-    result = raw.hear()["result"]["structuredContent"]
-    assert (result["status"], result["reward"]) == ("finished", 1.0)
-    raw.stdin.close()
-    assert raw.ended() == 0
-    assert all(json.loads(line)["jsonrpc"] == "2.0" for line in raw.lines)
-    stderr = (stdio.folder / "stderr").read_text()
-    assert all(words in stderr for words in ("printed by a library", "written by another", "said by a child"))
-
-
 @pytest.mark.parametrize("how", ["SIGTERM", "stdin closes"])
 def test_the_end_of_a_server_is_the_end_of_its_sandboxes(raw: Raw, stdio: kit.Server, how: str) -> None:
     raw.call(2, "run_rollout", **asked(until_there(stdio.folder / "never")))
@@ -227,23 +201,35 @@ def test_the_end_of_a_server_is_the_end_of_its_sandboxes(raw: Raw, stdio: kit.Se
         result = raw.hear()["result"]["structuredContent"]  # who still listens is told
         assert (result["status"], result["reward"]) == ("cancelled", None) and result["wall_s"] > 0
     else:
+        # And all the while stdout carries nothing but the protocol.
+        loud = asked('print("said by the agent"); print(ask("Hi"))', test_script="echo said by the grader")
+        raw.call(3, "run_rollout", **loud)
+        result = raw.hear()["result"]["structuredContent"]
+        assert (result["status"], result["reward"]) == ("finished", 1.0)
         raw.stdin.close()
     assert raw.ended() == 0
     assert stdio.alive() == []
+    assert all(json.loads(line)["jsonrpc"] == "2.0" for line in raw.lines)
+    stderr = (stdio.folder / "stderr").read_text()
+    assert all(words in stderr for words in ("printed by a library", "written by another", "said by a child"))
 
 
-async def test_over_http_too(folder: Path) -> None:
-    with kit.over_http(folder) as server:
-        assert server.process is not None
-        async with at(server) as client:
+async def test_over_http_too_and_with_a_key_that_was_made(folder: Path) -> None:
+    server = kit.prepared(folder)
+    flags = ("mcp", "--config", server.config, "--http", "127.0.0.1:0")
+    with cli.process(*flags, TMPDIR=server.env["TMPDIR"]) as running:
+        url = kit.listening(running)
+        file = folder / "data" / "mcp-key"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        key = file.read_text().strip()
+        async with at(kit.Server(folder, url), key=key) as client:
             await client.list_tools()
             call = asyncio.create_task(called(client, "run_rollout", **asked(until_there(folder / "never"))))
             await kit.there(folder / "never.waits")
-            server.process.send(signal.SIGTERM)
+            running.send(signal.SIGTERM)
             assert (await call)["status"] == "cancelled"
-        assert server.process.ended() == 0
-        assert server.alive() == []
-    with kit.over_http(folder) as server:  # what ended is known to the next one
-        async with at(server) as client:
-            [state] = (await called(client, "list_rollouts"))["rollouts"]
-            assert (state["status"], state["done"]) == ("cancelled", True)
+        assert running.ended() == 0
+        assert key not in running.output
+    assert server.alive() == []
+    file.chmod(0o644)
+    assert "chmod 600" in cli.refused(*flags)

@@ -53,7 +53,8 @@ def _claude(server: kit.Server, home: Path, launch: Launch) -> list[str]:
 def _codex(server: kit.Server, home: Path, launch: Launch) -> list[str]:
     """`[mcp_servers.turngate]` in its config.toml."""
     parameters = server.parameters()
-    lines = [f"command = {json.dumps(parameters.command)}", f"args = {json.dumps(parameters.args)}", "required = true"]
+    lines = [f"command = {json.dumps(parameters.command)}", f"args = {json.dumps(parameters.args)}"]
+    lines += ["required = true", "startup_timeout_sec = 60"]
     lines += [f"env.{name} = {json.dumps(value)}" for name, value in server.env.items() if name != "TURNGATE_MCP_KEY"]
     if server.url:
         lines = [f'url = "{server.url}"', 'bearer_token_env_var = "TURNGATE_MCP_KEY"']

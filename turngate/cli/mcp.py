@@ -35,20 +35,15 @@ def ordered(given: Mapping[str, Any]) -> None:
             'endpoints: there are none; list some in a TOML file, [endpoints."vllm://Qwen3-8B"], and give it as --config',
             param="endpoints",
         )
+    place = None if given["http"] is None else _place(config, given)
+    rollouts = Rollouts(config)
     allow_many_connections()
     to = console(stderr=True)
     # Who is told to end ends well: that is no failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(stoppable(_serve(config, given), to, STOPPING))
+        serving = stdio.serve(rollouts) if place is None else http.serve(rollouts, place)
+        runner.run(stoppable(serving, to, STOPPING))
     say(to, "turngate mcp has stopped", "dim")
-
-
-async def _serve(config: ServiceConfig, given: Mapping[str, Any]) -> None:
-    rollouts = Rollouts(config)
-    if given["http"] is None:
-        await stdio.serve(rollouts)
-    else:
-        await http.serve(rollouts, _place(config, given))
 
 
 def _place(config: ServiceConfig, given: Mapping[str, Any]) -> http.Place:

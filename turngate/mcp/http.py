@@ -90,14 +90,14 @@ class Door:
             return _refused(421, "Host: this is not a name of this server; start it with --allow-host for another one")
         if (origin := headers.get("origin")) is not None and _host_of(origin) not in self._pages:
             return _refused(403, "Origin: pages of other sites may not call this server; --allow-host lets one in")
+        if path != PATH:
+            return _refused(404, f"there is only {PATH} here")
         if not self._may_enter(headers.get("authorization", "")):
             return _refused(
                 401,
                 "the key is missing or wrong; send it as 'Authorization: Bearer …'",
                 {"WWW-Authenticate": 'Bearer realm="turngate"'},
             )
-        if path != PATH:
-            return _refused(404, f"there is only {PATH} here")
         if not self.open:
             return _refused(503, "the server is starting or being stopped; repeat this call in a moment")
         return None
