@@ -45,6 +45,13 @@ def test_what_callers_see(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> 
     assert SECRET not in told and "http" not in told
 
 
+def test_replicas_are_for_exact_mode() -> None:
+    entry = Endpoint(url=["http://a:1", "http://b:1"], tokenizer="/models/q")
+    choice = Catalog({"vllm://two": entry}).choose("vllm://two")
+    settings = choice.endpoint.serves(choice.mode, "/data")
+    assert choice.endpoint.allowed == ("exact", "gate") and settings is not None and len(settings.engine_url) == 2
+
+
 def test_the_default_and_other_names(catalog: Catalog) -> None:
     assert catalog.choose("vllm://q").mode == "exact"
     assert catalog.choose("vllm://q", "transparent_proxy").mode == "observe"

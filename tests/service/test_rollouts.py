@@ -14,12 +14,16 @@ from aiohttp import web
 
 from tests.kit import calls, say, until
 from tests.service.kit import KEY, served
+from tests.service.test_config import ROW
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
-from turngate.errors import BadRequest, Busy, NotFound, Stopping
+from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError
 from turngate.rollout.client import GatewayClient
+from turngate.service.asked import AskedSwe
+from turngate.service.books import Books
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp
+from turngate.service.result import Event
 from turngate.trainers.gate import RemoteGate
 
 DOUBLE = 'print(ask("Hi"))\nopen("out.txt", "w").write(2 * open("data/in.txt").read())'
@@ -76,6 +80,13 @@ async def test_who_decides_about_the_reward() -> None:
         for result, (_, reward, kind) in zip(results, DECIDED, strict=True):
             assert (result.status, result.reward, result.kind) == ("finished", reward, kind)
             assert (result.error is not None) == (kind == "invalid task")
+
+
+async def test_a_row_whose_image_cannot_be_had_here() -> None:
+    async with served(images=("own/*",)) as service:
+        result = await service.rollouts.run(AskedSwe(task=ROW, model_key=KEY))
+        assert (result.task_id, result.status, result.kind) == ("own__thing-1", "error", "invalid task")
+        assert result.error is not None and "a local sandbox has none" in result.error.message
 
 
 WRONG: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
@@ -174,6 +185,25 @@ open("a.bin", "wb").write(bytes(9))
         assert "a.bin" in told and "verifier_output:" in told
         page = await service.rollouts.messages(result.rollout_id)
         assert page.clamped and all(len(one.text) < 90 for one in page.messages)
+
+
+async def test_an_agent_that_says_what_cannot_be_written_down_does_not_cost_the_result() -> None:
+    program = r"""
+for text in ("half \\ud800", "nul \\u0000", "<script>"):
+    body = '{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "' + text + '"}]}]}'
+    request = urllib.request.Request(URL + "/v1/chat/completions", body.encode(), {"authorization": "Bearer " + KEY})
+    try: urllib.request.urlopen(request, timeout=30).read()
+    except urllib.error.HTTPError as error: print(error.code)
+sys.stdout.flush()
+os.write(1, b"\xff\xfe\x00")
+open(b"odd-\xff", "wb").write(b"x")
+os.symlink("/etc/passwd", "link")
+"""
+    async with served() as service:
+        result = await service.rollouts.run(service.asked(program))
+        assert (result.status, result.error) == ("finished", None) and result.turn_count >= 1
+        assert result.workdir_files == {}
+        assert (await service.rollouts.messages(result.rollout_id)).messages
 
 
 async def test_choices_of_the_caller_reach_the_session() -> None:
@@ -282,6 +312,31 @@ async def test_the_oldest_are_removed() -> None:
         assert (service.rollouts.left(second.rollout_id) / "work" / "x").exists()
 
 
+async def test_a_full_disk_costs_neither_events_nor_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, failed = Books.add, list[str]()
+
+    def add(self: Books, rollout: str, event: Event) -> None:
+        if event.kind in ("turn", "sealed") and event.kind not in failed:
+            failed.append(event.kind)
+            raise StoreError("the disk is full")
+        keep(self, rollout, event)
+
+    def write(self: Books, *_: object) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(Books, "add", add)
+    monkeypatch.setattr(Books, "write", write)
+    async with served() as service:
+        result = await service.rollouts.run(service.asked('ask("Hi")'))
+        events = await service.all_events(result.rollout_id)
+        seen = [event.seq for event in events if event.seq is not None]
+        assert failed == ["turn", "sealed"] and [event.kind for event in events].count("turn") == 1
+        assert seen == sorted(set(seen)) and [event.cursor for event in events] == list(range(1, len(events) + 1))
+        assert (result.status, result.turn_count) == ("finished", 1)
+        assert await service.rollouts.finalize(result.rollout_id) == result
+        assert len((await service.rollouts.messages(result.rollout_id)).messages) == 2
+
+
 # ── other modes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -328,14 +383,19 @@ async def test_a_callers_endpoint_observed_or_called_by_the_agent_itself(monkeyp
     monkeypatch.setenv("MARKED", "sk-marked-secret")
     async with theirs() as endpoint:
         host = endpoint.url.removeprefix("http://")
-        more = {"endpoints": {"openai://gpt": Endpoint(key_env="MARKED", model="gpt-x")}, "allowed_hosts": [host]}
+        more = {
+            "endpoints": {"openai://gpt": Endpoint(key_env="MARKED", model="gpt-x")},
+            "allowed_hosts": [host],
+            "running": 1,
+        }
         async with served(**more) as service:
             asked = service.asked(
                 'print(ask("this"))\nprint(os.environ)', model_key="openai://gpt", endpoint_url=endpoint.url
             )
             with pytest.raises(BadRequest, match="use observe"):
                 service.rollouts.start(service.asked(model_key="openai://gpt", mode="direct"))
-            observed = await service.rollouts.run(asked)
+            observed, other = await asyncio.gather(*map(service.rollouts.run, (asked, asked)))
+            assert other.status == "finished"  # one by one: its gateway was stopped and started again
             assert "Heard this." in observed.log_tails["stdout"] and observed.mode == "observe"
             assert [(turn.text, turn.capture, turn.logprobs) for turn in observed.turns] == [
                 ("Heard this.", "text", None)

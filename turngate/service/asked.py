@@ -127,7 +127,11 @@ class AskedSwe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """What types cannot say. The row itself is checked where its task is made."""
         if not self.task:
             raise BadRequest("task: is empty; give the fields of a row, instance_id, repo and so on", param="task")
-        if (size := len(msgspec.json.encode(self.task))) > MOST_ROW:
+        try:
+            size = len(msgspec.json.encode(self.task))
+        except UnicodeEncodeError:
+            raise BadRequest("task: holds characters that UTF-8 does not have", param="task") from None
+        if size > MOST_ROW:
             raise BadRequest(f"task: has {size:,} bytes, and at most {MOST_ROW:,} are taken", param="task")
         _common(self)
         return self

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from turngate.rollout.collect import spelled
 from turngate.service.clamped import Cut
 from turngate.service.config import Clamp
 from turngate.service.result import Captured, RolloutTurn, Said, SaidCall
@@ -95,23 +96,26 @@ class _Wire(msgspec.Struct, frozen=True):
 
     @property
     def thought(self) -> str:
-        return self.reasoning or self.reasoning_content or ""
+        return spelled(self.reasoning or self.reasoning_content or "")
 
     @property
     def text(self) -> str:
         """Parts are put together; what is no text is named."""
         if not isinstance(self.content, list):
-            return self.content or ""
+            return spelled(self.content or "")
         parts = [part if isinstance(part, dict) else {"text": str(part)} for part in self.content]
-        return "".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
+        texts = (str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
+        return spelled("".join(texts))
 
 
 def _calls(field: str, message: _Wire, cut: Cut) -> list[SaidCall]:
     return [
         SaidCall(
-            id=call.id,
-            name=call.function.name,
-            arguments=cut.middle(f"{field}.tool_calls[{n}].arguments", call.function.arguments, cut.clamp.text),
+            id=spelled(call.id),
+            name=spelled(call.function.name),
+            arguments=cut.middle(
+                f"{field}.tool_calls[{n}].arguments", spelled(call.function.arguments), cut.clamp.text
+            ),
         )
         for n, call in enumerate(message.tool_calls or ())
     ]
@@ -142,7 +146,7 @@ def messages(view: Viewed) -> list[Said]:
                     text=message.text,
                     reasoning=message.thought,
                     tool_calls=_calls("", message, whole),
-                    tool_call_id=message.tool_call_id or "",
+                    tool_call_id=spelled(message.tool_call_id or ""),
                     finish_reason=whose.finish if sampled and whose is not None else "",
                     sampled=sampled,
                 )

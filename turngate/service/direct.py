@@ -25,7 +25,18 @@ _SILENCE_S = 600.0
 _LARGEST = 64 * 1024 * 1024
 _OURS = {GATEWAY: "1"}  # a relay takes a reply without it for a dead tunnel's, and tries again
 _KEYS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
-_HOP = ("host", "content-length", "transfer-encoding", "connection", "keep-alive", "te", "upgrade", "expect")
+_COUNTS = ("/count_tokens", ":countTokens")  # calls that sample nothing
+_HOP = (
+    "host",
+    "accept-encoding",
+    "content-length",
+    "transfer-encoding",
+    "connection",
+    "keep-alive",
+    "te",
+    "upgrade",
+    "expect",
+)
 _HANDED_ON = ("content-type", "retry-after", "request-id", "x-request-id", "x-should-retry")
 
 
@@ -56,7 +67,7 @@ class Forwarder:
             for name, value in request.headers.items()
             if name.lower() not in (*_KEYS, *_HOP) and not name.lower().startswith("x-turngate")
         }
-        self.calls += request.method == "POST"
+        self.calls += request.method == "POST" and not request.path.endswith(_COUNTS)
         url = self.target(request.path) + (f"?{request.query_string}" if request.query_string else "")
         try:
             async with self._http.request(
@@ -73,7 +84,8 @@ class Forwarder:
         """The URL that takes calls, as long as the block runs."""
         app = web.Application(client_max_size=_LARGEST)
         app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A call whose agent has gone is ended at the endpoint too.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=_SILENCE_S)
         async with aiohttp.ClientSession(timeout=limit, cookie_jar=aiohttp.DummyCookieJar()) as self._http:
             await runner.setup()
@@ -94,9 +106,13 @@ async def _handed_on(request: web.Request, reply: aiohttp.ClientResponse) -> web
     kept = {name: reply.headers[name] for name in _HANDED_ON if name in reply.headers}
     response = web.StreamResponse(status=reply.status, headers={**kept, **_OURS})
     await response.prepare(request)
-    async for piece in reply.content.iter_any():
-        await response.write(piece)
-    await response.write_eof()
+    try:
+        async for piece in reply.content.iter_any():
+            await response.write(piece)
+        await response.write_eof()
+    except (aiohttp.ClientError, TimeoutError, OSError):  # cut short, and so it is for the agent
+        if request.transport is not None:
+            request.transport.abort()
     return response
 
 

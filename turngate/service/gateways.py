@@ -73,6 +73,7 @@ class Gateways:
         self._opened = opened
         self._kept: dict[str, _Kept] = {}
         self._users: Counter[str] = Counter()
+        self._stopping: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def reached(self, choice: Choice) -> AsyncIterator[Reached]:
@@ -86,7 +87,7 @@ class Gateways:
             if not self._users[place]:
                 del self._users[place]
                 if choice.own and (kept := self._kept.pop(place, None)) is not None:
-                    await _stopped(kept)
+                    await self._stopped_at(place, kept)
 
     async def _reach(self, choice: Choice) -> Reached:
         kept = self._kept.get(choice.place)
@@ -96,7 +97,16 @@ class Gateways:
             kept = self._kept[choice.place] = _Kept(lambda own: self._hold(choice, own))
         return await asyncio.shield(kept.ready)
 
+    async def _stopped_at(self, place: str, kept: _Kept) -> None:
+        """Whoever comes next waits for this: two gateways cannot have one folder."""
+        stopping = self._stopping[place] = asyncio.create_task(_stopped(kept))
+        await asyncio.wait([stopping])
+        if self._stopping.get(place) is stopping:
+            del self._stopping[place]
+
     async def _hold(self, choice: Choice, kept: _Kept) -> None:
+        if (stopping := self._stopping.get(choice.place)) is not None:
+            await asyncio.wait([stopping])
         async with AsyncExitStack() as stack:
             kept.ready.set_result(await self._open(choice, stack))
             await kept.stop.wait()
@@ -129,7 +139,7 @@ class Gateways:
         return await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
 
     async def close(self) -> None:
-        await asyncio.gather(*(_stopped(kept) for kept in self._kept.values()))
+        await asyncio.gather(*(_stopped(kept) for kept in self._kept.values()), *self._stopping.values())
         self._kept.clear()
 
 

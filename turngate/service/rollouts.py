@@ -37,6 +37,7 @@ from turngate.agents.spec import AgentSpec
 from turngate.engines.base import Engine
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError, TurngateError
 from turngate.rollout.client import GatewayClient, Refused
+from turngate.rollout.collect import spelled
 from turngate.rollout.gates import Bounds, Gates
 from turngate.rollout.one import Rollout
 from turngate.rollout.outcome import Outcome, Status
@@ -88,7 +89,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._engines = dict(engines or {})
         self._live: dict[str, Live] = {}
         self._lives: set[asyncio.Task[None]] = set()
-        self._ended: dict[str, RolloutState] = {}  # by id, oldest first
+        self._ended: dict[str, RolloutState] = {}  # in the order in which they did
         self._places: dict[str, str] = {}  # of their gateways
         self._lost: dict[str, list[str]] = {}  # sessions that may still be open, by their gateway's place
         self._unwritten: dict[str, tuple[RolloutResult, list[Said]]] = {}  # where the disk was full
@@ -232,7 +233,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         if live is None:
             return self._known(rollout)
         if live.aborted is None and live.work is not None and not live.work.done():
-            live.aborted = reason[:1000]
+            live.aborted = spelled(reason[:1000])
             self._tell(live, "abort", {"reason": live.aborted})
             live.work.cancel()
         await live.over.wait()
