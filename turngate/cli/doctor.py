@@ -35,11 +35,7 @@ class Report(msgspec.Struct, frozen=True):
 def examined(given: Mapping[str, Any]) -> bool:
     """Print the findings; False if one is a failure."""
     subject = _subject(given)
-    only = tuple(given["only"] or ())
-    names = [check.name for check in CHECKS]
-    for name in only:
-        if name not in names:
-            raise ConfigError(f"only: there is no check {name!r}{suggestion(name, names)}", param="only")
+    only = _only(given)
     with logs.begun("text", logging.ERROR):  # what is wrong is a finding; the parts' own warnings would say it twice
         findings = asyncio.run(examine(subject, only))
     passed = not any(finding.state == "failure" for finding in findings)
@@ -49,6 +45,21 @@ def examined(given: Mapping[str, Any]) -> bool:
     else:
         _tell(findings)
     return passed
+
+
+def _only(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The checks that were named, each of them one that there is something to look at for."""
+    checks = {check.name: check for check in CHECKS}
+    for name in given["only"] or ():
+        if name not in checks:
+            raise ConfigError(f"only: there is no check {name!r}{suggestion(name, list(checks))}", param="only")
+        if checks[name].where == "gateway" and not given["gateway"]:
+            raise ConfigError(f"only: {name!r} is of a gateway that runs; give --gateway URL, too", param="only")
+        if checks[name].where == "here" and given["gateway"]:
+            raise ConfigError(
+                f"only: {name!r} is of the machine that serves; leave out --gateway, and look there", param="only"
+            )
+    return tuple(given["only"] or ())
 
 
 def _subject(given: Mapping[str, Any]) -> Subject:
