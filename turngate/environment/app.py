@@ -22,12 +22,16 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Seque
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.mcp_types import CallToolAction
 from openenv.core.env_server.types import ConcurrencyConfig
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from turngate.environment.environment import NAME, TurngateEnvironment, offered
 from turngate.environment.models import ReadyObservation, TurngateObservation, TurngateState
@@ -69,9 +73,15 @@ def create(service: Path | None = None) -> FastAPI:
     app.state.service = thread
     app.router.on_startup.append(functools.partial(asyncio.to_thread, thread.start))
     app.router.on_shutdown.append(functools.partial(asyncio.to_thread, thread.stop))
-    if key := os.environ.get(KEY, "").strip():
-        app.add_middleware(Locked, key=key)
+    app.add_exception_handler(TurngateError, _told)
+    app.add_middleware(Door, key=os.environ.get(KEY, "").strip())
     return app
+
+
+async def _told(request: Request, error: Exception) -> JSONResponse:
+    """What `POST /reset` and the like raise: OpenEnv's server answers errors of sockets and tools itself."""
+    assert isinstance(error, TurngateError)
+    return JSONResponse({"detail": error.message, "param": error.param}, error.status)
 
 
 def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None = None) -> None:
@@ -131,11 +141,7 @@ def _sessions() -> int:
 
 def _guard(host: str, is_open: bool) -> None:
     """Whoever can call this server can run programs in its sandboxes, at its owner's cost."""
-    try:
-        near = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        near = host == "localhost"
-    if not (near or is_open or os.environ.get(KEY, "").strip()):
+    if not (_is_near(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
             f"host: {host} can be reached from elsewhere; set {KEY}, or give --open where something else keeps strangers out "
             "(a private Space, a proxy that asks for a login)",
@@ -143,24 +149,40 @@ def _guard(host: str, is_open: bool) -> None:
         )
 
 
-class Locked:
-    """Lets nobody through but with the key, to anything but `/health`."""
+class Door:
+    """Who may come in. With a key: whoever has it, and anybody to `/health`. Without: programs, and our own pages, but no page of another
+    site in a browser of this machine, which could otherwise reach what listens here only."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
         self._app = app
-        self._key = f"Bearer {key}".encode()
+        self._key = f"Bearer {key}".encode() if key else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health" or self._fits(scope):
+        why = "" if scope["type"] == "lifespan" or scope["path"] == "/health" else self._refusal(scope)
+        if not why:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "the key is missing or wrong"})
+            await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:
-            body = b'{"detail": "the key is missing or wrong; send it as \'Authorization: Bearer ...\'"}'
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await JSONResponse({"detail": why}, 401 if self._key else 403)(scope, receive, send)
 
-    def _fits(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return secrets.compare_digest(given, self._key)
+    def _refusal(self, scope: Scope) -> str:
+        headers = Headers(scope=scope)
+        if self._key:
+            given = headers.get("authorization", "").encode("utf-8", "surrogatepass")
+            right = secrets.compare_digest(given, self._key)
+            return "" if right else "the key is missing or wrong; send it as 'Authorization: Bearer …'"
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return "Origin: pages of other sites may not call this server"
+        if _is_near((scope.get("server") or ("",))[0]) and not _is_near(urlsplit(f"//{host}").hostname or ""):
+            return f"Host: this is not a name of this machine; behind a proxy, set {KEY}"
+        return ""
+
+
+def _is_near(host: str) -> bool:
+    """Whether that is this machine, and can be nothing else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

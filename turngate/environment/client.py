@@ -36,7 +36,7 @@ from turngate.service.catalog import EndpointView
 from turngate.service.result import EventPage, Listing, Messages, RolloutResult, RolloutState
 from turngate.types import Json
 
-WAIT_S = 20.0  # of one question whether a rollout has ended; below the time limits of clients and proxies
+WAIT_S = 5.0  # of one question whether a rollout has ended: other callers of this client wait as long
 TRIES = 5  # at a server that cannot be reached, before a rollout that is waited for is given up
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -205,10 +205,10 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
 
     async def wait_for(self, rollout_id: str) -> RolloutResult:
         """Its result, when it has ended. Over lost connections too."""
-        failed = 0
+        failed, wait_s = 0, min(WAIT_S, self._message_timeout / 2)
         while True:
             try:
-                result = await self.finalize_rollout(rollout_id, WAIT_S)
+                result = await self.finalize_rollout(rollout_id, wait_s)
             except (ConnectionClosed, OSError, TimeoutError):
                 failed += 1
                 if failed == TRIES:

@@ -175,6 +175,9 @@ async def test_what_is_no_tool_and_no_action(url: str) -> None:
         assert told.error.error_type == "tool_not_found" and "did you mean run_rollout?" in told.error.message
         with pytest.raises(RuntimeError, match="split: reset has no such argument"):
             await env.reset(split="train")
+    async with httpx.AsyncClient() as http:
+        refused = await http.post(f"{url}/reset", json={"split": "train"})
+        assert refused.status_code == 400 and refused.json()["param"] == "split"
     async with GenericEnvClient(base_url=url) as plain:
         with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
             await plain.step({"message": "hello"})
@@ -250,6 +253,18 @@ async def test_a_step_with_a_time_limit_is_answered_in_time(url: str) -> None:
         assert not told["done"] and told["reward"] is None and told["observation"]["status"] in ("queued", "running")
     async with TurngateEnv(url) as env:
         assert (await env.abort_rollout(told["observation"]["rollout_id"])).status == "cancelled"
+
+
+async def test_pages_of_other_sites_are_refused(url: str) -> None:
+    """A browser on this machine would carry them here."""
+    here = url.removeprefix("http://")
+    async with httpx.AsyncClient() as http:
+        for headers in ({"origin": "https://example.org"}, {"origin": "null"}, {"host": "example.org"}):
+            refused = await http.get(f"{url}/schema", headers=headers)
+            assert refused.status_code == 403 and next(iter(headers)) in refused.json()["detail"].lower()
+        assert (await http.get(f"{url}/schema", headers={"origin": f"http://{here}"})).status_code == 200
+    with pytest.raises(ConnectionError):
+        await TurngateEnv(url, headers={"Origin": "https://example.org"}).connect()
 
 
 # ── the server ──────────────────────────────────────────────────────────────────────────────────────────────────────
