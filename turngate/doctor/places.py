@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from turngate.agents.install import NODE_AT_LEAST, Installed, ensure, missing
+from turngate.agents.install import NODE_AT_LEAST, Installed, ensure, missing, node_here
 from turngate.agents.spec import AgentSpec, catalog, find
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.doctor.subject import Subject
@@ -33,10 +33,14 @@ def _agent(spec: AgentSpec, named: bool) -> Seen:
     if not (made.npm or made.pip):
         return unchecked(f"{spec.name}: has to be in the sandbox", f"turngate agents check {spec.name}")
     if made.npm and platform.libc_ver()[0] != "glibc":
-        return failure(
-            f"{spec.name}: needs glibc, and this machine has another C library", "use a Debian or Ubuntu machine"
+        bad = failure if named else warning
+        return bad(
+            f"{spec.name}: needs glibc, and this machine has another C library", "use Debian, Ubuntu or the like"
         )
-    if (why := missing(spec)) is not None:
+    why = missing(spec)
+    if why is None and made.npm and node_here() is None:
+        why = f"{spec.name}: Node {NODE_AT_LEAST} is not there"
+    if why is not None:
         # Nothing is installed by looking.
         mend = f"turngate agents install {spec.name} (its first run does it too, and needs the network)"
         return warning(why, mend) if named else unchecked(why, mend)
