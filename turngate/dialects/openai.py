@@ -13,6 +13,7 @@ PASSED = ("openai-beta",)  # headers that go along to the provider
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
     413: "invalid_request_error",

@@ -1,0 +1,41 @@
+"""What is kept of logs with an outcome, for those who look at what went wrong: their ends, and no secret in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.kit import say
+from tests.rollout.kit import staged
+from tests.rollout.test_judge import asked
+from tests.server.test_page import entered, told
+
+PROGRAM = """
+ask("Hi")
+import sys
+print("begun " + "x" * 9000 + " the end of stdout")
+print({key: value for key, value in os.environ.items()}, file=sys.stderr)
+sys.exit(3)
+"""
+TEST = """
+echo "the verifier says 41"; echo "Authorization: Bearer abcdefgh12345678"
+mkdir -p "$TURNGATE_LOGS/verifier"; echo 0 > "$TURNGATE_LOGS/verifier/reward.txt"
+"""
+
+
+async def test_the_ends_of_logs_are_seen_and_no_secret_in_them(tmp_path: Path) -> None:
+    env = {"PROVIDER_API_KEY": "marked-secret-0001", "MODE": "ordinary-value-0002"}
+    async with staged([say("Hello.")] * 3) as stage:
+        outcome = await stage.run(task=asked(tmp_path, PROGRAM, TEST), env=env)
+        client = await entered(stage.gateway)
+        header = await told(client, f"rollouts/{outcome.session}")
+        assert header["rollout"]["class"] == "graded" and header["outcome"]["data"]["exit_code"] == 3
+        logs = header["logs"]
+        assert logs["stdout"].endswith("the end of stdout\n") and len(logs["stdout"]) <= 4000
+        assert "the verifier says 41" in logs["verifier"] and "ordinary-value-0002" in logs["stderr"]
+        events = (await stage.gateway.admin.get("/admin/events", params={"wait": "0"})).text
+        shown = (await stage.gateway.admin.get(f"/admin/sessions/{outcome.session}")).text
+        for text in (*logs.values(), events, shown):
+            assert "marked-secret-0001" not in text and "abcdefgh12345678" not in text
+            assert not re.search(r"tga?-[\w-]{20,}", text) and stage.gateway.app.admin_key not in text
+        assert header["stages"][0]["stage"] == "sandbox" and all(one["seconds"] is not None for one in header["stages"])
