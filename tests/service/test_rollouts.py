@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from tests.kit import calls, say, until
-from tests.service.kit import KEY, served
+from tests.service.kit import KEY, Service, served
 from tests.service.test_config import ROW
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
@@ -379,50 +379,58 @@ async def theirs() -> AsyncIterator[Theirs]:
         await runner.cleanup()
 
 
-async def test_a_callers_endpoint_observed_or_called_by_the_agent_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MARKED", "sk-marked-secret")
+SECRET = "sk-marked-secret"
+SHOW = 'print(ask("this"))\nprint(os.environ, open("/proc/self/environ").read())'
+
+
+def kept_on_disk(service: Service) -> list[str]:
+    """Files of the service that hold the secret."""
+    files = [path for path in service.data.rglob("*") if path.is_file()]
+    return [path.name for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("MARKED", SECRET)
+    return {"model": "gpt-x", "key_env": "MARKED"}
+
+
+async def test_an_endpoint_of_the_catalog_is_observed_with_its_key(hosted: dict[str, Any]) -> None:
     async with theirs() as endpoint:
-        host = endpoint.url.removeprefix("http://")
-        more = {
-            "endpoints": {"openai://gpt": Endpoint(key_env="MARKED", model="gpt-x")},
-            "allowed_hosts": [host],
-            "running": 1,
-        }
-        async with served(**more) as service:
-            asked = service.asked(
-                'print(ask("this"))\nprint(os.environ)', model_key="openai://gpt", endpoint_url=endpoint.url
-            )
+        async with served(endpoints={"openai://gpt": Endpoint(url=endpoint.url, **hosted)}) as service:
             with pytest.raises(BadRequest, match="use observe"):
                 service.rollouts.start(service.asked(model_key="openai://gpt", mode="direct"))
-            observed, other = await asyncio.gather(*map(service.rollouts.run, (asked, asked)))
-            assert other.status == "finished"  # one by one: its gateway was stopped and started again
-            assert "Heard this." in observed.log_tails["stdout"] and observed.mode == "observe"
-            assert [(turn.text, turn.capture, turn.logprobs) for turn in observed.turns] == [
+            result = await service.rollouts.run(service.asked(SHOW, model_key="openai://gpt"))
+            assert "Heard this." in result.log_tails["stdout"] and SECRET not in result.log_tails["stdout"]
+            assert [(turn.text, turn.capture, turn.logprobs) for turn in result.turns] == [
                 ("Heard this.", "text", None)
             ]
-            direct = await service.rollouts.run(
-                service.asked(
-                    'print(ask("that"))',
-                    model_key="openai://gpt",
-                    endpoint_url=endpoint.url,
-                    mode="black_box",
-                    test_script="true",
-                )
-            )
+            assert (result.mode, result.capture, result.turns[0].sampled_tokens) == ("observe", "text", None)
+            assert kept_on_disk(service) == []
+        assert {headers["authorization"] for headers in endpoint.headers} == {f"Bearer {SECRET}"}
+
+
+async def test_a_callers_endpoint_is_observed_or_called_by_the_agent_and_gets_no_key(hosted: dict[str, Any]) -> None:
+    async with theirs() as endpoint:
+        host = endpoint.url.removeprefix("http://")
+        theirs_is = {"model_key": "openai://gpt", "endpoint_url": endpoint.url}
+        policy = {"endpoints": {"openai://gpt": Endpoint(**hosted)}, "allowed_hosts": [host], "running": 1}
+        async with served(**policy) as service:
+            # One by one: its gateway is stopped, and started again.
+            observed = await asyncio.gather(*(service.rollouts.run(service.asked(SHOW, **theirs_is)) for _ in range(2)))
+            assert [(one.status, one.mode, one.turn_count) for one in observed] == [("finished", "observe", 1)] * 2
+            that = service.asked('print(ask("that"))', mode="black_box", test_script="true", **theirs_is)
+            direct = await service.rollouts.run(that)
             assert direct.log_tails == {"stdout": "Heard that.\n"} and (direct.mode, direct.reward) == ("direct", 1.0)
             assert (direct.turns, direct.turn_count, direct.capture, direct.session) == ([], 0, "none", "")
             assert any("nothing was recorded" in note and "1 calls" in note for note in direct.notes)
             kinds = {event.kind for event in await service.all_events(direct.rollout_id)}
             assert kinds == {"queued", "started", "stage", "ended"}
             endpoint.redirects = True
-            moved = await service.rollouts.run(
-                service.asked('ask("that")', model_key="openai://gpt", endpoint_url=endpoint.url, mode="direct")
-            )
+            moved = await service.rollouts.run(service.asked('ask("that")', mode="direct", **theirs_is))
             assert moved.status == "failed" and "redirects are not followed" in moved.log_tails["stderr"]
-        assert len(endpoint.headers) >= 3
-        assert not any("sk-marked-secret" in value for headers in endpoint.headers for value in headers.values())
-        assert not any("authorization" in headers for headers in endpoint.headers)
-        assert "sk-marked-secret" not in observed.log_tails["stdout"]
+        assert len(endpoint.headers) >= 4 and not any("authorization" in headers for headers in endpoint.headers)
+        assert not any(SECRET in value for headers in endpoint.headers for value in headers.values())
 
 
 async def test_in_gate_mode_a_trainer_answers() -> None:
