@@ -48,7 +48,7 @@ _STYLE = """
 .tg-turn{border-left:2px solid rgba(127,127,127,.35);padding-left:8px}
 .tg-text{white-space:pre-wrap;overflow-wrap:anywhere;margin:2px 0;padding:3px 6px;background:rgba(127,127,127,.1);
 border-radius:3px;font:12px/1.6 ui-monospace,monospace;max-height:420px;overflow:auto}
-.tg-heard{background:rgba(60,120,215,.12)}
+.tg-heard{background:rgba(60,120,215,.12);max-height:150px}
 .tg-text i{font-style:normal;border-radius:2px}
 .tg-u{outline:1px dotted rgba(127,127,127,.9)}
 """

@@ -11,9 +11,10 @@ rollouts go on while the caller computes. Ctrl-C, or a kernel's interrupt, ends 
 
 from __future__ import annotations
 
-import atexit
+import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -23,6 +24,8 @@ from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
 from turngate.api.thread import LoopThread
 from turngate.api.watching import Board, Screen
+
+_OPEN: set[BlockingClient] = set()  # until they are closed, by whoever opened them or when Python ends
 
 
 class BlockingClient:
@@ -37,7 +40,8 @@ class BlockingClient:
         except BaseException:
             self._loop.close()
             raise
-        atexit.register(self.close)
+        _at_exit()
+        _OPEN.add(self)
 
     def __enter__(self) -> BlockingClient:
         return self
@@ -49,7 +53,7 @@ class BlockingClient:
 
     def close(self) -> None:
         """End what still runs, and everything else. As often as one likes."""
-        atexit.unregister(self.close)
+        _OPEN.discard(self)
         if not self._loop.closed:
             self._loop.run(self._client.__aexit__(None, None, None))
             self._loop.close()
@@ -88,6 +92,20 @@ class BlockingClient:
             if found is None:
                 return
             yield found
+
+
+@cache
+def _at_exit() -> None:
+    """Whatever is open when Python ends is closed: once. `atexit` would be too late: no thread pool takes work by then, and a sandbox
+    is not removed without. So it is said where thread pools say it themselves, and after they have: last in, first out."""
+    import concurrent.futures.thread  # noqa: F401
+
+    threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+
+def _close_all() -> None:
+    for client in list(_OPEN):
+        client.close()
 
 
 class BlockingRunning:

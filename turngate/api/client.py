@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
@@ -324,23 +324,34 @@ class Client:
             raise BadRequest("client: is not open; use it as `async with Client(…) as client`", param="client")
         return self._rollouts
 
-    @asynccontextmanager
-    async def _shown(self, board: Board, progress: bool | None) -> AsyncIterator[None]:
-        """Looks at what runs every now and then, and shows it where that is wanted."""
-        with Screen(board, progress) as screen:
-            looking = asyncio.create_task(self._look(board, screen))
-            try:
-                yield
-            finally:
-                looking.cancel()
-                with suppress(asyncio.CancelledError):
-                    await looking
+    def _shown(self, board: Board, progress: bool | None) -> _Shown:
+        return _Shown(self._open, board, progress)
 
-    async def _look(self, board: Board, screen: Screen) -> None:
+
+class _Shown:
+    """Looks at what runs every now and then, and shows it where that is wanted."""
+
+    def __init__(self, rollouts: Rollouts, board: Board, progress: bool | None) -> None:
+        self._rollouts = rollouts
+        self._board = board
+        self._screen = Screen(board, progress)
+        self._looking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._screen.__enter__()
+        self._looking = asyncio.create_task(self._look())
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._looking is not None
+        self._looking.cancel()
+        await asyncio.wait([self._looking])
+        self._screen.__exit__()
+
+    async def _look(self) -> None:
         while True:
-            for rollout in board.followed:
-                board.put(self._open.state(rollout))
-            screen.refresh()
+            for rollout in self._board.followed:
+                self._board.put(self._rollouts.state(rollout))
+            self._screen.refresh()
             await asyncio.sleep(OFTEN_S)
 
 
@@ -462,5 +473,4 @@ async def _next(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) ->
 
 
 async def _over(workers: list[asyncio.Task[None]]) -> None:
-    if workers:
-        await asyncio.wait(workers)
+    await asyncio.gather(*workers, return_exceptions=True)

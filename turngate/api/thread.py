@@ -56,14 +56,22 @@ class LoopThread:
         return ended.result()
 
     def close(self) -> None:
-        """To be called when nothing runs in it any more. As often as one likes."""
+        """Whatever still runs in it is cancelled. As often as one likes."""
         if self.closed:
             return
+        self.run(_cancelled())
         self.run(self._loop.shutdown_asyncgens())
         self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancelled() -> None:
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
 
 
 def _begin(
