@@ -86,6 +86,7 @@ def check(n: int, result: RolloutResult, events: list[Event]) -> None:
     assert events[0].kind == "queued" and [event.kind for event in events].count("ended") == 1
     assert events[-1].kind == "ended" and events[-1].data["status"] == result.status
     assert abs(result.wall_s - (events[-1].time - events[0].time)) < 1  # by another clock
+    assert "queued" in result.seconds and sum(result.seconds.values()) < result.wall_s + 0.5
     if n % 3 or result.status == "finished":
         assert (result.status, result.reward, result.turn_count) == ("finished", 1.0, 2), result
         assert [turn.text for turn in result.turns] == ["Hello.", "Bye."]

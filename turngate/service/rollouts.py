@@ -354,7 +354,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await asyncio.wait([ending])
         if (error := ending.exception()) is not None:
             state, self._unwritten[live.id] = endings.broken(live, error)
-            self._end(live, state)
+            self._end(live, state, time.time())
         await self._removed_oldest()
 
     async def _finished(self, live: Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
@@ -370,8 +370,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         state = endings.settled(live, work, outcome, failed_at)
         folder, clamp = self._store.left(live.id), self.config.clamp
         result = await asyncio.to_thread(report.ended, state, outcome, view, folder, clamp, live.notes)
-        state = msgspec.structs.replace(state, wall_s=live.wall_s())
-        seconds = {**live.seconds, **(outcome.seconds if outcome is not None else {})}
+        state, over_at = msgspec.structs.replace(state, wall_s=live.wall_s()), time.time()
+        seconds = {"queued": state.wall_s, **live.seconds, **(outcome.seconds if outcome is not None else {})}
         stop = result.stop if live.aborted is None or state.status != "cancelled" else f"aborted: {live.aborted}"
         result = msgspec.structs.replace(result, wall_s=state.wall_s, seconds=seconds, stop=stop.removesuffix(": "))
         try:
@@ -382,12 +382,12 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await asyncio.to_thread(self._store.clear_inputs, live.id)
         if not self.config.keep_work:
             await asyncio.to_thread(self._store.clear_work, live.id)
-        self._end(live, state)
+        self._end(live, state, over_at)
 
-    def _end(self, live: Live, state: RolloutState) -> None:
-        """The last word about it."""
+    def _end(self, live: Live, state: RolloutState, at: float) -> None:
+        """The last word about it. `at`: the time of day at which it was over."""
         facts = {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
-        self._tell(live, "ended", facts)
+        self._tell(live, "ended", facts, at=at)
         self._ended[live.id] = msgspec.structs.replace(state, cursor=live.cursor)
         self._places[live.id] = live.choice.place
         with _logged(live.id):
