@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,12 @@ def ordered(given: Mapping[str, Any]) -> None:
     rollouts = Rollouts(config)
     allow_many_connections()
     to = console(stderr=True)
+    if place is None and sys.stdin.isatty():
+        say(
+            to,
+            "This speaks MCP on stdin and stdout, to a client that starts it; for others there is --http. Ctrl-D ends it.",
+            "dim",
+        )
     # Who is told to end ends well: that is no failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = stdio.serve(rollouts) if place is None else http.serve(rollouts, place)
