@@ -30,7 +30,9 @@ ROW = {
 async def test_a_rollout_step_by_step(server: kit.Server, folder: Path) -> None:
     gate = folder / "gate"
     async with at(server) as client:
-        [small, hosted] = (await called(client, "list_endpoints"))["endpoints"]
+        catalog = await called(client, "list_endpoints")
+        assert catalog["agents"] == ["shell"]
+        [small, hosted] = catalog["endpoints"]
         assert (small["key"], small["modes"], small["capture"]) == (MODEL, ["exact", "gate"], "tokens")
         assert (hosted["key"], hosted["key_is_set"]) == ("openai://hosted", False)
 

@@ -30,7 +30,7 @@ from turngate.service.rollouts import Rollouts
 PATH = "/mcp"
 KEY = "TURNGATE_MCP_KEY"
 KEY_FILE = "mcp-key"
-MOST_BYTES = 96 * 1024 * 1024  # of a request: files to upload are in it
+MOST_BYTES = 64 * 1024 * 1024  # of a request: files to upload are in it
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 log = logging.getLogger("turngate")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from turngate.errors import BadRequest
-from turngate.service.asked import AnyAsked, Asked, AskedSwe, read
+from turngate.service.asked import Asked, AskedSwe, read
 from turngate.service.catalog import EndpointView
 from turngate.service.result import EventPage, Listing, Messages, RolloutResult, RolloutState
 from turngate.types import Json
@@ -33,7 +33,7 @@ ABOUT: Mapping[str, str] = {
     "test_script": "A bash script that grades the agent's work in a fresh sandbox, in a copy of the working folder: exit code 0 is "
     "reward 1, 1 is 0. Or it writes a number into $TURNGATE_LOGS/verifier/reward.txt. Without a script there is no reward.",
     "task_id": "Your name for the task. By default one that follows from the instruction.",
-    "agent": "The agent that works on it, one of those that the server allows. By default the server's.",
+    "agent": "The agent that works on it: one that list_endpoints names. By default the first of them.",
     "setup_shell": "Shell commands that are run in the working folder before the agent starts.",
     "upload_files": 'Files for the working folder: path below it → text, or {"base64": "…"} for what is not text.',
     "thinking": "Whether the model thinks before it answers. By default as its chat template has it.",
@@ -107,9 +107,10 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """The endpoints that a rollout can be asked for with."""
+    """The endpoints that a rollout can be asked for with, and the agents, the default first."""
 
     endpoints: list[EndpointView]
+    agents: list[str]
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +162,7 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
 # ── what each does ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _asked(arguments: Arguments) -> AnyAsked:
+def _asked(arguments: Arguments) -> Asked | AskedSwe:
     """Of start_rollout, which takes either."""
     if "task" not in arguments:
         return read(arguments, Asked)
@@ -231,7 +232,7 @@ async def _list(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> Listing
 
 async def _endpoints(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> Endpoints:
     read(arguments, ListEndpoints)
-    return Endpoints(rollouts.catalog())
+    return Endpoints(rollouts.catalog(), list(rollouts.agents()))
 
 
 TOOLS: Mapping[str, Tool] = {
@@ -327,7 +328,7 @@ TOOLS: Mapping[str, Tool] = {
         Tool(
             name="list_endpoints",
             title="The models that there are",
-            about="The server's catalog: the keys for model_key, and what each endpoint supports.",
+            about="The server's catalog: the keys for model_key, and what each endpoint supports. And the agents that may be used.",
             takes=(ListEndpoints,),
             gives=Endpoints,
             call=_endpoints,
