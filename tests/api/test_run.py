@@ -88,11 +88,11 @@ def test_a_group_is_compared_with_itself(client: tg.BlockingClient) -> None:
 
 
 def test_a_batch_takes_rows_and_keeps_their_order(client: tg.BlockingClient, tmp_path: Path) -> None:
-    rows = [{"id": f"row-{n}", "instruction": program(f"time.sleep({0.4 - n / 5}); ask('Hi')")} for n in range(3)]
-    assert [one.task_id for one in client.batch(rows).all()] == ["row-0", "row-1", "row-2"]
+    rows = [{"id": f"row-{n}", "instruction": program(f"time.sleep({0.5 - n / 2}); ask('Hi')")} for n in range(2)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert {one.task_id for one in client.batch(tmp_path / "rows.jsonl")} == {"row-0", "row-1", "row-2"}
-    assert client.run(f"{tmp_path}/rows.jsonl#row-1").task_id == "row-1"
+    assert [one.task_id for one in client.batch(tmp_path / "rows.jsonl").all()] == ["row-0", "row-1"]
+    wanted = [rows[1], f"{tmp_path}/rows.jsonl#row-1", f"{tmp_path}/rows.jsonl#2"]
+    assert [one.task_id for one in client.batch(wanted)] == ["row-1"] * 3
 
 
 def test_what_goes_wrong_with_a_task_is_a_result(client: tg.BlockingClient) -> None:
@@ -127,13 +127,14 @@ async def test_with_await_and_without_it_inside_a_running_loop(tmp_path: Path, t
 async def test_results_come_as_they_are_ready_and_two_models_do_not_meet(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     one, other = scripted(tmp_path, ["One."]), scripted(tmp_path / "other", ["Other."])
-    seen = [result.turns[0].text async for result in tg.group(WRITES, n=2, model=one, **AGENT)]
-    assert seen == ["One.", "One."]
-    both = await asyncio.gather(
-        *(tg.run(WRITES, model=model, data=tmp_path / "data" / str(n), **AGENT) for n, model in enumerate((one, other)))
-    )
-    assert [result.turns[0].text for result in both] == ["One.", "Other."]
-    assert both[0].work is not None and (both[0].work / "out.txt").read_text() == "One."  # where a folder was given
+
+    async def grouped() -> list[str]:
+        return [result.turns[0].text async for result in tg.group(WRITES, n=2, model=one, **AGENT)]
+
+    apart = tg.run(WRITES, model=other, data=tmp_path / "data", **AGENT)
+    texts, result = await asyncio.gather(grouped(), apart)
+    assert texts == ["One.", "One."] and result.turns[0].text == "Other."
+    assert result.work is not None and (result.work / "out.txt").read_text() == "Other."  # where a folder was given
 
 
 async def test_being_cancelled_ends_the_agent_and_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
@@ -145,35 +146,43 @@ async def test_being_cancelled_ends_the_agent_and_leaves_nothing(tmp_path: Path,
     assert processes(NAP) == [] and left(temporary) == []
 
 
-def test_an_interrupt_ends_the_agent_and_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
-    """In a process of its own, as Ctrl-C in a script and the interrupt of a kernel are."""
+@pytest.mark.parametrize("how", ["interrupted", "forgotten"])
+def test_a_script_that_is_interrupted_or_ends_too_early_leaves_nothing(
+    tmp_path: Path, temporary: Path, how: str
+) -> None:
+    """In a process of its own, as Ctrl-C is."""
     nap = NAP.replace("66", "67", 1)
-    script = f"""
-        import turngate as tg
-        program = {program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{nap}'])")!r}
+    file = tmp_path / "script.py"
+    sleeps = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{nap}'])")
+    begun = f"import turngate as tg\nclient = tg.open({scripted(tmp_path, ['Hello.'])!r}, **{AGENT!r})\n"
+    if how == "interrupted":
+        rest = f"""
+            try:
+                client.run({sleeps!r})
+            except KeyboardInterrupt:
+                print("interrupted")
+        """
+    else:
+        rest = f"""
+            results = iter(client.batch([{WRITES!r}, {sleeps!r}]))
+            next(results)
+            print("forgotten")
+        """
+    file.write_text(begun + dedent(rest))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    with subprocess.Popen(
+        [sys.executable, str(file)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
         try:
-            tg.run_sync(program, model={scripted(tmp_path, ["Hello."])!r}, **{AGENT!r})
-        except KeyboardInterrupt:
-            print("interrupted")
-    """
-    (tmp_path / "script.py").write_text(dedent(script))
-    child = subprocess.Popen(
-        [sys.executable, str(tmp_path / "script.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        end = time.monotonic() + 40
-        while not processes(f"sleep\0{nap}"):
-            assert child.poll() is None and time.monotonic() < end, child.communicate()[0]
-            time.sleep(0.05)
-        child.send_signal(signal.SIGINT)
-        assert (child.communicate(timeout=40)[0], child.returncode) == ("interrupted\n", 0)
-    finally:
-        child.kill()
-        child.wait()
+            end = time.monotonic() + 40
+            while how == "interrupted" and not processes(f"sleep\0{nap}"):
+                assert child.poll() is None and time.monotonic() < end, child.communicate()[0]
+                time.sleep(0.05)
+            if how == "interrupted":
+                child.send_signal(signal.SIGINT)
+            assert (child.communicate(timeout=40)[0], child.returncode) == (f"{how}\n", 0)
+        finally:
+            child.kill()
     assert processes(f"sleep\0{nap}") == [] and left(temporary) == []
 
 

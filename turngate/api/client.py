@@ -64,7 +64,7 @@ class Where(TypedDict, total=False):
     image: str  # for sandboxes that have one
     network: Literal["none", "open"]  # of the sandboxes
     data: Path | str  # a folder that keeps what is recorded; left out, nothing stays on disk
-    concurrency: int  # rollouts at once
+    concurrency: int  # rollouts at once; left out, 8
 
 
 class How(TypedDict, total=False):
@@ -98,7 +98,7 @@ class _Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     image: str | None = None
     network: str | None = None
     data: Any = None
-    concurrency: int = 8
+    concurrency: int | None = None
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +136,7 @@ class Client:
 
     def __init__(self, model: AnyModel = "", **where: Unpack[Where]) -> None:
         given = read(where, _Where)
-        if given.concurrency < 1:
+        if given.concurrency is not None and given.concurrency < 1:
             raise BadRequest(f"concurrency: {given.concurrency} is not 1 or more", param="concurrency")
         if given.options and not given.agent:
             raise BadRequest("options: are those of an agent; give agent= too", param="options")
@@ -171,7 +171,6 @@ class Client:
             "image": given.image,
             "network": given.network,
             "running": given.concurrency,
-            "queued": max(256, given.concurrency),
             "data": None if self._data is None else str(self._data),
         }
 

@@ -75,7 +75,9 @@ def settled(
 
 
 def _with(base: ServiceConfig, changed: Mapping[str, Any], entry: Endpoint | None) -> ServiceConfig:
-    endpoints = base.endpoints if entry is None else {**base.endpoints, entry.key: entry}
+    endpoints = {key: msgspec.structs.replace(known, key=key) for key, known in base.endpoints.items()}
+    if entry is not None:
+        endpoints[entry.key] = entry
     try:
         whole = msgspec.structs.replace(base, **changed, endpoints=endpoints)
         return msgspec.convert(msgspec.to_builtins(whole), ServiceConfig).check()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -150,6 +150,12 @@ class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
         return notebook.text(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For IPython in a terminal."""
+        from turngate import notebook
+
+        printer.text(notebook.plain(self.__rich__()))
+
 
 class Results(list[Result]):
     """Several of them: of one group, or of many. A list, with what a trainer or an evaluation asks of it."""
@@ -222,6 +228,12 @@ class Results(list[Result]):
         from turngate import notebook
 
         return notebook.text_table(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For IPython in a terminal."""
+        from turngate import notebook
+
+        printer.text(notebook.plain(self.__rich__()))
 
 
 def _row(row: Sample, advantage: float, rows: int) -> Row:

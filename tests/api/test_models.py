@@ -1,0 +1,113 @@
+"""A model in one line, and the settings of a service that come of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import turngate as tg
+from tests.api.kit import result
+from turngate.api.models import Wanted, settled
+from turngate.api.watching import Board, Screen
+from turngate.service.result import RolloutState
+
+
+def entry(model: Any, config: Any = None, **wanted: Any) -> tg.Endpoint:
+    settings, key = settled(model, Wanted(**wanted), config, {})
+    return settings.endpoints[key]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            "vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000",
+            ("vllm://Qwen/Qwen3-8B", ["http://127.0.0.1:8000"], "Qwen/Qwen3-8B", "Qwen/Qwen3-8B", "", "exact"),
+        ),
+        ("openai://gpt-5", ("openai://gpt-5", ["https://api.openai.com/v1"], "gpt-5", "", "OPENAI_API_KEY", "observe")),
+        ("openai://m@http://h:1/v1", ("openai://m", ["http://h:1/v1"], "m", "", "", "observe")),
+        (
+            "anthropic://claude",
+            ("anthropic://claude", ["https://api.anthropic.com"], "claude", "", "ANTHROPIC_API_KEY", "observe"),
+        ),
+        ("scripted://any", ("scripted://any", [], "scripted", "", "", "exact")),
+        ("local:///models/tiny", ("local://models/tiny", [], "tiny", "", "", "exact")),
+    ],
+)
+def test_a_model_in_one_line(model: str, told: Any) -> None:
+    found = entry(model)
+    assert (found.key, found.urls, found.served, found.tokenizer, found.key_env, found.default) == told
+
+
+def test_what_is_given_apart_counts() -> None:
+    found = entry("sglang://m@https://h", tokenizer="/models/m", key_env="MINE")
+    assert (found.tokenizer, found.key_env, found.thinking) == ("/models/m", "MINE", True)
+    gateway = entry("", gateway="http://127.0.0.1:8700")
+    assert (gateway.key, gateway.urls, gateway.served) == ("gateway://127.0.0.1:8700", ["http://127.0.0.1:8700"], "")
+
+
+def test_a_catalog_is_chosen_from(tmp_path: Path) -> None:
+    file = tmp_path / "service.toml"
+    file.write_text('sandbox = "local"\n[endpoints."scripted://one"]\n[endpoints."scripted://two"]\nmodel = "second"\n')
+    assert entry("scripted://two", file).served == "second"
+    with pytest.raises(tg.TurngateError, match="model: is missing") as wrong:
+        entry("", file)
+    assert "the catalog has scripted://one, scripted://two" in wrong.value.message
+    whole = tg.ServiceConfig(endpoints={"scripted://only": tg.Endpoint()})
+    assert entry(whole).key == entry("", whole).key == "scripted://only"
+    with pytest.raises(tg.TurngateError, match="config: the settings are given as the model already"):
+        entry(whole, file)
+    own = tg.Endpoint(key="vllm://two", url=["http://a:1", "http://b:1"], model="m", tokenizer="/t")
+    assert entry(own).urls == ["http://a:1", "http://b:1"]
+
+
+def test_what_is_wrong_with_settings_is_told_by_their_names(tmp_path: Path) -> None:
+    with pytest.raises(tg.TurngateError, match=r"network: .*'shut' is not one of"):
+        tg.Client("scripted://any", network="shut")  # type: ignore[arg-type]
+    with pytest.raises(tg.TurngateError, match=r"config: .* cannot be read"):
+        tg.Client("scripted://any", config=tmp_path / "none.toml")
+    with pytest.raises(tg.TurngateError, match=r'model "vllm://m".*needs a tokenizer'):
+        tg.Client(tg.Endpoint(key="vllm://m", modes=["exact"], url="http://h:1"))
+
+
+def state(rollout: str, **fields: Any) -> RolloutState:
+    given = {
+        "task_id": "t",
+        "agent": "a",
+        "model_key": "k",
+        "model": "m",
+        "mode": "exact",
+        "status": "running",
+        "stage": "agent",
+    }
+    return RolloutState(rollout_id=rollout, **{**given, **fields})
+
+
+def test_the_board_tells_how_far_they_are() -> None:
+    board = Board()
+    board.follow("one")
+    board.put(state("one", turns=3, sampled_tokens=1234, wall_s=65.0))
+    assert board.lines() == ["1:05  agent  3 turns · 1,234 tokens"]
+    board.put(state("one", done=True, status="finished", reward=1.0, wall_s=70.0))
+    assert board.lines() == ["1:10  finished  reward 1"] and board.followed == []
+    board.wanted = 30
+    for n in range(20):
+        board.put(state(f"r{n}", stage="\x1b[2Jgrade", wall_s=1.0))
+    board.put(state("lost", done=True, status="error"))
+    first, *running, more = board.lines()
+    assert first.endswith("2 of 30 done · 20 running · mean reward 1 · 1 without a reward")
+    assert len(running) == 12 and more == "and 8 more" and "\x1b" not in "".join(running)
+
+
+def test_nothing_is_shown_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+    with Screen(Board(), None) as screen:
+        screen.refresh()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ipython_in_a_terminal_shows_text() -> None:
+    pretty: Any = pytest.importorskip("IPython.lib.pretty")
+    assert pretty.pretty(result()).startswith("fix-add  finished  reward 1  2.0 s\n")
+    assert "Results(2, mean reward 1)" in pretty.pretty(tg.Results([result(), result()]))
