@@ -110,7 +110,7 @@ async def test_a_session_whose_opening_was_never_answered_is_ended_too() -> None
     async with staged() as stage:
 
         class Slow(GatewayClient):
-            async def open(self, config: Any, session: str | None = None) -> Any:
+            async def open(self, config: Any, session: str | None = None, traceparent: str = "") -> Any:
                 await super().open(config, session)
                 opened.set()
                 await asyncio.sleep(60)

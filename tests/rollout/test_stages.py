@@ -372,10 +372,10 @@ async def test_a_gateway_that_goes_away_for_good(stage: Stage, monkeypatch: pyte
     monkeypatch.setattr(one, "_BACK_S", 0.5)
 
     class Leaving(GatewayClient):
-        async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        async def _ask(self, method: str, path: str, body: Any = None, **how: Any) -> Any:
             if path.endswith("/seal"):
                 self.url = "http://127.0.0.1:9"
-            return await super()._ask(method, path, body)
+            return await super()._ask(method, path, body, **how)
 
     async with Leaving(stage.gateway.root, stage.gateway.app.admin_key) as leaving:
         outcome = await stage.run(TWO_TURNS, client=leaving)

@@ -87,7 +87,7 @@ class Named(GatewayClient):
 
     key = ""
 
-    async def open(self, config: Any, session: str | None = None) -> Opened:
+    async def open(self, config: Any, session: str | None = None, traceparent: str = "") -> Opened:
         opened = await super().open(config, OWN)
         self.key = opened.key
         return opened
