@@ -16,7 +16,7 @@ from tests.kit import gateway, say, tool, user
 from tests.server.test_page import entered, told
 from turngate.evidence import pieces
 from turngate.render import Tokenizer
-from turngate.server.page import _read_with
+from turngate.server.page_looks import read_with
 from turngate.store.outcome import Recorded
 from turngate.trainers.export import Choices, Wanted, export
 from turngate.types import type_of_ids
@@ -83,7 +83,7 @@ def test_pieces_and_runs_are_the_bytes_of_the_tokens(ids: list[int]) -> None:
 
 
 def test_text_comes_back_whole() -> None:
-    tokenizer = _read_with(kit.real_tokenizer("qwen3"))
+    tokenizer = read_with(kit.real_tokenizer("qwen3"))
     text = "naïve 漢字 🙂👩‍👩‍👧‍👦 ไทย العربية \U0001f9ea ½ end"
     found = pieces(tokenizer, array(tokenizer.encode(text)))
     runs = {first: told for first, _, told in found.runs}

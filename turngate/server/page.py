@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -24,38 +22,30 @@ from starlette.routing import Route
 
 from turngate import __version__
 from turngate.control import Control
-from turngate.errors import BadRequest, ConfigError, Conflict, NotFound, StoreError, TooMany, TurngateError
+from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TooMany, TurngateError
 from turngate.events import OF_A_BATCH
 from turngate.evidence import Close
-from turngate.overview import DONE, STATUSES, Overview, Row, Wanted
+from turngate.overview import STATUSES, Wanted
 from turngate.render import Tokenizer
-from turngate.render.known import recall_any
 from turngate.server.auth import Auth
 from turngate.server.http import body, error_reply, read_cursor, reply, whole_number, written
 from turngate.server.page_files import Files
 from turngate.server.page_login import LASTS_S, Login, give, require_own_page
+from turngate.server.page_looks import FORMATS, Looks, drifted
 from turngate.shown import as_json, piece, read
 from turngate.slots import Place
 from turngate.store.apart import Apart
-from turngate.store.outcome import Recorded
 from turngate.store.sqlite import Store
-from turngate.store.survey import Fact
 from turngate.trace.advantage import advantages
 from turngate.types import Json
 
 CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
-FORMATS = ("rows", "trace", "messages")
-_LOOKED_AT = 4  # rollouts that are kept in memory as they were read
-_FACTS = 4096  # ended rollouts whose facts are kept
 _MOST = 500  # rows of a list
-_LOG = 16_000  # characters
-_CALLS = 200  # of host tools
 _PACE_S = 0.4  # between two tellings of what changed
 _ALIVE_S = 15.0
 _BEHIND = 10_000  # events, after which a follower is told to begin anew
 _ANSWER_S = 4.0  # for a batch to say what it makes of being asked for a retry
 _STREAMS = 128  # followers at once
-_ENTROPY = "mean of -log-probability over the sampled tokens whose log-probability is known: an estimate of the policy's entropy"
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -83,7 +73,7 @@ class Page:
         self._model = model
         self._place = place
         self._apart = Apart(store, "page")
-        self._looks = _Looks(tokenizer)
+        self._looks = Looks(tokenizer)
         self._files = Files()
         self.login = Login(admin_key, auth, store)
         self._streams = 0
@@ -193,7 +183,7 @@ class Page:
         for session, key in members:
             facts = await self._apart.run(partial(self._looks.facts, session=session, key=key))
             found.append({"id": session, **facts})
-        return reply(_drift(name, found))
+        return reply(drifted(name, found))
 
     async def training(self, request: Request) -> Response:
         prefix = request.query_params.get("group", "")
@@ -264,18 +254,19 @@ class Page:
         newest = self._control.events.newest()
         return newest if not told else min(read_cursor(request), newest)
 
-    def _stream(self, request: Request, told: AsyncIterator[bytes]) -> Response:
+    def _stream(self, request: Request, told: AsyncGenerator[bytes, None]) -> Response:
         if self._streams >= _STREAMS:
             raise TooMany("too many pages follow what happens; close some", wait_s=5)
         return StreamingResponse(
             self._counted(told), media_type="text/event-stream", headers={"x-accel-buffering": "no"}
         )
 
-    async def _counted(self, told: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _counted(self, told: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
         self._streams += 1
         try:
-            async for part in told:
-                yield part
+            async with aclosing(told):
+                async for part in told:
+                    yield part
         finally:
             self._streams -= 1
 
@@ -289,7 +280,7 @@ class Page:
             return False
         return True
 
-    async def _changes(self, request: Request, after: int) -> AsyncIterator[bytes]:
+    async def _changes(self, request: Request, after: int) -> AsyncGenerator[bytes, None]:
         events = self._control.events
         yield b": live\n\n"
 
@@ -307,14 +298,19 @@ class Page:
                 yield _event("reload", after, as_json({"cursor": after}))
                 continue
             try:
-                told = await self._apart.run(partial(self._looks.overview.changed, after=after))
+                told = await self._apart.run(partial(self._changed, after=after))
             except StoreError:  # the gateway is being stopped
                 return
             after = told["cursor"]
             yield _event("changed", after, as_json({**told, "gateway": self._gateway()}))
             await asyncio.sleep(_PACE_S)  # what happens meanwhile is told together
 
-    async def _events(self, request: Request, session: str, after: int) -> AsyncIterator[bytes]:
+    def _changed(self, store: Store, *, after: int) -> dict[str, Json]:
+        """Written down in the thread, whose rows they are."""
+        told = self._looks.overview.changed(store, after)
+        return {**told, "rollouts": [piece(row) for row in told["rollouts"]]}
+
+    async def _events(self, request: Request, session: str, after: int) -> AsyncGenerator[bytes, None]:
         yield b": live\n\n"
         async with aclosing(self._control.events.follow(session, after)) as following:
             async for event in following:
@@ -399,157 +395,6 @@ class Page:
                 yield line
 
 
-class _Looks:
-    """What the thread works with: the overview, and the rollouts that were looked at last. Nobody else touches it."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.overview = Overview()
-        self._own = tokenizer
-        self._other: tuple[str, Tokenizer | None, str] | None = None  # the last one of another vocabulary
-        self._close: OrderedDict[str, tuple[object, Close]] = OrderedDict()
-        self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
-
-    def close(self, store: Store, session: str) -> tuple[Close, int]:
-        """A rollout as it is now, and the cursor of what is known."""
-        row, key, cursor = self.overview.rollout(store, session)
-        if not key:
-            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded of it")
-        return self._looked_at(store, session, key), cursor
-
-    def _looked_at(self, store: Store, session: str, key: int) -> Close:
-        with store.at_once():
-            stored = store.find_key(key)
-            state = (key, store.survey.state(key), None if stored is None else (stored.status, stored.stop))
-            known = self._close.get(session)
-            if known is not None and known[0] == state:
-                self._close.move_to_end(session)
-                return known[1]
-            shown = read(store, session)
-        close = Close(shown, self._tokenizer(store, shown.session.vocabulary)[0])
-        self._close[session] = (state, close)
-        while len(self._close) > _LOOKED_AT:
-            self._close.popitem(last=False)
-        return close
-
-    def _tokenizer(self, store: Store, vocabulary: str) -> tuple[Tokenizer | None, str]:
-        """The one that ids are of, or why it is not here."""
-        if self._own is not None and self._own.digest == vocabulary:
-            return self._own, ""
-        if not vocabulary:
-            return None, "its ids are of no tokenizer that is known here"
-        if self._other is None or self._other[0] != vocabulary:
-            folder = store.setting(f"tokenizer:{vocabulary}")
-            try:
-                found = _read_with(Path(folder)) if folder else None
-                why = "" if found is not None else "the tokenizer that it was recorded with is not known here"
-            except ConfigError as error:
-                found, why = None, f"the tokenizer that it was recorded with cannot be read: {error.message}"
-            if found is not None and found.digest != vocabulary:
-                found, why = None, "the tokenizer that it was recorded with is another one by now"
-            self._other = (vocabulary, found, why)
-        return self._other[1], self._other[2]
-
-    # ── the header ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def header(self, store: Store, session: str) -> dict[str, Json]:
-        row, key, cursor = self.overview.rollout(store, session)
-        facts = store.survey.stages(session)
-        stored = store.find_key(key) if key else None
-        written_down = store.outcomes.of(key, key).get(key) if key else None
-        outcome = None if written_down is None else msgspec.json.decode(written_down, type=Recorded)
-        data = outcome.data if outcome is not None and isinstance(outcome.data, dict) else {}
-        totals: Json = None
-        unreadable = "nothing was recorded of it"
-        if key:
-            totals = self._looked_at(store, session, key).totals()
-            unreadable = self._tokenizer(store, stored.vocabulary if stored is not None else "")[1]
-        _, no_retry = self.overview.no_retry(store, session)
-        return {
-            "rollout": row,
-            "cursor": cursor,
-            "config": None if stored is None else _settings(stored.config),
-            "stages": _stages(facts, data),
-            "outcome": outcome,
-            "error": _error(row, outcome, data, facts),
-            "logs": _logs(data),
-            "host_tools": [] if not key else [_tool_call(call) for call in store.tool_calls.page(key, 0, _CALLS)],
-            "totals": totals,
-            "readable": not unreadable,
-            "unreadable": unreadable,
-            "can": {
-                "cancel": row.status == "running",
-                "seal": row.status == "running",
-                "retry": {"ok": not no_retry, "why": no_retry},
-                "export": list(FORMATS) if key else [],
-            },
-        }
-
-    # ── what groups and exports need of each rollout ────────────────────────────────────────────────────────────
-
-    def facts(self, store: Store, *, session: str, key: int) -> dict[str, Json]:
-        known = self._facts.get(key)
-        if known is not None:
-            return known
-        try:
-            close = self._looked_at(store, session, key)
-            found = close.facts()
-        except (StoreError, NotFound) as error:
-            return {**_NO_FACTS, "error": error.message}
-        row = store.find_key(key)
-        if row is not None and row.status != "open":  # nothing is added to it any more
-            self._facts[key] = found
-            while len(self._facts) > _FACTS:
-                self._facts.popitem(last=False)
-        return found
-
-    def group_of(self, store: Store, *, session: str) -> list[tuple[str, int]]:
-        """The rollouts that it is compared with, itself among them."""
-        row, key, _ = self.overview.rollout(store, session)
-        if not key:
-            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded of it")
-        return self.overview.members(store, row.group) if row.group else [(session, key)]
-
-    def counted_reward(self, store: Store, *, session: str, key: int) -> float | None:
-        """As a feed counts: one of which nothing can be trained has no say."""
-        outcome = _outcome(store, key)
-        return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
-
-    def lines(self, store: Store, *, session: str, key: int, format: str, advantage: float | None) -> list[bytes]:
-        row, outcome = store.find_key(key), _outcome(store, key)
-        if row is None:
-            return []  # deleted meanwhile
-        close = self._looked_at(store, session, key)
-        told = row.config.metadata
-        about: dict[str, Json] = {
-            "session": session,
-            "group": outcome.group if outcome is not None else _text(told.get("group")),
-            "task": (outcome.task if outcome is not None else "") or _text(told.get("task")),
-            "attempt": 1 if outcome is None else outcome.attempt,
-            "kind": None if outcome is None else outcome.kind,
-            "reward": None if outcome is None else outcome.reward,
-            "resolved": None if outcome is None else outcome.resolved,
-            "agent": _text(told.get("agent")),
-            "opened": row.opened,
-            "closed": row.closed,
-        }
-        records = close.training_rows(outcome, advantage, about) if format == "rows" else close.conversations(about)
-        return [as_json(record) + b"\n" for record in records]
-
-
-_NO_FACTS: dict[str, Json] = {
-    "turns": None,
-    "sampled_tokens": None,
-    "trained_tokens": None,
-    "rows": None,
-    "roles": {},
-    "entropy": None,
-    "entropy_tokens": 0,
-    "forks": {},
-    "anew": {},
-    "versions": [],
-}
-
-
 def _wanted(request: Request, sort: str) -> Wanted:
     query = request.query_params
 
@@ -589,108 +434,6 @@ def _event(kind: str, seq: int, data: bytes) -> bytes:
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (seq, kind.encode(), data)
 
 
-def _drift(name: str, found: list[dict[str, Json]]) -> dict[str, Json]:
-    """Of a group, what its rollouts come to together."""
-    tokens = sum(one["entropy_tokens"] for one in found)
-    total = sum(one["entropy"] * one["entropy_tokens"] for one in found if one["entropy"] is not None)
-    causes = sorted({cause for one in found for cause in one["forks"]})
-    drift = [
-        {
-            "cause": cause,
-            "forks": sum(one["forks"].get(cause, 0) for one in found),
-            "rollouts": sum(cause in one["forks"] for one in found),
-            "tokens": sum(one["anew"].get(cause, 0) for one in found),
-        }
-        for cause in causes
-    ]
-    return {
-        "group": name,
-        "rollouts": [{field: value for field, value in one.items() if field != "anew"} for one in found],
-        "entropy": total / tokens if tokens else None,
-        "entropy_tokens": tokens,
-        "entropy_what": _ENTROPY,
-        "drift": sorted(drift, key=lambda one: -one["forks"]),
-    }
-
-
-def _settings(config: Json) -> Json:
-    """Whole, whatever is left at its default."""
-    return {
-        name: _settings_of(value)
-        for name, value in msgspec.structs.asdict(config).items()
-        if name not in ("tools", "signals")
-    }
-
-
-def _settings_of(value: Json) -> Json:
-    return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
-
-
-def _stages(facts: list[Fact], data: dict[str, Json]) -> list[dict[str, Json]]:
-    """When each began, and how long it took: by the runner's own clock where it told, else until the next one began."""
-    spent = data.get("seconds")
-    known = spent if isinstance(spent, dict) else {}
-    told: list[dict[str, Json]] = []
-    for fact in facts:
-        decoded = msgspec.json.decode(fact.data)
-        stage = _text(decoded.get("stage")) if isinstance(decoded, dict) else ""
-        if told and told[-1]["seconds"] is None:
-            own = known.get(told[-1]["stage"])
-            told[-1]["seconds"] = (
-                own if isinstance(own, int | float) else round(max(0.0, fact.time - told[-1]["at"]), 3)
-            )
-        if stage and stage != DONE:
-            told.append({"stage": stage, "at": fact.time, "seconds": None})
-    return told
-
-
-def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: list[Fact]) -> dict[str, Json] | None:
-    """What went wrong, and on whose side; None: nothing, as far as is known."""
-    if row.kind in ("", "graded"):
-        return None
-    fault = data.get("fault")
-    if outcome is None and facts:  # it never came as far as being recorded: its runner's last word
-        fault = msgspec.json.decode(facts[-1].data).get("fault")
-    known = fault if isinstance(fault, dict) else {}
-    return {
-        "class": row.kind,
-        "boundary": _text(known.get("boundary")),
-        "stage": _text(known.get("stage")),
-        "message": outcome.message if outcome is not None else row.message,
-    }
-
-
-def _logs(data: dict[str, Json]) -> dict[str, str]:
-    logs = data.get("logs")
-    if not isinstance(logs, dict):
-        return {}
-    return {name: text[-_LOG:] for name, text in logs.items() if isinstance(text, str) and text}
-
-
-def _tool_call(call: Json) -> dict[str, Json]:
-    return {
-        "call": call.call,
-        "tool": call.tool,
-        "at": call.called,
-        "arguments": call.arguments,
-        "reply": call.reply,
-        "answered": call.answered,
-    }
-
-
-def _read_with(folder: Path) -> Tokenizer:
-    """To read ids with, and not to encode: nothing is probed."""
-    known = recall_any(folder)
-    if known is not None:
-        return Tokenizer(folder, vocabulary=known.vocabulary, fast=known.fast)
-    return Tokenizer(folder, fast=False)
-
-
-def _outcome(store: Store, key: int) -> Recorded | None:
-    found = store.outcomes.of(key, key).get(key)
-    return None if found is None else msgspec.json.decode(found, type=Recorded)
-
-
 def _trace(store: Store, *, session: str) -> bytes:
     with store.at_once():
         shown = read(store, session)
@@ -708,7 +451,3 @@ def _attached(told: AsyncIterator[bytes], name: str, kind: str) -> Response:
     """To be saved, never shown. Names may hold anything, a header may not."""
     file = _NAME.sub("-", name)[-120:].lstrip(".-") or "export"
     return StreamingResponse(told, media_type=kind, headers={"content-disposition": f'attachment; filename="{file}"'})
-
-
-def _text(value: Json) -> str:
-    return value if isinstance(value, str) else ""

@@ -1,12 +1,4 @@
-"""One rollout looked at closely: its tree with the causes of its forks, its conversation, and every token with what is known of it.
-
-    shown = read(store, session)            # `shown.py`
-    close = Close(shown, tokenizer)
-    close.tree()  ·  close.messages(…)  ·  close.tokens(…)
-
-All of it is made from what the store has, and a page at a time: a rollout of a hundred thousand tokens is never written
-down whole. `server/page.py` calls it, in a thread of its own.
-"""
+"""One rollout, closely: its tree, its conversation, its tokens, and what is taken along of it."""
 
 from __future__ import annotations
 
@@ -19,6 +11,7 @@ import numpy as np
 
 from turngate.dialects import recorded
 from turngate.dialects.chat import wire_message
+from turngate.evidence.pieces import Pieces, pieces
 from turngate.render import Tokenizer
 from turngate.shown import Shown
 from turngate.store.outcome import Recorded
@@ -31,20 +24,6 @@ from turngate.types import Ids, Json, Message
 LONGEST = 20_000  # characters of a text that are told before it is asked for whole
 _LABEL = 90
 _DIGITS = 6  # of a log-probability
-
-
-class Pieces(msgspec.Struct, frozen=True):
-    """The text that each token of a node stands for. Where a character is spread over several, none of them has a text of its own."""
-
-    text: list[str | None]
-    runs: list[tuple[int, int, str | None]]  # first, past the last, and what they are together; None: never a character
-
-    def end(self, place: int) -> int:
-        """Where a part may end at the earliest, from a place on: never inside a character."""
-        for first, past, _ in self.runs:
-            if first < place < past:
-                return past
-        return place
 
 
 class Close:
@@ -429,88 +408,6 @@ class Close:
                 "tools": msgspec.Raw(tools or b"[]"),
                 "messages": [wire_message(message) for node in nodes for message in self.said(node)],
             }
-
-
-def pieces(tokenizer: Tokenizer, ids: Ids) -> Pieces:
-    """What each token adds, never wrong: a token that holds but a part of a character has no text, and the run that makes the
-    character has it."""
-    if tokenizer.vocabulary.table is None:
-        return _decoded(tokenizer, ids)
-    text: list[str | None] = []
-    runs: list[tuple[int, int, str | None]] = []
-    known: dict[int, str | None] = {}
-    held, begun = b"", 0  # bytes of a character that is not whole, and where it began
-    for place, token in enumerate(ids.tolist()):
-        if not held:
-            if token not in known:
-                known[token] = _whole(tokenizer.bytes_of(token))
-            piece = known[token]
-            text.append(piece)
-            if piece is None:
-                begun = place
-                held = _begun(tokenizer.bytes_of(token))
-                if not held:
-                    runs.append((place, place + 1, None))
-            continue
-        more = held + tokenizer.bytes_of(token)
-        together = _whole(more)
-        if together is not None:
-            text.append(None)
-            runs.append((begun, place + 1, together))
-            held = b""
-        elif _begun(more):
-            text.append(None)
-            held = more
-        else:  # it never becomes a character; what comes now may begin another one
-            runs.append((begun, place, None))
-            piece = _whole(tokenizer.bytes_of(token))
-            text.append(piece)
-            held = b"" if piece is not None else _begun(tokenizer.bytes_of(token))
-            begun = place
-            if piece is None and not held:
-                runs.append((place, place + 1, None))
-    if held:
-        runs.append((begun, len(text), None))
-    return Pieces(text, runs)
-
-
-def _whole(spelled: bytes) -> str | None:
-    """None: not whole characters."""
-    try:
-        return spelled.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _begun(spelled: bytes) -> bytes:
-    """The same, if more bytes can still make characters of it; else nothing."""
-    try:
-        spelled.decode()
-    except UnicodeDecodeError as error:
-        return spelled if error.reason == "unexpected end of data" else b""
-    return b""
-
-
-def _decoded(tokenizer: Tokenizer, ids: Ids) -> Pieces:
-    """A vocabulary that is not of bytes: its own decoder says when something is whole."""
-    decoder = tokenizer.decoder()
-    text: list[str | None] = []
-    runs: list[tuple[int, int, str | None]] = []
-    begun: int | None = None
-    for place, token in enumerate(ids.tolist()):
-        piece = decoder.feed([token])
-        if not piece:
-            begun = place if begun is None else begun
-            text.append(None)
-        elif begun is not None:
-            text.append(None)
-            runs.append((begun, place + 1, piece))
-            begun = None
-        else:
-            text.append(piece)
-    if begun is not None:
-        runs.append((begun, len(text), None))
-    return Pieces(text, runs)
 
 
 def _shared(ours: Ids, theirs: Ids) -> int:

@@ -1,0 +1,68 @@
+"""What the rollouts of a group come to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import fsum, sqrt
+
+import msgspec
+
+from turngate.overview.known import UNDER_WAY, Row
+from turngate.trace.passes import has_passed
+
+_MOST_REWARDS = 128
+
+
+class GroupRow(msgspec.Struct, kw_only=True):
+    group: str
+    task: str
+    agent: str
+    model: str
+    batch: str
+    rollouts: int
+    running: int
+    graded: int
+    passed: int
+    mean_reward: float | None
+    pass_at_1: float | None
+    rewards: list[float | None]
+    classes: dict[str, int]
+    signal: bool | None  # None: fewer than two rewards are known
+    opened: float
+    latest: float
+
+
+def grouped(name: str, rows: Sequence[Row]) -> GroupRow:
+    rows = sorted(rows, key=lambda row: row.opened)
+    rewards = [row.reward for row in rows]
+    known = [reward for reward in rewards if reward is not None]
+    passed = sum(bool(has_passed(row.reward, row.resolved)) for row in rows)
+    classes: Counter[str] = Counter(row.kind for row in rows)
+    return GroupRow(
+        group=name,
+        task=rows[0].task,
+        agent=rows[0].agent,
+        model=rows[0].model,
+        batch=rows[0].batch,
+        rollouts=len(rows),
+        running=sum(row.status in UNDER_WAY for row in rows),
+        graded=len(known),
+        passed=passed,
+        mean_reward=mean(known),
+        pass_at_1=passed / len(known) if known else None,
+        rewards=rewards[:_MOST_REWARDS],
+        classes=dict(classes),
+        signal=None if len(known) < 2 else min(known) != max(known),
+        opened=rows[0].opened,
+        latest=max(row.seen for row in rows),
+    )
+
+
+def mean(known: Sequence[float]) -> float | None:
+    return fsum(known) / len(known) if known else None
+
+
+def deviation(known: Sequence[float]) -> float | None:
+    middle = mean(known)
+    return None if middle is None else sqrt(fsum((one - middle) ** 2 for one in known) / len(known))
