@@ -78,11 +78,12 @@ class TurngateEnvironment(MCPEnvironment):
         if not isinstance(action, CallToolAction):
             return await super().step_async(action, timeout_s, **kwargs)
         observation = await _observed(self._service, action, timeout_s)
-        if rollout := observation.rollout_id:
-            if action.tool_name in _STARTS:
-                state.rollouts = [*state.rollouts, rollout]
-            state.last_rollout, state.last_status = rollout, observation.status
-            state.last_reward = observation.reward
+        started = action.tool_name in _STARTS and observation.rollout_id
+        if started:
+            state.rollouts = [*state.rollouts, observation.rollout_id]
+        if started or observation.status:
+            state.last_rollout, state.last_status = observation.rollout_id, observation.status
+            state.last_reward = observation.result.get("reward")
         return observation
 
     def _step_impl(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:

@@ -54,5 +54,5 @@ class TurngateState(State):
 
     rollouts: list[str] = Field(default_factory=list, description="The ids of those that were started, oldest first")
     last_rollout: str = Field(default="", description="The one that was last asked about")
-    last_status: str = Field(default="", description="Its status when it was")
+    last_status: str = Field(default="", description="Its status when it was; empty: it had just been started")
     last_reward: Optional[float] = Field(default=None, description="Its reward; null: not known, which is not 0")

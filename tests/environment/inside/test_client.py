@@ -39,6 +39,9 @@ async def test_an_episode(url: str) -> None:
         assert (state.episode_id, state.step_count, state.last_reward) == ("first", 1, 1.0)
         assert state.rollouts == [step.observation.rollout_id] == [state.last_rollout]
 
+        await env.get_messages(state.last_rollout)
+        assert (await env.get_state(state.last_rollout)).reward == 1.0 and (await env.state()).last_reward == 1.0
+
         await env.reset()
         again = await env.state()
         assert again.episode_id != "first" and again.step_count == 0 and again.rollouts == []
