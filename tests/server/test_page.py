@@ -326,6 +326,37 @@ async def test_what_was_removed_from_the_events_is_counted_in_the_traces(tmp_pat
         )
 
 
+async def test_training_is_told_by_version_and_how_far_behind_it_was() -> None:
+    async with gateway([say("Hello.")] * 8) as g:
+        client = await entered(g)
+        await g.admin.put("/admin/feeds/main", json={"n": 2, "groups": "run."})
+        opened = [await g.open(metadata={"group": "run.a", "task": "a"}) for _ in range(2)]
+        other = await g.open(metadata={"group": "else", "task": "b"})
+        for session in (*opened, other):
+            await g.ask(session.key, "Hi")
+        await g.resume(3)
+        for session, reward in zip((*opened, other), (1.0, 0.0, 0.5), strict=True):
+            await g.seal(session.id)
+            group = "else" if session is other else "run.a"
+            g.app.control.record(session.id, Recorded(kind="graded", reward=reward, group=group, task="a"))
+        told_all = await told(client, "training")
+        assert told_all["version"] == [{"version": 0, "mean": 0.5, "count": 3}]
+        assert told_all["staleness"] == [{"behind": 3, "rollouts": 3}]
+        [delivery] = told_all["deliveries"]
+        facts = {name: delivery[name] for name in ("feed", "number", "group", "version", "oldest", "behind", "mean")}
+        wanted = {"feed": "main", "number": 1, "group": "run.a", "version": 3, "oldest": 0, "behind": 3, "mean": 0.5}
+        assert facts == wanted
+        assert [one["version"] for one in told_all["versions"]] == [3]
+        assert told_all["feeds"][0]["newest"] == 1 and told_all["feeds"][0]["waiting"] == 0
+        assert (
+            sum(one["count"] for one in told_all["time"]) == 3 and sum(o["turns_s"] for o in told_all["throughput"]) > 0
+        )
+        mine = await told(client, "training", group="run.")
+        assert mine["version"] == [{"version": 0, "mean": 0.5, "count": 2}]
+        assert (await told(client, "group", name="run.a"))["deliveries"][0]["number"] == 1
+        assert (await told(client, "overview"))["gateway"]["version"] == 3
+
+
 # ── as it happens ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
