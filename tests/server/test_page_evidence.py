@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import kit, page_kit
+from tests.engines.providers import PROVIDERS
 from tests.kit import gateway, say, tool, user
+from tests.server.test_observe import SCRIPT, converse, scene
 from tests.server.test_page import entered, told
 from turngate.evidence import pieces
 from turngate.render import Tokenizer
@@ -201,6 +203,29 @@ async def test_a_real_conversation_with_tools_and_thinking() -> None:
         assert (last["turn"], last["role"], last["trained"], last["finish"]) == (2, "main", True, "stop")
         tree = await told(client, f"rollouts/{session.id}/tree")
         assert tree["nodes"][1]["label"] == "I look. → read_file" and tree["forks"] == []
+
+
+@pytest.mark.parametrize("dialect", ["responses", "messages", "gemini", "chat"])
+async def test_an_observed_conversation_in_every_dialect(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint gives no ids: there is a conversation, and no token is made up for it."""
+    async with scene(PROVIDERS[0](*SCRIPT), dialect, monkeypatch) as s:
+        await converse(s.agent)
+        client = await entered(s.gateway)
+        page = await told(client, f"rollouts/{s.session.id}/messages")
+        turns = [node for node in page["nodes"] if node["kind"] == "sampled"]
+        assert [turn["messages"][0]["content"] for turn in turns] == [says.text for says in SCRIPT]
+        assert [call["name"] for call in turns[0]["messages"][0]["tool_calls"]] == ["read_file", "list_files"]
+        results = [m["content"] for node in page["nodes"] for m in node["messages"] if m["role"] == "tool"]
+        assert results == ["the text", "a b", "the text"]
+        tokens = await told(client, f"rollouts/{s.session.id}/tokens")
+        assert all(part["text"] is None and not part["trained"] for part in tokens["nodes"]) and not tokens["readable"]
+        tree = await told(client, f"rollouts/{s.session.id}/tree")
+        assert (
+            [node["reason"] for node in tree["nodes"] if node["kind"] == "sampled"]
+            == [turns[0]["reason"]] * 3
+            != [""] * 3
+        )
+        assert (await told(client, f"rollouts/{s.session.id}"))["totals"]["rows"] == 0
 
 
 async def test_what_a_group_comes_to(tmp_path: Path) -> None:
