@@ -6,9 +6,12 @@
 The names below come from `turngate.api` (docs/python.md), and are loaded when they are first used: importing the package loads nothing.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+TYPE_CHECKING = False  # type checkers know it by its name; `typing` itself takes longer to load than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from turngate.api import (
         BlockingClient,
         Client,

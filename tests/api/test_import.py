@@ -9,9 +9,9 @@ from typing import get_type_hints
 import pytest
 
 import turngate as tg
-from turngate.api import client
+from turngate.api import arguments
 
-HEAVY = ("numpy", "msgspec", "aiohttp", "rich", "starlette", "tokenizers", "IPython", "torch", "asyncio")
+HEAVY = ("typing", "numpy", "msgspec", "aiohttp", "rich", "starlette", "tokenizers", "IPython", "torch", "asyncio")
 
 
 def ran(code: str) -> str:
@@ -43,5 +43,5 @@ def test_every_name_is_there_and_documented() -> None:
 
 def test_what_is_checked_is_what_is_typed() -> None:
     """The arguments are listed twice: for type checkers, and for whoever has none."""
-    assert {*get_type_hints(client.Where)} == {*client.WHERE}
-    assert {*get_type_hints(client.How)} == {*client.Given.__struct_fields__}
+    assert {*get_type_hints(arguments.Where)} == {*arguments.Place.__struct_fields__}
+    assert {*get_type_hints(arguments.How)} == {*arguments.Given.__struct_fields__}

@@ -2,6 +2,7 @@
 
     client      run, group, batch, Client: with await
     blocking    run_sync, group_sync, batch_sync, open: without
+    arguments   what they take, listed and checked
     task        a task from a path, a row, or words
     models      a model from one line
     made        what the service and the gateway tell, as a result

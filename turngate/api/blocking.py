@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
-from turngate.api.client import AnyModel, Client, Everything, Given, How, Where, checked_n, in_order, read, split
+from turngate.api.arguments import Everything, Given, How, Where, checked_n, read, split
+from turngate.api.client import AnyModel, Client, in_order
 from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
 from turngate.api.thread import LoopThread

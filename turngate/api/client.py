@@ -16,22 +16,22 @@ import shutil
 import tempfile
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
 from turngate.api import models
 from turngate.api import task as tasks
+from turngate.api.arguments import Everything, Given, How, Place, Where, checked_n, read, split
 from turngate.api.made import Reader, made
 from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
 from turngate.api.watching import OFTEN_S, Board, Screen
 from turngate.errors import BadRequest, TurngateError
-from turngate.explain import explain
 from turngate.sandboxes.posix import to_the_end
 from turngate.service.asked import AskedTask
 from turngate.service.catalog import Endpoint
@@ -51,73 +51,6 @@ _CLAMP = Clamp(
 )
 
 
-class Where(TypedDict, total=False):
-    """Where rollouts run. Each is optional."""
-
-    agent: str  # a preset (`turngate agents`), or a TOML file of your own
-    options: Mapping[str, str]  # of that agent
-    gateway: str  # URL of a gateway that runs already; its key comes from TURNGATE_ADMIN_KEY
-    tokenizer: str  # folder with tokenizer.json and a chat template, or a name in the Hugging Face cache
-    key_env: str  # name of the environment variable that holds the endpoint's key
-    config: ServiceConfig | Path | str  # settings of a service, with a catalog of endpoints
-    sandbox: str  # local, bubblewrap (the default), docker, e2b, huggingface
-    image: str  # for sandboxes that have one
-    network: Literal["none", "open"]  # of the sandboxes
-    data: Path | str  # a folder that keeps what is recorded; left out, nothing stays on disk
-    concurrency: int  # rollouts at once; left out, 8
-
-
-class How(TypedDict, total=False):
-    """How one rollout runs. Each is optional; the first four go with a task in words."""
-
-    test_script: str  # bash, run on the agent's work in a fresh sandbox; left out, there is no reward
-    files: Mapping[str, str | bytes]  # laid into the working folder before the agent starts, by path
-    setup: str  # sh, run there before the agent starts
-    task_id: str
-    agent: str  # instead of the client's
-    mode: str  # exact, observe, gate, direct; left out, the endpoint's own
-    thinking: bool  # whether the model thinks first, where its template lets one choose
-    max_tokens_cap: int  # the most tokens of one turn
-    max_turns: int
-    timeout_s: float  # the agent's time
-    progress: bool  # False: nothing is shown while it runs
-
-
-class Everything(Where, How, total=False):
-    """What `run`, `group` and `batch` take: where, and how."""
-
-
-class _Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    agent: str = ""
-    options: dict[str, str] = {}
-    gateway: str = ""
-    tokenizer: str = ""
-    key_env: str = ""
-    config: Any = None
-    sandbox: str | None = None
-    image: str | None = None
-    network: str | None = None
-    data: Any = None
-    concurrency: int | None = None
-
-
-class Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    test_script: str = ""
-    files: dict[str, Any] = {}
-    setup: str = ""
-    task_id: str = ""
-    agent: str = ""
-    mode: str = ""
-    thinking: bool | None = None
-    max_tokens_cap: int | None = None
-    max_turns: int | None = None
-    timeout_s: float | None = None
-    progress: bool | None = None
-
-
-WHERE = frozenset(_Where.__struct_fields__)
-
-
 class _Job(msgspec.Struct, frozen=True):
     """One rollout that is wanted."""
 
@@ -135,13 +68,14 @@ class Client:
     """
 
     def __init__(self, model: AnyModel = "", **where: Unpack[Where]) -> None:
-        given = read(where, _Where)
-        if given.concurrency is not None and given.concurrency < 1:
-            raise BadRequest(f"concurrency: {given.concurrency} is not 1 or more", param="concurrency")
+        given = read(where, Place)
         if given.options and not given.agent:
             raise BadRequest("options: are those of an agent; give agent= too", param="options")
-        self._given = given
+        self._tokenizer = given.tokenizer
         self._data = None if given.data is None else Path(given.data)
+        self._settled = given.config is not None or isinstance(
+            model, ServiceConfig
+        )  # somebody has thought about all of it
         self._config, self._key = models.settled(
             model,
             models.Wanted(tokenizer=given.tokenizer, key_env=given.key_env, gateway=given.gateway),
@@ -153,19 +87,15 @@ class Client:
         self._inputs = Path()
         self._reader: Reader | None = None
 
-    def _settings(self, given: _Where) -> dict[str, Any]:
+    def _settings(self, given: Place) -> dict[str, Any]:
         """Those of the service. Whoever calls from Python is at home: any image, any agent, large results."""
-        agents = (
-            [given.agent] if given.agent in ("shell",) or "/" in given.agent or given.agent.endswith(".toml") else []
-        )
         agent = models.agent_named(given.agent)
-        own: dict[str, Any] = (
-            {} if given.config is not None else {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _LONGEST_S}
-        )
+        is_own = agent != given.agent or agent == "shell"  # a file, or one that no service has unless it says so
+        at_home = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _LONGEST_S}
         return {
-            **own,
+            **({} if self._settled else at_home),
             "agent": agent or None,
-            "agents": agents or None,
+            "agents": [given.agent] if is_own else None,
             "agent_options": {agent: given.options} if given.options else None,
             "sandbox": given.sandbox,
             "image": given.image,
@@ -183,9 +113,9 @@ class Client:
             self._stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             self._inputs = folder / "inputs"
             config = self._config
-            if self._data is None and self._given.config is None:
+            if self._data is None and not self._settled:
                 config = msgspec.structs.replace(config, data=str(folder / "data"))
-            self._reader = Reader(config.endpoints[self._key], self._given.tokenizer)
+            self._reader = Reader(config.endpoints[self._key], self._tokenizer)
             self._rollouts = await self._stack.enter_async_context(Rollouts(config))
         except BaseException:
             await to_the_end(self._stack.aclose())
@@ -288,7 +218,7 @@ class Client:
             thinking=given.thinking,
             mode=given.mode,
             max_tokens_cap=given.max_tokens_cap,
-            agent_timeout_s=given.timeout_s or job.task.timeout_s or _TIME_S,
+            agent_timeout_s=(job.task.timeout_s or _TIME_S) if given.timeout_s is None else given.timeout_s,
             session={"limits": {"turns": given.max_turns}} if given.max_turns is not None else {},
         )
         with _in_our_words():
@@ -374,12 +304,6 @@ class Running:
             return in_order([one async for one in results])
 
 
-def checked_n(n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadRequest(f"n: {n!r} is not 1 or more", param="n")
-    return n
-
-
 def in_order(results: Iterable[tuple[int, Result]]) -> Results:
     return Results(result for _, result in sorted(results, key=lambda one: one[0]))
 
@@ -420,22 +344,6 @@ def batch(
                 yield one
 
     return Running(begun)
-
-
-def split(everything: Everything) -> tuple[Where, How]:
-    """What is said about where, and what about how. The agent is the client's: it may be a file."""
-    where = {name: value for name, value in everything.items() if name in WHERE}
-    how = {name: value for name, value in everything.items() if name not in WHERE}
-    return where, how  # type: ignore[return-value]
-
-
-def read(given: Mapping[str, Any], kind: type[T]) -> T:
-    """Checked: an argument that is not known, or of another type, is named."""
-    try:
-        return msgspec.convert(dict(given), kind)
-    except msgspec.ValidationError as error:
-        message, field = explain(error, kind, "argument")
-        raise BadRequest(message, param=field) from None
 
 
 # What the service calls by other names.

@@ -52,6 +52,8 @@ def settled(
     given: Mapping[str, Any],
 ) -> tuple[ServiceConfig, str]:
     """The settings of a service that has the model, and its key there. `given`: settings that were given apart."""
+    if not isinstance(model, str | Endpoint | ServiceConfig):
+        raise BadRequest(f"model: {type(model).__name__} is none; give one {_EXAMPLE}", param="model")
     if isinstance(model, ServiceConfig):
         if config is not None:
             raise BadRequest(
