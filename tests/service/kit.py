@@ -50,13 +50,13 @@ class Service:
 
     async def at(self, rollout: str, stage: str) -> None:
         """Wait until it has come so far."""
-        await kit.until(lambda: self.rollouts.state(rollout).stage == stage, 30)
+        await kit.until(lambda: self.rollouts.state(rollout).stage == stage, 120)
 
     async def all_events(self, rollout: str, limit: int = 3) -> list[Event]:
         """To the end, in small pages."""
         found: list[Event] = []
         while True:
-            page = await self.rollouts.events(rollout, found[-1].cursor if found else 0, limit, wait_s=30)
+            page = await self.rollouts.events(rollout, found[-1].cursor if found else 0, limit, wait_s=120)
             found += page.events
             if page.over:
                 return found

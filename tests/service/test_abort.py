@@ -30,7 +30,7 @@ class Slow(LocalBackend):
 async def aborted(service: Service, rollout: str, stage: str) -> None:
     await service.at(rollout, stage)
     if stage == "agent":
-        await until(lambda: service.engine.in_flight == 1, 30)
+        await until(lambda: service.engine.in_flight == 1, 120)
     state = await service.rollouts.abort(rollout, "enough")
     assert (state.status, state.done, state.reward, state.kind) == ("cancelled", True, None, None)
     assert service.engine.in_flight == 0 and service.left() == []

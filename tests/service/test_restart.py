@@ -65,7 +65,7 @@ async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> No
     )
     try:
         assert process.stdout is not None
-        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
+        said = (await asyncio.wait_for(process.stdout.readline(), 180)).decode().split()
         rollout, waiting, cursor = said[0], said[1], int(said[2])
     finally:
         process.send_signal(signal.SIGKILL)

@@ -137,7 +137,7 @@ http("POST", "/v1/chat/completions", {"model": "m", "messages": said, "tools": [
 print(ask("Something else"))
 """
         rollout = service.rollouts.start(service.asked(program, setup_shell="pwd > where"))
-        await until(lambda: service.rollouts.state(rollout).turns == 1, 30)
+        await until(lambda: service.rollouts.state(rollout).turns == 1, 120)
         first = await service.rollouts.messages(rollout)
         assert [(one.role, one.text, one.branch) for one in first.messages] == [
             ("user", "Hi", 0),
@@ -224,7 +224,7 @@ async def test_choices_of_the_caller_reach_the_session() -> None:
 async def test_a_caller_that_goes_away_does_not_end_its_rollout() -> None:
     async with served() as service:
         caller = asyncio.create_task(service.rollouts.run(service.asked('print(ask("Hi"))')))
-        await until(lambda: service.rollouts.list().rollouts, 30)
+        await until(lambda: service.rollouts.list().rollouts, 120)
         [state] = service.rollouts.list().rollouts
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -232,7 +232,7 @@ async def test_a_caller_that_goes_away_does_not_end_its_rollout() -> None:
         result = await service.rollouts.finalize(state.rollout_id)
         assert result.status == "finished"
         owner = asyncio.create_task(service.rollouts.run(service.asked("time.sleep(600)"), abort_if_cancelled=True))
-        await until(lambda: len(service.rollouts.list().rollouts) == 2, 30)
+        await until(lambda: len(service.rollouts.list().rollouts) == 2, 120)
         owner.cancel()
         with pytest.raises(asyncio.CancelledError):
             await owner
@@ -436,7 +436,7 @@ async def test_a_callers_endpoint_is_observed_or_called_by_the_agent_and_gets_no
 async def test_in_gate_mode_a_trainer_answers() -> None:
     async with served() as service:
         rollout = service.rollouts.start(service.asked('print(ask("Hi"))', mode="interception_gate"))
-        await until(lambda: service.rollouts.state(rollout).gateway, 30)
+        await until(lambda: service.rollouts.state(rollout).gateway, 120)
         [key] = service.data.glob("gateways/*-gate-*/admin-key")
         url = service.rollouts.state(rollout).gateway
         async with GatewayClient(url, key.read_text().strip()) as client, RemoteGate(client) as gate:
