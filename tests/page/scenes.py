@@ -155,7 +155,7 @@ class _Work:
             self.name, opened, closed=opened + 74, metadata=metadata, limits=limits, sampling={"temperature": 1.0}
         )
         self.talk = Talk(builder, self.key, self.name, opened)
-        self.calls = 0
+        self.calls = self.turns = 0
 
     def begin(self, **how: Json) -> Context:
         return self.talk.ask([{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASK}], **how)
@@ -164,6 +164,7 @@ class _Work:
         self, context: Context, text: str, tool: str = "", thought: str = "", version: int = 15, **arguments: str
     ) -> Sampled:
         message: Json = {"reasoning": thought} if thought else {}
+        self.turns += 1
         spelled = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
         if tool:
             self.calls += 1
@@ -183,7 +184,7 @@ class _Work:
 
     def end(self, reward: float, verifier: str) -> None:
         ended = self.opened + 74
-        self.builder.event(self.name, "sealed", {"stop": "", "turns": self.calls}, ended)
+        self.builder.event(self.name, "sealed", {"stop": "", "turns": self.turns}, ended)
         logs = {"stdout": "claude-code 2.1.3\nsession ended\n", "verifier": verifier}
         data: Json = {"rollout": f"{GROUP}.{self.index}", "status": "finished", "sandbox": "docker", "logs": logs}
         outcome = Recorded(kind="graded", reward=reward, resolved=reward == 1, group=GROUP, task="fix-slug", data=data)
@@ -282,7 +283,6 @@ def _first(work: _Work) -> None:
         old="import re\n",
         new="import re\nimport unicodedata\n",
     )
-    work.hear(said, "edited slug.py\n")
     summary = (
         "So far: slug.py takes accents apart with unicodedata.normalize (NFKD) and drops them. Left: run the tests."
     )

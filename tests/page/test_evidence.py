@@ -43,7 +43,7 @@ async def test_the_evidence_for_every_token(tmp_path: Path, shots: Path) -> None
         await web.press("n")  # the next one that was unlikely
         shown = await web.page.locator(".token-one .pairs dd").nth(1).inner_text()
         assert float(shown.replace("−", "-")) < math.log(0.05)
-        context = await web.sees(".t.is-context")
+        context = await web.sees(".token-line .t.is-context")
         await context.click()
         await web.says(".token-one", "it was not sampled")
         await web.press("n")
@@ -78,7 +78,7 @@ async def test_a_group_and_two_of_its_rollouts_side_by_side(tmp_path: Path, shot
         await web.sees(".list-row .c-name", scenes.GROUP)
         await web.photograph("page-groups")
         await web.find(".list-row", scenes.GROUP).filter(has_not_text="@").click()
-        await web.sees("td", "+0.87")  # the advantages of rewards 1, 1, ½ and 0
+        await web.sees("td", "+0.90")  # the advantages of rewards 1, 1, ½ and 0
         await web.sees("td", "−1.51")
         await web.sees(".panel", "compaction")  # drift by cause, from the traces
         await web.sees(".chart-title", "Entropy")
@@ -102,6 +102,7 @@ async def test_how_training_goes_and_what_failed(tmp_path: Path, shots: Path) ->
         await web.page.click("text=By step")
         await web.sees(".chart-title", "Reward by step")
         await web.find(".chart summary").first.click()
+        await web.sees(".chart-table td", "moving average")
         assert await web.find(".chart-table td").count() > 20  # the same numbers, for those who cannot see the picture
         await web.go("#/failures")
         await web.sees(".panel-head", "infrastructure fault")
@@ -115,12 +116,12 @@ async def test_dark_is_as_the_system_has_it_and_can_be_chosen(tmp_path: Path, sh
         background = "getComputedStyle(document.body).backgroundColor"
         dark = await web.asks(background)
         await web.go(f"#/rollout/{FIRST}/tokens")
-        await web.sees(".t.is-trained")
+        await web.sees(".token-line .t.is-trained")
         await web.photograph("page-tokens-dark")
         await web.page.click("#theme")
         assert await web.asks(background) != dark
         await web.page.reload()
-        await web.sees(".t.is-trained")
+        await web.sees(".token-line .t.is-trained")
         assert await web.asks(background) != dark  # the choice is kept
         await web.press("T")
         assert await web.asks(background) == dark

@@ -14,7 +14,8 @@ const WIDEST = 56; // pixels of a bar
 
 /**
  * @typedef {[number, number | null]} Point
- * @typedef {{name: string, points: Point[], kind?: "line" | "dots" | "bars", shade?: number}} Series `shade`: which colour, from 0
+ * @typedef {{name: string, points: Point[], kind?: "line" | "dots" | "bars", shade?: number, faint?: boolean}} Series `shade`: which
+ *   colour, from 0; `faint`: behind another one
  * @typedef {object} Options
  * @property {string} title
  * @property {string} x what the horizontal axis counts, with its unit
@@ -64,7 +65,12 @@ function spoken(options) {
 function legend(series) {
   if (series.length < 2) return null;
   const entry = (/** @type {Series} */ one, /** @type {number} */ i) =>
-    el("li", null, el("span.chart-key", { class: `s${one.shade ?? i}`, "aria-hidden": "true" }), one.name);
+    el(
+      "li",
+      null,
+      el("span.chart-key", { class: `s${one.shade ?? i} ${one.faint ? "is-faint" : ""}`, "aria-hidden": "true" }),
+      one.name,
+    );
   return el("ul.chart-legend", null, ...series.map(entry));
 }
 
@@ -110,7 +116,7 @@ function spread(values, zero) {
   let low = Math.min(...values, zero ? 0 : Infinity);
   let high = Math.max(...values, zero ? 0 : -Infinity);
   if (low === high) [low, high] = [Math.min(low, 0), high === 0 ? 1 : Math.max(high, high * 1.1, 0)];
-  const ticks = nice(low, high, 5);
+  const ticks = nice(low, high, 4);
   return [Math.min(low, ticks[0]), Math.max(high, ticks[ticks.length - 1])];
 }
 
@@ -167,7 +173,7 @@ function axes(options, x, y, width, yRange, xRange) {
  */
 function shape(one, shade, x, y, zero, half) {
   const known = /** @type {[number, number][]} */ (one.points.filter((p) => p[1] !== null));
-  const group = svg("g", { class: `s${shade}` });
+  const group = svg("g", { class: `s${shade} ${one.faint ? "is-faint" : ""}` });
   if (one.kind === "bars") {
     for (const [at, value] of known) {
       const wide = Math.max(1, Math.min(WIDEST, x(at + half * 0.72) - x(at - half * 0.72)));
@@ -180,7 +186,7 @@ function shape(one, shade, x, y, zero, half) {
     const path = known.map(([at, value], i) => `${i ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     group.append(svg("path.chart-line", { d: path }));
   }
-  if (one.kind === "dots" || known.length <= 40) {
+  if (one.kind === "dots" || (known.length <= 40 && !one.faint)) {
     for (const [at, value] of known)
       group.append(svg("circle.chart-dot", { cx: x(at), cy: y(value), r: one.kind === "dots" ? 3.2 : 2.4 }));
   }

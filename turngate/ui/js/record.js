@@ -59,6 +59,28 @@ export class Record {
     return found.reverse();
   }
 
+  /**
+   * Nodes in the order of recording: those of the main conversation, through every compaction; or really all.
+   * @param {boolean} [all]
+   * @returns {number[]}
+   */
+  inOrder(all = false) {
+    const { nodes } = this.tree;
+    if (all) return nodes.map((/** @type {Json} */ node) => node.id);
+    const kept = new Set();
+    for (const node of nodes) {
+      if (node.kind !== "sampled" || node.role !== "main") continue;
+      kept.add(node.parent);
+      kept.add(node.id);
+    }
+    const last = nodes[nodes.length - 1];
+    if (last?.kind === "context" && (last.parent === null ? !kept.size : kept.has(last.parent))) kept.add(last.id);
+    const found = nodes
+      .filter((/** @type {Json} */ node) => kept.has(node.id))
+      .map((/** @type {Json} */ node) => node.id);
+    return found.length ? found : this.path(this.tree.main);
+  }
+
   /** The end of the longest branch that goes through a node. @param {number} node */
   leafThrough(node) {
     const through = this.tree.branches.find((/** @type {Json} */ branch) => this.path(branch.leaf).includes(node));

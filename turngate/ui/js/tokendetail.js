@@ -20,7 +20,10 @@ export function detailOf(tokens, at) {
   const inside = at - held.first;
   /** @type {[string, any][]} */
   const pairs = [
-    ["id", `${tokens.ids[at]}${tokens.special.has(at) ? " (special)" : ""}`],
+    [
+      "id",
+      `${tokens.ids[at]}${tokens.special.has(at) ? " (special)" : tokens.parts.has(at) ? " (part of a character)" : ""}`,
+    ],
     ["log-probability", sampled ? (logprob === null ? "not known" : number(logprob, 5)) : "– (context)"],
     ["probability", sampled && logprob !== null ? percent(Math.exp(logprob)) : "–"],
     [

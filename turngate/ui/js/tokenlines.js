@@ -75,7 +75,7 @@ export class TokenLines {
       if (text === null) continue;
       shown[first] = text;
       for (let i = first + 1; i < past; i++) {
-        shown[i] = "⋯";
+        shown[i] = " ";
         this.parts.add(base + i);
       }
     }

@@ -19,7 +19,8 @@ export function lineOf(tokens, line, selected) {
   for (let i = line.from; i < line.to; i++) {
     const kind = node.kind === "sampled" ? `is-sampled ${stepOf(tokens.logprobs[i])}` : "is-context";
     const chosen = i === selected;
-    const look = `${kind} ${node.trained ? "is-trained" : ""} ${chosen ? "is-selected" : ""}`;
+    const part = tokens.parts.has(i) ? "is-part" : "";
+    const look = `${kind} ${part} ${node.trained ? "is-trained" : ""} ${chosen ? "is-selected" : ""}`;
     const text = tokens.texts[i];
     const shown = PLAIN.test(text) ? text : visible(text).replaceAll("·", " ");
     made.append(

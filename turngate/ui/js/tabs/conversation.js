@@ -19,8 +19,9 @@ export class Conversation {
   constructor(record, scroller) {
     this.record = record;
     this.scroller = scroller;
-    /** @type {number | null} the branch that was chosen; null: the main one, wherever it goes */
+    /** @type {number | null} the branch that was chosen; null: not one alone */
     this.leaf = null;
+    this.all = false; // everything in order, not only the main conversation
     /** @type {Map<number, HTMLElement>} articles that are shown */
     this.shown = new Map();
     this.at = -1; // the node that the keys are at
@@ -53,7 +54,8 @@ export class Conversation {
   /** @param {import("../router.js").Place} place */
   async show(place) {
     const node = Number(place.query.node) || null;
-    if (node !== null && this.record.byId.has(node)) this.leaf = this.record.leafThrough(node);
+    if (node !== null && this.record.byId.has(node) && !this.#path().includes(node))
+      this.leaf = this.record.leafThrough(node);
     await this.update();
     if (node !== null) this.#focus(node);
   }
@@ -77,7 +79,7 @@ export class Conversation {
   leave() {}
 
   #path() {
-    return this.record.path(this.leaf ?? this.record.tree.main ?? this.record.tree.nodes.at(-1)?.id ?? null);
+    return this.leaf === null ? this.record.inOrder(this.all) : this.record.path(this.leaf);
   }
 
   #draw() {
@@ -86,7 +88,7 @@ export class Conversation {
     this.#offerBranches();
     const wanted = path.filter((id) => this.record.messages.has(id));
     const atEnd = this.#atEnd();
-    const before = this.shown.size;
+    const first = !this.shown.size;
     for (const [id, article] of this.shown) {
       if (wanted.includes(id)) continue;
       article.remove();
@@ -94,16 +96,22 @@ export class Conversation {
     }
     if (wanted.length && !this.shown.size) fill(this.list);
     let added = 0;
+    /** @type {HTMLElement | null} */
+    let before = null;
     for (const id of wanted) {
-      if (this.shown.has(id)) continue;
-      const article = this.#article(id);
-      this.shown.set(id, article);
-      this.list.append(article);
-      if (this.record.byId.get(id)?.kind === "sampled") added += 1;
+      const known = this.shown.get(id);
+      const article = known ?? this.#article(id);
+      if (!known) {
+        this.shown.set(id, article);
+        if (before) before.after(article);
+        else this.list.prepend(article);
+        if (this.record.byId.get(id)?.kind === "sampled") added += 1;
+      }
+      before = article;
     }
     for (const id of wanted) this.#refresh(id);
     if (!wanted.length) fill(this.list, this.#nothing());
-    if (!before || !added) return;
+    if (first || !added) return;
     if (atEnd) this.#toEnd();
     else {
       this.fresh.textContent = `${plural(added, "new turn")} below ↓`;
@@ -123,15 +131,18 @@ export class Conversation {
 
   #offerBranches() {
     const { branches } = this.record.tree;
-    const options = [el("option", { value: "", text: "main, as it goes on" })];
+    const options = [
+      el("option", { value: "", text: "main conversation, in order" }),
+      el("option", { value: "all", text: "everything, in order" }),
+    ];
     for (const branch of branches) options.push(el("option", { value: branch.leaf, text: this.record.nameOf(branch) }));
-    const now = this.leaf === null ? "" : String(this.leaf);
+    const now = this.leaf === null ? (this.all ? "all" : "") : String(this.leaf);
     if (this.branch.childElementCount !== options.length) fill(this.branch, ...options);
     this.branch.value = now;
     this.tools.firstElementChild.hidden = branches.length < 2;
   }
 
-  /** @param {number} id */
+  /** @param {number} id @returns {HTMLElement} */
   #article(id) {
     const node = /** @type {Json} */ (this.record.messages.get(id));
     const sampled = node.kind === "sampled";
@@ -204,12 +215,14 @@ export class Conversation {
     const article = this.#article(id);
     this.shown.get(id)?.replaceWith(article);
     this.shown.set(id, article);
+    for (const fold of article.querySelectorAll("details")) fold.open = true; // that is what was asked for
     this.#refresh(id);
   }
 
   /** @param {string} value */
   #branch(value) {
-    this.leaf = value ? Number(value) : null;
+    this.all = value === "all";
+    this.leaf = value && !this.all ? Number(value) : null;
     this.fresh.hidden = true;
     this.#draw();
   }

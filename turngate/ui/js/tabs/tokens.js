@@ -31,7 +31,8 @@ export class TokensTab {
     this.cell = 7.5; // pixels of a character
     this.window = new Windowed({ label: "Tokens", role: "grid", height: () => 22, row: (index) => this.#row(index) });
     this.window.element.addEventListener("click", (/** @type {MouseEvent} */ event) => this.#clicked(event));
-    this.window.element.addEventListener("pointerover", (/** @type {PointerEvent} */ event) => this.#hovered(event));
+    this.window.element.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#hovered(event));
+    this.window.element.addEventListener("pointerleave", () => this.#detail(this.selected));
     this.resized = new ResizeObserver(() => this.#measure());
     this.resized.observe(this.window.element);
     this.map = new TokenMap(this.window);
@@ -44,21 +45,13 @@ export class TokensTab {
     this.status = el("span.muted", { role: "status" });
     const context = el("button.button", {
       type: "button",
-      text: "Fold or unfold context",
+      text: "Fold context",
       on: { click: () => this.#foldAll() },
     });
     this.element = el(
       "div.tokens",
       null,
-      el(
-        "div.tokens-tools",
-        null,
-        el("label.label", null, "Branch", this.branch),
-        context,
-        legend(),
-        el("span.spread"),
-        this.status,
-      ),
+      el("div.tokens-tools", null, this.branch, context, legend(), el("span.spread"), this.status),
       el("div.tokens-view.panel", null, this.window.element, this.map.element),
       el("aside.tokens-detail.panel", { "aria-label": "Token" }, this.detail, this.summary),
     );
@@ -170,7 +163,7 @@ export class TokensTab {
       options.push(el("option", { value: this.leaf, text: `up to node ${this.leaf}` }));
     fill(this.branch, ...options);
     this.branch.value = this.leaf === null ? "" : String(this.leaf);
-    this.branch.parentElement.hidden = options.length < 3;
+    this.branch.hidden = options.length < 3;
   }
 
   /** @param {number | null} leaf */
@@ -227,7 +220,13 @@ export class TokensTab {
   #hovered(event) {
     const token = /** @type {HTMLElement} */ (event.target).closest(".t[data-i]");
     if (!token || event.pointerType === "touch") return;
-    fill(this.detail, ...detailOf(this.tokens, Number(token.getAttribute("data-i"))));
+    if (!event.movementX && !event.movementY) return; // the tokens moved, and not the pointer
+    this.#detail(Number(token.getAttribute("data-i")));
+  }
+
+  /** @param {number} token */
+  #detail(token) {
+    if (token >= 0) fill(this.detail, ...detailOf(this.tokens, token));
   }
 
   /** Moves to the token above or below. @param {1 | -1} by */
@@ -254,7 +253,7 @@ export class TokensTab {
     this.window.reveal(touched[1], where);
     this.window.redraw((index) => touched.includes(index));
     this.window.element.setAttribute("aria-activedescendant", "token-selected");
-    fill(this.detail, ...detailOf(this.tokens, token));
+    this.#detail(token);
     if (held)
       note(
         href(["rollout", this.record.id, "tokens"], { node: held.node.id, token: token - held.first, leaf: this.leaf }),

@@ -60,7 +60,7 @@ export class TreeTab {
     const { tree } = this.record;
     if (!tree.nodes.length)
       return fill(this.element, empty("There is no tree yet", "It begins with the first call of the agent."));
-    this.tree.show(tree, new Set(this.record.path(tree.main)));
+    this.tree.show(tree, new Set(this.record.inOrder()));
     const cells = (/** @type {Json} */ branch) => [
       el("a", { href: href(["rollout", this.record.id], { node: branch.leaf }), text: this.record.nameOf(branch) }),
       count(branch.tokens),

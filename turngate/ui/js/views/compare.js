@@ -1,4 +1,4 @@
-/** Two rollouts side by side: their main branches, turn beside turn, with the first difference marked. */
+/** Two rollouts side by side: their main conversations, turn beside turn, with the first difference marked. */
 
 import { el, fill } from "../dom.js";
 import { count, duration } from "../format.js";
@@ -13,7 +13,7 @@ import { plain } from "../text.js";
 /** @typedef {import("../api.js").Json} Json */
 /** @typedef {{turn: Json | null, node: number | null, messages: Json[], said: string}} Step what was sent before a turn, and the turn */
 
-const AROUND = 220; // characters that are shown before the first difference
+const AROUND = 120; // characters that are shown before the first difference
 
 /**
  * @param {import("../router.js").Place} place
@@ -122,14 +122,14 @@ function drawn(sides, toFirst) {
 }
 
 /**
- * The main branch in steps: what the conversation began with, then each turn with the results that it got.
+ * The main conversation in steps: what the conversation began with, then each turn with the results that it got.
  * @param {Record} record
  * @returns {Step[]}
  */
 function steps(record) {
   /** @type {Step[]} */
   const found = [];
-  for (const id of record.path(record.tree.main)) {
+  for (const id of record.inOrder()) {
     const node = record.messages.get(id);
     if (!node) continue;
     if (node.kind === "sampled" || !found.length)
@@ -146,7 +146,7 @@ function spoken(message) {
     (/** @type {Json} */ call) =>
       `${call.name} ${typeof call.arguments === "string" ? call.arguments : JSON.stringify(call.arguments)}`,
   );
-  return [message.role, message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
+  return [message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
 /** @param {Step[]} left @param {Step[]} right */

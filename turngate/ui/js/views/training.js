@@ -4,10 +4,9 @@ import * as api from "../api.js";
 import { chart } from "../chart.js";
 import { el, fill } from "../dom.js";
 import { chips, searchField } from "../filters.js";
-import { count, number, score, when } from "../format.js";
+import { deliveries, feeds } from "../feedtables.js";
 import { empty, failed, loading } from "../notice.js";
 import { href, note } from "../router.js";
-import { line, table } from "../table.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
@@ -167,34 +166,54 @@ function drawn(got, by) {
 
 /** @param {Json} got @param {string} by @param {(value: number) => string} clockText */
 function reward(got, by, clockText) {
-  if (by === "version")
-    return chart({
-      title: "Reward by policy version",
-      x: "version",
-      whole: true,
-      y: "mean reward",
-      series: [{ name: "mean reward", points: got.version.map((/** @type {Json} */ v) => [v.version, v.mean]) }],
-      empty: "No graded rollout tells its version.",
-    });
-  if (by === "step")
+  if (by === "version") {
+    const points = got.version.map((/** @type {Json} */ one) => [one.version, one.mean]);
+    const series = [{ name: "mean reward", points }];
+    const empty = "No graded rollout tells its version.";
+    return chart({ title: "Reward by policy version", x: "version", whole: true, y: "mean reward", series, empty });
+  }
+  if (by === "step") {
+    const points = got.deliveries.map((/** @type {Json} */ one) => [one.number, one.mean]);
+    const empty = "Nothing was delivered to a trainer yet: make a feed, and read it.";
     return chart({
       title: "Reward by step",
       x: "delivery",
       whole: true,
       y: "mean reward",
-      series: [{ name: "mean reward", points: got.deliveries.map((/** @type {Json} */ d) => [d.number, d.mean]) }],
-      empty: "Nothing was delivered to a trainer yet: make a feed, and read it.",
+      series: smooth(points),
+      empty,
     });
-  const points = (/** @type {string} */ field) => got.time.map((/** @type {Json} */ t) => [t.at, t[field]]);
+  }
+  const points = got.time.map((/** @type {Json} */ one) => [one.at, one.mean]);
+  const empty = "No reward was recorded yet.";
   return chart({
     title: "Reward",
     x: "time",
-    y: "reward",
     clock: true,
     xText: clockText,
-    series: [{ name: "mean", points: points("mean") }],
-    empty: "No reward was recorded yet.",
+    y: "mean reward",
+    series: smooth(points),
+    empty,
   });
+}
+
+/**
+ * Numbers that jump, and beside them a mean in which each counts a quarter less than the next.
+ * @param {import("../chart.js").Point[]} points
+ * @returns {import("../chart.js").Series[]}
+ */
+function smooth(points) {
+  if (points.length < 8) return [{ name: "mean reward", points }];
+  /** @type {number | null} */
+  let mean = null;
+  const moving = points.map(([at, value]) => {
+    if (value !== null) mean = mean === null ? value : 0.75 * mean + 0.25 * value;
+    return /** @type {import("../chart.js").Point} */ ([at, mean]);
+  });
+  return [
+    { name: "mean reward", points, faint: true, shade: 0 },
+    { name: "moving average", points: moving, shade: 0 },
+  ];
 }
 
 /** Times on an axis: the hour where it is of one day, the day too where it is not. @param {number} first @param {number} last */
@@ -206,76 +225,4 @@ function timeText(first, last) {
     if (last - first < 120) return `${hour}:${two(date.getSeconds())}`;
     return last - first < 86400 ? hour : `${date.getMonth() + 1}/${date.getDate()} ${hour}`;
   };
-}
-
-/** @type {import("../table.js").Head[]} */
-const FEEDS = [
-  ["feed", ""],
-  ["complete", "num"],
-  ["handed out", "num"],
-  ["committed", "num"],
-  ["waiting", "num"],
-  ["read now", ""],
-];
-/** @type {import("../table.js").Head[]} */
-const DELIVERIES = [
-  ["number", "num"],
-  ["feed", ""],
-  ["group", ""],
-  ["rollouts", "num"],
-  ["mean reward", "num"],
-  ["version", "num"],
-  ["behind", "num"],
-  ["when", ""],
-];
-
-/** @param {Json[]} feeds */
-function feeds(feeds) {
-  const cells = (/** @type {Json} */ one) => [
-    one.name,
-    count(one.newest),
-    count(one.handed),
-    count(one.committed),
-    count(one.waiting),
-    one.read ? "yes" : "no",
-  ];
-  return section(
-    "Feeds",
-    table(
-      FEEDS,
-      feeds.map((one) => line(FEEDS, cells(one))),
-    ),
-  );
-}
-
-/** @param {Json[]} all */
-function deliveries(all) {
-  const newest = all.slice(-100).reverse();
-  const cells = (/** @type {Json} */ one) => [
-    one.number,
-    one.feed,
-    el("a", { href: href(["group", one.group]), text: one.group }),
-    count(one.rollouts),
-    score(one.mean),
-    number(one.version),
-    number(one.behind),
-    when(one.at),
-  ];
-  return section(
-    `Deliveries (the newest ${newest.length})`,
-    table(
-      DELIVERIES,
-      newest.map((one) => line(DELIVERIES, cells(one))),
-    ),
-  );
-}
-
-/** @param {string} title @param {Node} content */
-function section(title, content) {
-  return el(
-    "section.panel",
-    null,
-    el("div.panel-head", null, el("h2", { text: title })),
-    el("div.table-scroll", null, content),
-  );
 }
