@@ -90,12 +90,11 @@ class Client:
     def _settings(self, given: Place) -> dict[str, Any]:
         """Those of the service. Whoever calls from Python is at home: any image, any agent, large results."""
         agent = models.agent_named(given.agent)
-        is_own = agent != given.agent or agent == "shell"  # a file, or one that no service has unless it says so
         at_home = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _LONGEST_S}
         return {
             **({} if self._settled else at_home),
             "agent": agent or None,
-            "agents": [given.agent] if is_own else None,
+            "agents": None if self._settled else models.agents_with(given.agent),
             "agent_options": {agent: given.options} if given.options else None,
             "sandbox": given.sandbox,
             "image": given.image,
@@ -115,6 +114,7 @@ class Client:
             config = self._config
             if self._data is None and not self._settled:
                 config = msgspec.structs.replace(config, data=str(folder / "data"))
+            await models.check(config.endpoints[self._key])
             self._reader = Reader(config.endpoints[self._key], self._tokenizer)
             self._rollouts = await self._stack.enter_async_context(Rollouts(config))
         except BaseException:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +19,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from turngate.agents.spec import find
+from turngate.agents.spec import catalog, find
 from turngate.errors import BadRequest, ConfigError
 from turngate.explain import explain, suggestion
-from turngate.server.auth import ADMIN_KEY
+from turngate.render import find as find_tokenizer
+from turngate.rollout.client import GatewayClient, admin_key_given
 from turngate.service.catalog import KINDS, Endpoint
 from turngate.service.config import ServiceConfig, load
 
@@ -34,6 +36,7 @@ _KEYS = {
     "gemini": "GEMINI_API_KEY",
     "hf-router": "HF_TOKEN",
 }
+_SHELL = "shell"
 _EXAMPLE = "like vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, openai://gpt-5 or scripted://replies.json"
 
 
@@ -97,7 +100,7 @@ def _gateway(url: str, model: str | Endpoint) -> Endpoint:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
         raise BadRequest(f"gateway: {url!r} is not an http(s) URL such as http://127.0.0.1:8700", param="gateway")
-    return Endpoint(key=f"gateway://{parts.netloc}", url=url, model=model, key_env=ADMIN_KEY)
+    return Endpoint(key=f"gateway://{parts.netloc}", url=url, model=model)
 
 
 def _written(model: str, wanted: Wanted, known: list[str]) -> Endpoint:
@@ -134,6 +137,22 @@ def _key(kind: str, name: str) -> str:
     return f"{kind}://{re.sub(r'[^A-Za-z0-9._:/@+-]+', '-', name).lstrip('./-') or kind}"
 
 
+async def check(endpoint: Endpoint) -> None:
+    """That what can be known beforehand is so: the tokenizer is here, and the gateway that is named answers and takes our key."""
+    if endpoint.scheme == "gateway":
+        async with GatewayClient(endpoint.urls[0], admin_key_given()) as gateway:
+            await gateway.check()
+    elif endpoint.tokenizer or endpoint.model_folder:
+        await asyncio.to_thread(find_tokenizer, endpoint.tokenizer or endpoint.model_folder)
+
+
 def agent_named(agent: str) -> str:
     """The name of an agent that may be given as a file."""
     return find(agent).spec.name if agent else ""
+
+
+def agents_with(agent: str) -> list[str] | None:
+    """Every preset, and one more: a file, or `shell`, which no service has unless it says so. None: the presets will do."""
+    if not agent or (agent == agent_named(agent) and agent != _SHELL):
+        return None
+    return [*(name for name in catalog() if name != _SHELL), agent]
