@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.errors import ConfigError
-from turngate.explain import explain
+from turngate.explain import explain, refuse_credentials
 
 EngineKind = Literal["vllm", "sglang", "scripted", "local", "gate", "openai", "anthropic", "gemini", "responses"]
 # Engines that are only observed, and how much they can be asked to tell of their tokens.
@@ -82,6 +82,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"engine_url: the engine {self.engine!r} needs at least one --engine-url", param="engine_url"
             )
         for url in self.engine_url:
+            refuse_credentials(
+                url, "engine_url", "put the key into an environment variable, and name that as engine_key_env"
+            )
             if not _is_url(url):
                 raise ConfigError(
                     f"engine_url: {url!r} is not an http(s) URL such as http://127.0.0.1:8000", param="engine_url"

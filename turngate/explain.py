@@ -1,4 +1,7 @@
-"""Turns a decoder's complaint into a sentence that names the field and what it may be. For settings and request bodies."""
+"""Turns a decoder's complaint into a sentence that names the field and what it may be. For settings and request bodies.
+
+And refuses the one mistake whose value cannot be named: a URL with a secret in it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+
+from turngate.errors import ConfigError
 
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -37,6 +42,14 @@ def suggestion(name: str, known: list[str]) -> str:
     if near:
         return f"; did you mean {near[0]}?"
     return f"; there are {', '.join(known)}" if known else ""
+
+
+def refuse_credentials(url: str, field: str, instead: str) -> None:
+    """A URL with a user or a password in it is refused, and not repeated: URLs are in logs, process lists and errors."""
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            f"{field}: the URL holds a user or a password, which others would see; {instead}", param=field
+        )
 
 
 def _field_type(kind: Any, path: str) -> Any:

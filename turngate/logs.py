@@ -67,12 +67,17 @@ def keep_out(*secrets: str) -> None:
     _kept_out.update(secret for secret in secrets if len(secret) >= _SHORTEST)
 
 
-def clean(text: str) -> str:
-    """The same without secrets."""
+def hidden(text: str) -> str:
+    """The same without what is known to be a secret: keys that were read, and what we give out. For what agents left, too."""
     for secret in _kept_out:
         if secret in text:
             text = text.replace(secret, HIDDEN)
-    text = _OURS.sub(HIDDEN, text)
+    return _OURS.sub(HIDDEN, text)
+
+
+def clean(text: str) -> str:
+    """The same without whatever looks like a secret."""
+    text = hidden(text)
     text = _CARRIED.sub(rf"\1{HIDDEN}", text)
     return _IN_URL.sub(rf"\1{HIDDEN}@", text)
 

@@ -21,7 +21,8 @@ import msgspec
 
 from turngate.agents.spec import catalog, find
 from turngate.errors import BadRequest, ConfigError
-from turngate.explain import explain, suggestion
+from turngate.explain import explain, refuse_credentials, suggestion
+from turngate.logs import clean
 from turngate.render import find as find_tokenizer
 from turngate.rollout.client import GatewayClient, admin_key_given
 from turngate.service.catalog import KINDS, Endpoint
@@ -97,8 +98,9 @@ def _with(base: ServiceConfig, changed: Mapping[str, Any], entry: Endpoint | Non
 def _gateway(url: str, model: str | Endpoint) -> Endpoint:
     if isinstance(model, Endpoint):
         raise BadRequest("model: the gateway has its own; give the name of one, or leave it out", param="model")
+    refuse_credentials(url, "gateway", "its key comes from TURNGATE_ADMIN_KEY")
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
+    if parts.scheme not in ("http", "https") or not parts.netloc:
         raise BadRequest(f"gateway: {url!r} is not an http(s) URL such as http://127.0.0.1:8700", param="gateway")
     return Endpoint(key=f"gateway://{parts.netloc}", url=url, model=model)
 
@@ -107,7 +109,7 @@ def _written(model: str, wanted: Wanted, known: list[str]) -> Endpoint:
     found = _WRITTEN.fullmatch(model)
     if found is None or found["kind"] not in KINDS or not found["name"]:
         there = f"; the catalog has {', '.join(known)}{suggestion(model, known)}" if known else ""
-        what = f"{model!r} is neither a key of the catalog nor KIND://MODEL" if model else "is missing"
+        what = f"{clean(model)!r} is neither a key of the catalog nor KIND://MODEL" if model else "is missing"
         raise BadRequest(f"model: {what}: give one {_EXAMPLE} (kinds: {', '.join(KINDS)}){there}", param="model")
     kind, name, url = found["kind"], found["name"], found["url"] or ""
     if kind == "scripted":

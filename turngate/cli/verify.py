@@ -21,6 +21,7 @@ from turngate.agents.spec import find as find_agent
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
 from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
+from turngate.explain import refuse_credentials
 from turngate.render import find
 from turngate.rollout.agreement import differences
 from turngate.types import Json
@@ -228,6 +229,7 @@ def _scorer(asked: Asked) -> Scorer | None:
         case "vllm":
             if not asked.engine_url or not asked.model:
                 raise ConfigError("engine: vllm needs --engine-url and --model", param="engine_url")
+            refuse_credentials(asked.engine_url, "engine_url", "name an environment variable with --engine-key-env")
             if not _is_url(asked.engine_url):
                 raise ConfigError(f"engine_url: {asked.engine_url!r} is not an http(s) URL", param="engine_url")
             return VLLM(asked.engine_url, asked.model, key=_key(asked.engine_key_env))

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from turngate.errors import ConfigError, TurngateError, Unauthorized
+from turngate.explain import refuse_credentials
 from turngate.feed import FeedConfig, FeedView, Page
 from turngate.fence import Pause
 from turngate.logs import keep_out
@@ -53,6 +54,7 @@ class Refused(TurngateError):
 
 class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     def __init__(self, url: str, admin_key: str) -> None:
+        refuse_credentials(url, "gateway", f"the key comes from {ADMIN_KEY}")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
         self.url = url.rstrip("/")

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -43,14 +44,15 @@ class Collected(msgspec.Struct, frozen=True):
     missing: tuple[str, ...] = ()
 
 
-async def collect(sandbox: Sandbox, launch: Launch, folder: Path) -> Collected:
-    """Everything but the work into `folder`. What cannot be had is named; nothing an agent left can fail a rollout."""
+async def collect(sandbox: Sandbox, launch: Launch, folder: Path, hide: Callable[[bytes], bytes] = bytes) -> Collected:
+    """Everything but the work into `folder`. What cannot be had is named; nothing an agent left can fail a rollout. `hide`: takes
+    secrets out of what it printed."""
     missing: list[str] = []
     try:
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise TurngateError(f"{folder} cannot be made: {error.strerror}; choose another --out", param="out") from None
-    said = {name: await _output(sandbox, path, folder / name, missing) for name, path in _outputs(launch).items()}
+    said = {name: await _output(sandbox, path, folder / name, missing, hide) for name, path in _outputs(launch).items()}
     patterns = [p.replace("**", "*") for p in (launch.transcript, launch.subagents, *launch.logs) if p]
     files = await _home_files(sandbox, patterns, folder / "home", missing)
     return Collected(str(folder), said["stdout"], said["stderr"], files, missing=tuple(map(spelled, missing)))
@@ -65,7 +67,7 @@ def _outputs(launch: Launch) -> dict[str, str]:
     return {"stdout": launch.stdout, "stderr": launch.stderr}
 
 
-async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str]) -> str:
+async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str], hide: Callable[[bytes], bytes]) -> str:
     try:
         data = await sandbox.read(path, limit=_LARGEST)
     except SandboxFileMissing:
@@ -77,6 +79,7 @@ async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str])
             tail = await sandbox.exec(["/bin/sh", "-c", _END_OF, "sh", path, str(_LARGEST)], cwd="/", timeout_s=60)
             data = tail.stdout[-_LARGEST:]
         missing.append(f"{target.name}: {error.message}" + ("; its end is kept" if data else ""))
+    data = hide(data)
     await _kept(target, data, missing)
     return data[-_TAIL:].decode("utf-8", "replace")
 

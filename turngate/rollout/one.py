@@ -121,6 +121,7 @@ class Rollout:
         self._gates = gates
         self._placed = placed
         self._session = session or uuid.uuid4().hex
+        self._key = ""  # the session's, once it is open
         self._work: Work | None = None
         self._announcer = Announcer(gateway, self._session)
         self.progress = Progress(started=time.time())
@@ -289,7 +290,7 @@ class Rollout:
     async def _collected(self, sandbox: Sandbox, launch: Launch) -> None:
         """What it left. Its output and logs may be missing; without its work there is nothing to grade."""
         folder = self._kept
-        collected = await collect(sandbox, launch, folder)
+        collected = await collect(sandbox, launch, folder, self._hide)
         collected = msgspec.structs.replace(
             collected, stdout=self._without_secrets(collected.stdout), stderr=self._without_secrets(collected.stderr)
         )
@@ -351,15 +352,27 @@ class Rollout:
         elif outcome.fault is None and not self._to_be_graded:
             return  # nobody was asked
         assert found is not None
-        found = msgspec.structs.replace(found, log=self._without_secrets(found.log))
+        found = msgspec.structs.replace(
+            found, log=self._without_secrets(found.log), message=self._without_secrets(found.message)
+        )
         outcome.grade, outcome.kind, outcome.reward = found, found.kind, found.reward
 
     def _without_secrets(self, text: str) -> str:
         """The end of a log goes where others look at it. An agent may print all that it has."""
-        for name, value in self._order.env.items():
-            if len(value) >= _SECRET and _SECRETS.search(name):
-                text = text.replace(value, HIDDEN)
+        for secret in self._secrets():
+            text = text.replace(secret, HIDDEN)
         return clean(text)
+
+    def _hide(self, data: bytes) -> bytes:
+        """The same for what is kept: nothing but what is known to be a secret is taken out."""
+        for secret in self._secrets():
+            data = data.replace(secret.encode("utf-8", "surrogatepass"), HIDDEN.encode())
+        return data
+
+    def _secrets(self) -> list[str]:
+        """What the agent had: its session's, and those of the variables that it was given."""
+        given = (value for name, value in self._order.env.items() if _SECRETS.search(name))
+        return [value for value in (self._key, *given) if len(value) >= _SECRET]
 
     async def _graded(self) -> Grade:
         order = self._order
@@ -441,6 +454,7 @@ class Rollout:
         stack.push_async_callback(self._end_whatever_happened)
         parent = "" if self._run_span is None else self._run_span.traceparent
         opened = await self._gateway.open(self._settings(), self._session, parent)
+        self._key = opened.key
         self._session = self.outcome.session = self.progress.session = opened.id
         return opened
 
@@ -596,7 +610,7 @@ class Rollout:
             )  # others it did not: it is what was asked
         else:
             self.outcome.status = "error"
-            self.outcome.fault = Fault("agent", boundary, message)
+            self.outcome.fault = Fault("agent", boundary, self._without_secrets(message))
 
     def _why(self) -> str:
         """What the session is closed with; a limit that it met stays there as the reason."""
@@ -647,7 +661,7 @@ class Rollout:
         )
 
     def _note(self, text: str) -> None:
-        self.outcome.notes = (*self.outcome.notes, spelled(text))
+        self.outcome.notes = (*self.outcome.notes, self._without_secrets(spelled(text)))
 
     async def _summed_up(self, limit_s: float) -> None:
         """What the gateway has recorded, as far as it can still be asked."""
@@ -664,7 +678,8 @@ class Rollout:
 
     def _failed(self, error: TurngateError) -> None:
         self.outcome.status = "error"
-        self.outcome.fault = Fault(self._fault_at or "clean", error.boundary, spelled(error.message))
+        message = self._without_secrets(spelled(error.message))
+        self.outcome.fault = Fault(self._fault_at or "clean", error.boundary, message)
 
     @asynccontextmanager
     async def _stage(self, stage: Stage, limit_s: float | None = None) -> AsyncIterator[None]:
@@ -711,7 +726,7 @@ class Rollout:
         told = {**begun, "status": outcome.status, "class": outcome.kind, "reward": outcome.reward}
         if (fault := outcome.fault) is not None:  # there may be no session whose outcome would say so
             told["fault"] = {"stage": fault.stage, "boundary": fault.boundary}
-            told["message"] = self._without_secrets(fault.message)[:_TOLD]
+            told["message"] = fault.message[:_TOLD]
         return told
 
     def _spent(self, stage: Stage, began: float) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.errors import ConfigError
+from turngate.explain import refuse_credentials
 from turngate.sandboxes import door, tunnel, wayout
 from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.tunnel import Tunnel
@@ -36,6 +37,9 @@ class WayOut:
     """For all rollouts of one gateway. `tunnel`: a command that prints a URL; `public_url`: an address that leads there already."""
 
     def __init__(self, gateway: str, public_url: str = "", tunnel: str = "") -> None:
+        refuse_credentials(
+            public_url, "public_url", "agents reach the gateway by it: nothing but its address belongs there"
+        )
         if public_url and (urlsplit(public_url).scheme not in ("http", "https") or not urlsplit(public_url).netloc):
             raise ConfigError(f"public_url: {public_url!r} is not an http(s) URL", param="public_url")
         if public_url and tunnel:

@@ -1,5 +1,5 @@
 """What an agent left behind, as a result shows it: its working folder as text, the ends of its logs. Blocks. An agent wrote it all, so
-nothing of it is believed or followed."""
+nothing of it is believed or followed, and the secret that it held is not shown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from turngate.logs import clean, hidden
 from turngate.service.clamped import Cut
 
 _LOOKED_AT = 20_000  # files of a working folder
@@ -78,6 +79,7 @@ def _text(path: Path, most: int) -> tuple[str, int] | None:
         if error.start < len(data) - 4 or len(data) == size:  # not only a character that was cut in two
             return None
         text = data[: error.start].decode()
+    text = hidden(text)  # before it is cut: half a secret is not known again
     return (text[:most] if most else text), size
 
 
@@ -99,7 +101,7 @@ def tail(path: Path, field: str, cut: Cut, most: int) -> str:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - 4 * most) if most else 0
             file.seek(start)
-            text = file.read().decode("utf-8", "replace")
+            text = clean(file.read().decode("utf-8", "replace"))
     except OSError:
         return ""
     if start:
