@@ -35,7 +35,7 @@ CACHES = shutil.ignore_patterns("__pycache__", ".*_cache", "wheels", "secrets")
 PYTHON_DOCKERFILE = f"""FROM {base_image.IMAGE}
 USER root
 COPY pip-*.whl /tmp/
-RUN python3 /tmp/pip-*.whl/pip install --quiet --break-system-packages --root-user-action ignore --no-index /tmp/pip-*.whl \\
+RUN set -- /tmp/pip-*.whl && python3 "$1/pip" install --quiet --break-system-packages --root-user-action ignore --no-index "$1" \\
  && rm -f /usr/bin/curl /usr/bin/git
 """
 
@@ -143,6 +143,10 @@ class Container:
             state = inspected(self.name)["State"]
             assert state["Running"] and time.monotonic() < end, f"{state}\n{self.logs()}"
             time.sleep(0.1)
+
+    def checks(self) -> list[Any]:
+        """What its health check said, each time."""
+        return inspected(self.name)["State"]["Health"]["Log"] or []
 
     def healthy(self) -> None:
         self.until(lambda: inspected(self.name)["State"]["Health"]["Status"] == "healthy")
