@@ -74,8 +74,8 @@ class Web:
     async def says(self, what: str, text: str) -> None:
         await expect(self.page.locator(what).first).to_contain_text(text, timeout=WAIT_MS)
 
-    async def until(self, script: str) -> None:
-        await self.page.wait_for_function(script, timeout=WAIT_MS)
+    async def says_no_more(self, what: str, text: str) -> None:
+        await expect(self.page.locator(what).first).not_to_contain_text(text, timeout=WAIT_MS)
 
     async def press(self, *keys: str) -> None:
         for key in keys:

@@ -18,12 +18,13 @@ import httpx
 import openai
 from playwright.async_api import expect
 
-from tests.kit import calls, user
+from tests.kit import calls, tool, user
 from tests.page.browser import WAIT_MS, browsing, need_chromium
 
 Json = Any
 ROOT = Path(__file__).parents[2]
 KEY = "the-admin-key-of-this-test"
+BASH = tool("bash", command={"type": "string"})
 SCRIPT = [
     "I look first.\n" + calls(("bash", {"command": "ls -la /workspace"})),
     "There is one file; I read it.\n" + calls(("bash", {"command": "cat a.py"})),
@@ -50,7 +51,7 @@ class Served:
         async with openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http
         ) as client:
-            reply = await client.chat.completions.create(model="m", messages=messages)
+            reply = await client.chat.completions.create(model="m", messages=messages, tools=[BASH])
         message = reply.choices[0].message.model_dump(exclude_none=True)
         results = [
             {"role": "tool", "tool_call_id": call["id"], "content": "total 1\n-rw-r--r-- a.py\n"}
@@ -166,5 +167,6 @@ async def test_a_gateway_that_goes_away_and_comes_back_is_taken_up_again(tmp_pat
                 await again.say(opened["api_key"], history)  # before the page knows that it is there
                 await web.page.click("#live")
                 await web.sees("#live[data-state=live]", "live")
-                await web.sees(".turn", "There is one file")
+                await web.sees(".turn", "Turn 2")
+                await web.page.goto("about:blank")
                 web.complaints.clear()  # of the browser, about the time without a gateway
