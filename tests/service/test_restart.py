@@ -27,7 +27,9 @@ async def main(data, root):
     async with served(data=Path(data), root=Path(root)) as service:
         rollout = service.rollouts.start(service.asked('ask("Hi")\\ntime.sleep(600)', upload_files={"a": "b"}))
         waiting = service.rollouts.start(service.asked())
-        while service.rollouts.state(rollout).turns < 1: await asyncio.sleep(0.02)
+        while service.rollouts.state(rollout).turns < 1:
+            assert not service.rollouts.state(rollout).done, await service.rollouts.finalize(rollout)
+            await asyncio.sleep(0.02)
         page = await service.rollouts.events(rollout)
         while page.events[-1].kind != "turn": page = await service.rollouts.events(rollout)
         print(rollout, waiting, page.cursor, flush=True)
