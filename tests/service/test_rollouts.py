@@ -49,7 +49,8 @@ async def test_a_rollout_is_run_graded_and_told() -> None:
             "exact",
         )
         assert (result.exit_code, result.error, result.stop, result.capture) == (0, None, "", "tokens")
-        assert result.workdir_files == {"out.txt": "abcabc", "made.txt": "made\n", "data/in.txt": "abc"}
+        shown = {"made.txt": "made\n", "out.txt": "abcabc", "data/in.txt": "abc"}  # what was given comes last
+        assert list(result.workdir_files.items()) == list(shown.items())
         assert result.log_tails == {"stdout": "Hello.\n"} and "looked" in result.verifier_output
         [turn] = result.turns
         assert (turn.text, turn.finish_reason, turn.role, turn.capture) == ("Hello.", "stop", "main", "tokens")

@@ -4,7 +4,7 @@ nothing of it is believed or followed, and the secret that it held is not shown.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from turngate.logs import clean, hidden
@@ -16,11 +16,11 @@ _NAMED = 10  # files that are told by name
 _SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
 
 
-def workdir(folder: Path, since: float, cut: Cut) -> dict[str, str]:
-    """Its working folder as text: what was changed last comes first, and what is no text is only named."""
+def workdir(folder: Path, given: Mapping[str, bytes], cut: Cut) -> dict[str, str]:
+    """Its working folder as text: what is new or changed comes before what was `given`, and what is no text is only named."""
     clamp = cut.clamp
     paths, more = _files(folder)
-    paths.sort(key=lambda one: (one[1] < since - 1, one[0].count("/"), one[0]))
+    paths.sort(key=lambda one: (_is(folder / one[0], given.get(one[0])), one[0].count("/"), one[0]))
     found: dict[str, str] = {}
     odd: list[str] = []
     room = clamp.all_files
@@ -44,6 +44,14 @@ def workdir(folder: Path, since: float, cut: Cut) -> dict[str, str]:
     if left or more:
         cut.told.append(f"workdir_files: {left:,}{' and more' if more else ''} of {len(paths):,} files left out")
     return found
+
+
+def _is(path: Path, data: bytes | None) -> bool:
+    """Whether a file is still what it was."""
+    try:
+        return data is not None and path.stat().st_size == len(data) and path.read_bytes() == data
+    except OSError:
+        return False
 
 
 def _files(folder: Path) -> tuple[list[tuple[str, float]], bool]:

@@ -90,6 +90,13 @@ def lay(asked: AnyAsked, inputs: Path) -> None:
         raise StoreError(f"what was given cannot be written down: {error.strerror}") from None
 
 
+def given(asked: AnyAsked) -> dict[str, bytes] | None:
+    """The files that the working folder begins with, as far as they are known here. None: a whole repository."""
+    if isinstance(asked, AskedSwe):
+        return None
+    return asked.files() if isinstance(asked, Asked) else {}
+
+
 def order_of(
     rollout: str,
     asked: AnyAsked,

@@ -5,7 +5,7 @@ Reads what the agent left behind, and long traces take their time, so `Rollouts`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,9 +23,16 @@ DIRECT = "direct mode: the agent called the endpoint itself, and nothing was rec
 
 
 def ended(
-    state: RolloutState, outcome: Outcome | None, view: Viewed | None, folder: Path, clamp: Clamp, notes: Sequence[str]
+    state: RolloutState,
+    outcome: Outcome | None,
+    view: Viewed | None,
+    folder: Path,
+    clamp: Clamp,
+    notes: Sequence[str] = (),
+    given: Mapping[str, bytes] | None = None,
 ) -> RolloutResult:
-    """The result of a rollout: `state` says how it ended, `outcome` what came of it, if it came so far as to have one."""
+    """The result of a rollout: `state` says how it ended, `outcome` what came of it, if it came so far as to have one. `given`: the files
+    that its working folder began with; None: that is a whole repository, and not shown."""
     cut = Cut(clamp)
     shown = turns(view, cut) if view is not None else []
     found = RolloutResult(
@@ -54,13 +61,22 @@ def ended(
             found,
             resolved=None if grade is None else grade.resolved,
             exit_code=outcome.exit_code,
-            workdir_files=workdir(folder / "work", state.started, cut) if outcome.collected.work else {},
+            workdir_files=_workdir(outcome, folder, given, cut),
             log_tails=logs(folder, cut),
             verifier_output="" if grade is None else _verified(outcome, folder, cut),
             stop=outcome.stop,
             notes=[*notes, *_notes(outcome)],
         )
     return msgspec.structs.replace(found, clamped=cut.told)
+
+
+def _workdir(outcome: Outcome, folder: Path, given: Mapping[str, bytes] | None, cut: Cut) -> dict[str, str]:
+    if not outcome.collected.work:
+        return {}
+    if given is None:
+        cut.told.append("workdir_files: it is a whole repository, and left out")
+        return {}
+    return workdir(folder / "work", given, cut)
 
 
 def _verified(outcome: Outcome, folder: Path, cut: Cut) -> str:

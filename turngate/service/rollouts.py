@@ -54,7 +54,7 @@ from turngate.service.config import ServiceConfig
 from turngate.service.direct import Forwarder, Unrecorded
 from turngate.service.gateways import Gateways, Reached
 from turngate.service.live import Live
-from turngate.service.orders import lay, order_of, task_of
+from turngate.service.orders import given, lay, order_of, task_of
 from turngate.service.result import (
     Event,
     EventPage,
@@ -368,8 +368,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 view, said = await self._viewed(live, live.reached.client)
         await live.stack.aclose()
         state = endings.settled(live, work, outcome, failed_at)
-        folder, clamp = self._store.left(live.id), self.config.clamp
-        result = await asyncio.to_thread(report.ended, state, outcome, view, folder, clamp, live.notes)
+        result = await asyncio.to_thread(self._reported, live, state, outcome, view)
         state, over_at = msgspec.structs.replace(state, wall_s=live.wall_s()), time.time()
         seconds = {"queued": state.wall_s, **live.seconds, **(outcome.seconds if outcome is not None else {})}
         stop = result.stop if live.aborted is None or state.status != "cancelled" else f"aborted: {live.aborted}"
@@ -383,6 +382,11 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         if not self.config.keep_work:
             await asyncio.to_thread(self._store.clear_work, live.id)
         self._end(live, state, over_at)
+
+    def _reported(self, live: Live, state: RolloutState, outcome: Outcome | None, view: Viewed | None) -> RolloutResult:
+        """In a thread."""
+        folder = self._store.left(live.id)
+        return report.ended(state, outcome, view, folder, self.config.clamp, live.notes, given(live.asked))
 
     def _end(self, live: Live, state: RolloutState, at: float) -> None:
         """The last word about it. `at`: the time of day at which it was over."""
@@ -507,7 +511,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             state = endings.state_of(finished, state)
         else:
             state = endings.lost(state, events)
-            result = report.ended(state, None, None, store.left(rollout), self.config.clamp, ())
+            result = report.ended(state, None, None, store.left(rollout), self.config.clamp)
             await asyncio.to_thread(store.write, result, ())
         if not events or events[-1].kind != "ended":
             facts = {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
