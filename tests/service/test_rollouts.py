@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests import kit
 from tests.kit import calls, say, until
 from tests.service.kit import KEY, Service, served
 from tests.service.test_config import ROW
@@ -448,3 +449,18 @@ async def test_in_gate_mode_a_trainer_answers() -> None:
         result = await service.rollouts.finalize(rollout)
         assert result.log_tails == {"stdout": "From the trainer.\n"} and result.mode == "gate"
         assert set(result.turns[0].logprobs or ()) == {-0.5}
+
+
+async def test_a_gateway_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kit.gateway([say("From elsewhere.")]) as other:
+        monkeypatch.setenv("OTHER_KEY", other.app.admin_key)
+        entries = {"gateway://other": Endpoint(url=other.root, key_env="OTHER_KEY", model="m")}
+        async with served(endpoints=entries) as service:
+            result = await service.rollouts.run(service.asked('print(ask("Hi"))', model_key="gateway://other"))
+            assert result.log_tails == {"stdout": "From elsewhere.\n"} and result.turn_count == 1
+            assert (await other.show(result.session))["status"] == "sealed"
+            monkeypatch.setenv("OTHER_KEY", "wrong-" + "0" * 20)
+        async with served(endpoints=entries) as service:
+            refused = await service.rollouts.run(service.asked(model_key="gateway://other"))
+            assert refused.error is not None and refused.error.stage == "gateway"
+            assert "0" * 20 not in refused.error.message
