@@ -84,14 +84,14 @@ def _group(
         key = builder.session(name, opened, status=status, closed=ended, metadata=metadata, limits=limits)
         talk = Talk(builder, key, name, opened)
         turns = chance.randint(2, 5)
+        versions = sorted(max(0, version - chance.choice((0, 0, 0, 0, 1))) for _ in range(turns))
         context = talk.ask([{"role": "user", "content": f"Mend {task}."}])
         for turn in range(turns):
             text = chance.choice(
                 ("The test fails on an empty name.", "I look at the caller first.", "Done: the suite passes.")
             )
-            behind = max(0, version - chance.choice((0, 0, 0, 1, 1, 2)))
             said = talk.answer(
-                context, text * 3, version=behind, seconds=took / turns, logprobs=likely(text * 3, chance)
+                context, text * 3, version=versions[turn], seconds=took / turns, logprobs=likely(text * 3, chance)
             )
             if turn < turns - 1:
                 context = talk.ask([{"role": "tool", "tool_call_id": "c", "content": "ok\n"}], said)

@@ -21,6 +21,10 @@ async def test_ten_thousand_rollouts_scroll_and_filter(tmp_path: Path, shots: Pa
         await web.press("End")
         await web.sees(".list-row.is-selected", "task-0000.0")  # the last one, fetched when it was looked at
         assert await web.asks(ROWS) < 100
+        await web.press("Enter")
+        await web.sees(".turn", "Done, number 0.")
+        await web.press("Escape")
+        await web.sees(".list-row.is-selected", "task-0000.0")  # where it was left
         await web.press("Home")
         await web.sees(".list-row.is-selected", "task-1250")
         await web.page.click(".chip >> text=Cancelled")

@@ -10,6 +10,9 @@ import { Windowed } from "./windowed.js";
 const PIECE = 100;
 const SMALL = matchMedia("(max-width: 720px)");
 
+/** @type {Map<string, {top: number, chosen: string}>} where each list was left */
+const LEFT = new Map();
+
 /**
  * @typedef {import("./api.js").Json} Json
  * @typedef {{name: string, label: string, sort?: string, cell: (row: Json) => any, title?: string, num?: boolean}} Column
@@ -23,6 +26,7 @@ const SMALL = matchMedia("(max-width: 720px)");
  * @property {string} sort
  * @property {(sort: string) => void} sorted told of another order
  * @property {(total: number) => void} counted
+ * @property {() => string} place the list's name, with its filters: who comes back to it finds the row and the place that were left
  * @property {[string, string]} none title and advice where there is nothing
  */
 
@@ -31,7 +35,8 @@ export class List {
   constructor(options) {
     this.options = options;
     this.sort = options.sort;
-    this.chosen = "";
+    this.back = LEFT.get(options.place());
+    this.chosen = this.back?.chosen ?? "";
     /** @type {(Json | undefined)[]} */
     this.rows = [];
     /** @type {Map<string, number>} */
@@ -56,7 +61,7 @@ export class List {
   async reload(top = false) {
     const age = ++this.age;
     this.asked.clear();
-    if (top) this.window.element.scrollTop = 0;
+    if (top && !this.back) this.window.element.scrollTop = 0;
     const first = Math.floor(this.window.element.scrollTop / this.window.height / PIECE);
     await this.#fetch(first, age, true);
   }
@@ -98,6 +103,7 @@ export class List {
   }
 
   leave() {
+    LEFT.set(this.options.place(), { top: this.window.element.scrollTop, chosen: this.chosen });
     this.age += 1;
     this.window.leave();
   }
@@ -197,6 +203,11 @@ export class List {
     this.#say(got.total ? null : empty(...this.options.none));
     this.window.redraw((index) => fresh || Math.floor(index / PIECE) === piece);
     this.window.setCount(got.total);
+    if (this.back) {
+      this.window.element.scrollTop = this.back.top;
+      this.back = undefined;
+      this.window.draw();
+    }
     const wanted = this.wanted === undefined ? undefined : this.rows[this.wanted];
     if (wanted) {
       this.wanted = undefined;

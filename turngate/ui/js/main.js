@@ -60,6 +60,7 @@ const state = /** @type {HTMLElement} */ (document.getElementById("live"));
 let view = null;
 let shown = ""; // the name and first part of the address that is shown
 let inside = false; // somebody is logged in
+let moves = 0; // from one address to another, within the page
 
 const live = new Live((changes) => view?.changed?.(changes), told);
 
@@ -149,7 +150,10 @@ function start() {
     main.focus();
   });
   state.addEventListener("click", () => live.now());
-  window.addEventListener("hashchange", route);
+  window.addEventListener("hashchange", () => {
+    moves += 1;
+    route();
+  });
   window.addEventListener("online", () => live.now());
   api.onSignedOut(() => inside && ask("Your login has run out. Sign in again; you come back to where you were."));
   keys.always([
@@ -157,7 +161,7 @@ function start() {
     { key: "g", does: "groups", run: () => go(href(["groups"])) },
     { key: "r", does: "rollouts", run: () => go(href(["rollouts"])) },
     { key: "T", does: "light, dark, or as the system has it", run: () => press("theme") },
-    { key: "Escape", does: "back", run: () => history.back() },
+    { key: "Escape", does: "back", run: () => (moves ? history.back() : go(href(["rollouts"]))) },
   ]);
   keys.listen();
   setInterval(tick, 5000);

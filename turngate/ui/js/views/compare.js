@@ -175,13 +175,13 @@ function apart(mine, other) {
   let same = 0;
   while (same < mine.length && same < other.length && mine[same] === other[same]) same += 1;
   const from = Math.max(0, same - 60);
-  const rest = mine.slice(same, same + AROUND);
+  const rest = mine.slice(same, same + AROUND).split("\n", 1)[0] || mine.slice(same, same + AROUND);
   return el(
     "p.apart",
     { title: `The first ${count(same)} characters are the same` },
     from > 0 && "…",
     plain(mine.slice(from, same)),
     el("mark", null, rest ? plain(rest) : "(ends here)"),
-    same + AROUND < mine.length && "…",
+    same + rest.length < mine.length && "…",
   );
 }

@@ -83,6 +83,7 @@ export function show(place) {
     key: (row) => row.group,
     open: (row) => go(addressOf(row.group)),
     sort: wanted.sort,
+    place: () => JSON.stringify(["groups", wanted]),
     sorted: (sort) => change({ sort }, false),
     counted: (n) => (total.textContent = plural(n, "group")),
     none: [

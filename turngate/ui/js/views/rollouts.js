@@ -78,6 +78,7 @@ export function show(place) {
     key: (row) => row.id,
     open: (row) => go(addressOf(row.id)),
     sort: wanted.sort,
+    place: () => JSON.stringify(["rollouts", wanted]),
     sorted: (sort) => change({ sort }, false),
     counted: (n) => (total.textContent = plural(n, "rollout")),
     none: [
