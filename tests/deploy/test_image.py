@@ -108,9 +108,9 @@ def test_agents_are_run_through_it_and_it_keeps_what_they_did_when_it_is_stopped
     agent = ("--agent", "shell", "--set", f"command={ONCE} && {SOLVED} && {ONCE}")
     out = tmp_path / "out"
     words = ("run", *agent, "--task", task, "--sandbox", "bubblewrap", "--gateway", url, "--out", out, "--json")
-    done = ran(*words, env={"TURNGATE_ADMIN_KEY": KEY})
-    assert done.exit_code == 0, done.output
-    outcome = json.loads(done.stdout)
+    rolled = ran(*words, env={"TURNGATE_ADMIN_KEY": KEY})
+    assert rolled.exit_code == 0, rolled.output
+    outcome = json.loads(rolled.stdout)
     assert (outcome["status"], outcome["reward"], outcome["turns"]) == ("finished", 1.0, 2)
 
     # And one that somebody runs himself.
@@ -120,6 +120,13 @@ def test_agents_are_run_through_it_and_it_keeps_what_they_did_when_it_is_stopped
     assert samples and all(len(row["ids"]) == len(row["mask"]) for row in samples)
     proven = served.inside("turngate", "verify", "--all", "--data", "/data")
     assert proven.returncode == 0, proven.stdout + proven.stderr
+
+    # Copied while it runs, as docs/deploy.md says.
+    backup = "import sqlite3; sqlite3.connect('/data/turngate.db').backup(sqlite3.connect('/data/backup.db'))"
+    assert backup in (kit.ROOT / "docs" / "deploy.md").read_text()
+    look = "import sqlite3; print(sqlite3.connect('/data/backup.db').execute('PRAGMA integrity_check').fetchone()[0])"
+    done = served.inside("python", "-c", f"{backup}; {look}")
+    assert done.stdout == "ok\n", done.stdout + done.stderr
 
     # Stopped: it ends by itself (137 would say that it was killed), and all of it is there when it is started again.
     kit.docker("stop", "--time", "20", served.name)
