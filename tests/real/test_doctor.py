@@ -17,8 +17,9 @@ def test_everything_about_the_engine_is_found_in_order(model: Model) -> None:
     settings = ("--engine", "vllm", "--engine-url", model.url, "--model", model.name, "--tokenizer", model.folder)
     only = [word for name in LOOKED_AT for word in ("--only", name)]
     outcome = ran("doctor", *settings, "--json", *only)
-    found = {(f["check"], f["state"]): f["seen"] for f in json.loads(outcome.stdout)["findings"]}
-    assert outcome.exit_code == 0, found
+    findings = json.loads(outcome.stdout)["findings"]
+    found = {(f["check"], f["state"]): f["seen"] for f in findings}
+    assert outcome.exit_code == 0, findings
     assert f"serves {model.name}, {model.max_context:,} tokens of context" in found["engine", "ok"]
     # An untrained model samples ids of its table that its tokenizer has no word for.
     call = found.get(("engine call", "ok")) or found["engine call", "warning"]
@@ -26,7 +27,7 @@ def test_everything_about_the_engine_is_found_in_order(model: Model) -> None:
     assert "processed" in found["log-probabilities", "ok"]
     assert ("engine clock", "ok") in found
     assert "certified" in (found.get(("template", "ok")) or found["template", "warning"])
-    assert "the same ids for" in found["tokenizer", "ok"]
+    assert "the same ids for" in found["tokenizer", "ok"], findings
 
 
 def test_the_wrong_tokenizer_and_the_wrong_name_are_failures(model: Model) -> None:
