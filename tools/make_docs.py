@@ -16,10 +16,10 @@ import typer
 from turngate import cli, config
 from turngate.agents.spec import CATALOG, read
 from turngate.doctor import CHECKS
-from turngate.mcp.tools import TOOLS
 from turngate.metrics import FAMILIES
 from turngate.service import catalog
 from turngate.service import config as service_config
+from turngate.service.tools import TOOLS
 
 ROOT = Path(__file__).parents[1]
 

@@ -31,9 +31,9 @@ from websockets.exceptions import ConnectionClosed
 
 from turngate.environment.models import ReadyObservation, TurngateObservation, TurngateState
 from turngate.errors import BadRequest, NotFound, TurngateError
-from turngate.mcp.tools import Endpoints, Started
 from turngate.service.catalog import EndpointView
 from turngate.service.result import EventPage, Listing, Messages, RolloutResult, RolloutState
+from turngate.service.tools import Endpoints, Started
 from turngate.types import Json
 
 WAIT_S = 5.0  # of one question whether a rollout has ended: other callers of this client wait as long

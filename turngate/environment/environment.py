@@ -1,7 +1,7 @@
 """One session of a client, as OpenEnv has it: `reset`, `step`, `state`. A step is one call of a tool.
 
-The tools and their verbs are MCP's (`mcp/tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All sessions share one
-service, so a rollout outlives the session that started it, and any other can take it up by its id.
+The tools and their verbs are the service's (`service/tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All
+sessions share one service, so a rollout outlives the session that started it, and any other can take it up by its id.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from turngate.environment.models import ReadyObservation, TurngateObservation, T
 from turngate.environment.thread import ServiceThread
 from turngate.errors import BadRequest, TurngateError
 from turngate.explain import suggestion
-from turngate.mcp.tools import TOOLS, Arguments
 from turngate.service.result import RolloutResult, RolloutState
 from turngate.service.rollouts import Rollouts
+from turngate.service.tools import TOOLS, Arguments
 
 NAME = "turngate_env"
 ABOUT = (

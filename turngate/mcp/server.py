@@ -27,9 +27,9 @@ from mcp_types import Tool as Listed
 from turngate import __version__
 from turngate.errors import TurngateError
 from turngate.explain import suggestion
-from turngate.mcp.tools import TOOLS, Tool
 from turngate.service.result import RolloutResult
 from turngate.service.rollouts import Rollouts
+from turngate.service.tools import TOOLS, Tool
 
 SIGN_OF_LIFE_S = 2.0  # between two words about a rollout that is waited for
 INSTRUCTIONS = (

@@ -15,7 +15,7 @@ from openenv.core.mcp_client import MCPToolClient
 from tests.environment.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
 from turngate.environment import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
 from turngate.errors import BadRequest, NotFound
-from turngate.mcp.tools import TOOLS
+from turngate.service.tools import TOOLS
 
 RUN = {"model_key": MODEL, "instruction": ASK, "test_script": GOOD}
 

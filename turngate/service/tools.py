@@ -1,4 +1,5 @@
-"""The tools: their arguments, what they give, and the verb of `turngate.service` that each is. Read by `server.py` and the docs.
+"""The tools: their arguments, what they give, and the verb of the service that each is. Read by `mcp/`, `environment/`
+and the docs.
 
 Schemas follow from the types. Keys, sandboxes and images are nobody's arguments: they are settings of the server.
 """
