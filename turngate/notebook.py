@@ -374,9 +374,9 @@ def text_table(results: Results) -> RenderableType:
 def plain(what: RenderableType) -> str:
     """As it would be in a terminal without colours."""
     written = io.StringIO()
-    Console(file=written, width=120, highlight=False, markup=False, emoji=False, color_system=None).print(
-        what, soft_wrap=True
-    )
+    Console(
+        file=written, width=120, highlight=False, markup=False, emoji=False, color_system=None, force_jupyter=False
+    ).print(what, soft_wrap=True)
     return written.getvalue().rstrip("\n")
 
 

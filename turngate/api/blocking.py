@@ -56,8 +56,10 @@ class BlockingClient:
         """End what still runs, and everything else. As often as one likes."""
         _OPEN.discard(self)
         if not self._loop.closed:
-            self._loop.run(self._client.__aexit__(None, None, None))
-            self._loop.close()
+            try:
+                self._loop.run(self._client.__aexit__(None, None, None))
+            finally:
+                self._loop.close()
 
     def run(self, task: AnyTask, **how: Unpack[How]) -> Result:
         """One rollout, to its end. The arguments are those of `Client.run`."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from turngate.api.watching import OFTEN_S
 from turngate.errors import BadRequest
@@ -34,26 +33,25 @@ class LoopThread:
             work.close()
             why = "it is closed" if self.closed else "it cannot be called from within itself"
             raise BadRequest(f"client: {why}; open another one", param="client")
-        ended: concurrent.futures.Future[T] = concurrent.futures.Future()
-        begun: list[asyncio.Task[T]] = []
-        self._loop.call_soon_threadsafe(_begin, self._loop, work, begun, ended)
+        running = _Running(work)
+        self._loop.call_soon_threadsafe(running.begin, self._loop)
         interrupts = 0
         while True:
             try:
-                while not concurrent.futures.wait([ended], timeout=OFTEN_S).done:
+                while not running.wait(OFTEN_S):
                     tick()
                 break
             except KeyboardInterrupt:
                 interrupts += 1
                 if interrupts == 1:
-                    self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
+                    self._loop.call_soon_threadsafe(running.cancel)
                 elif interrupts == 2:
                     print(_STILL, file=sys.stderr)
                 else:
                     raise
         if interrupts:
             raise KeyboardInterrupt
-        return ended.result()
+        return running.result()
 
     def close(self) -> None:
         """Whatever still runs in it is cancelled. As often as one likes."""
@@ -74,21 +72,35 @@ async def _cancelled() -> None:
     await asyncio.gather(*rest, return_exceptions=True)
 
 
-def _begin(
-    loop: asyncio.AbstractEventLoop,
-    work: Coroutine[Any, Any, T],
-    begun: list[asyncio.Task[T]],
-    ended: concurrent.futures.Future[T],
-) -> None:
-    task = loop.create_task(work)
-    begun.append(task)
-    task.add_done_callback(lambda done: _told(done, ended))
+class _Running(Generic[T]):
+    """A task of the loop, and somebody in another thread who waits for it.
 
+    Waiting takes a bare lock that the loop gives up at the end: a signal that breaks in anywhere leaves nothing locked that the loop
+    would need, as it could with a condition or a future."""
 
-def _told(done: asyncio.Task[T], ended: concurrent.futures.Future[T]) -> None:
-    if done.cancelled():
-        ended.set_exception(concurrent.futures.CancelledError())
-    elif (error := done.exception()) is not None:
-        ended.set_exception(error)
-    else:
-        ended.set_result(done.result())
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+        self._ended = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._task = loop.create_task(self._work)
+        self._task.add_done_callback(self._over)
+
+    def cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    def _over(self, task: asyncio.Task[T]) -> None:
+        self._ended = True
+        self._gate.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended. Asked twice: whoever is interrupted may have had the lock already."""
+        return self._ended or self._gate.acquire(timeout=seconds)
+
+    def result(self) -> T:
+        assert self._task is not None
+        return self._task.result()
