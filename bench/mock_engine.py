@@ -96,6 +96,8 @@ class Engine:
         if path == "/v1/models":
             card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "vllm", "max_model_len": MAX_MODEL_LEN}
             return _json({"object": "list", "data": [card]})
+        if path == "/weight_info":
+            return _json({"weight_version": "default"})
         return _json({})
 
     def answer(self, head: bytes, prompt: bytes) -> Answer:
