@@ -95,9 +95,9 @@ class Web:
             ),
         )
 
-    async def photograph(self, name: str) -> None:
+    async def photograph(self, name: str, *, for_docs: bool = True) -> None:
         """Into `docs/images` where TURNGATE_SCREENSHOTS=1 says so, and to be thrown away otherwise."""
-        place = _PLACE if os.environ.get("TURNGATE_SCREENSHOTS") == "1" else self._shots
+        place = _PLACE if for_docs and os.environ.get("TURNGATE_SCREENSHOTS") == "1" else self._shots
         place.mkdir(parents=True, exist_ok=True)
         await self.page.mouse.move(0, 0)
         await self.page.screenshot(path=place / f"{name}.png", animations="disabled")

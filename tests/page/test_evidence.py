@@ -78,7 +78,7 @@ async def test_a_group_and_two_of_its_rollouts_side_by_side(tmp_path: Path, shot
     async with looking(tmp_path, shots) as (_, web):
         await web.go("#/groups")
         await web.sees(".list-row .c-name", scenes.GROUP)
-        await web.photograph("page-groups")
+        await web.photograph("page-groups", for_docs=False)
         await web.find(".list-row", scenes.GROUP).filter(has_not_text="@").click()
         await web.sees("td", "+0.90")  # the advantages of rewards 1, 1, ½ and 0
         await web.sees("td", "−1.51")
@@ -110,7 +110,7 @@ async def test_how_training_goes_and_what_failed(tmp_path: Path, shots: Path) ->
         await web.sees(".panel-head", "infrastructure fault")
         await web.find(".failure summary", "exit code 2").click()
         await web.sees(".log", "context window exceeded")
-        await web.photograph("page-failures")
+        await web.photograph("page-failures", for_docs=False)
 
 
 async def test_dark_is_as_the_system_has_it_and_can_be_chosen(tmp_path: Path, shots: Path) -> None:

@@ -63,7 +63,7 @@ async def test_a_hostile_transcript_runs_nothing_and_shows_as_text(tmp_path: Pat
         await web.sees("button.more", "1,000,007 characters")
         await web.find("button.more", "Load all").click()
         await web.sees("button.more", "Show more (994 KB of 1.0 MB left)")
-        await web.photograph("page-hostile")
+        await web.photograph("page-hostile", for_docs=False)
         assert await web.asks("[window.__ran ?? null, window.__broken ?? null]") == [None, None]
         assert await web.find("main img, main iframe, main script, main style, main a[href^=javascript]").count() == 0
         assert "\u202e" not in await web.asks("document.body.innerText + document.title")
