@@ -137,7 +137,7 @@ class Container:
         self.until(said)
         return found[-1]
 
-    def until(self, holds: Callable[[], object], seconds: float = 40.0) -> None:
+    def until(self, holds: Callable[[], object], seconds: float = 90.0) -> None:
         end = time.monotonic() + seconds
         while not holds():
             state = inspected(self.name)["State"]
