@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import kit, page_kit
@@ -66,6 +66,7 @@ def test_what_never_becomes_a_character_is_told_as_such(
     assert (found.text, found.runs) == (text, runs)
 
 
+@settings(deadline=None)  # a busy machine
 @given(st.lists(st.integers(0, 4200), max_size=60))
 def test_pieces_and_runs_are_the_bytes_of_the_tokens(ids: list[int]) -> None:
     """Whatever was sampled: each token is in one place, and what is shown is spelled by its bytes."""
