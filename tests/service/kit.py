@@ -33,6 +33,7 @@ from turngate.service.result import Event
 from turngate.service.rollouts import Rollouts
 
 KEY = "scripted://m"
+PATIENT = PRELUDE.replace("timeout=30", "timeout=300")  # many share the machine
 
 
 class Service:
@@ -46,7 +47,7 @@ class Service:
 
     def asked(self, program: str = "", **more: Any) -> Asked:
         """A rollout of a small program."""
-        return Asked(**{"model_key": KEY, "instruction": PRELUDE + program, "agent_timeout_s": 60.0, **more})
+        return Asked(**{"model_key": KEY, "instruction": PATIENT + program, "agent_timeout_s": 60.0, **more})
 
     async def at(self, rollout: str, stage: str) -> None:
         """Wait until it has come so far."""

@@ -63,8 +63,9 @@ async def poll(service: Service, ids: list[str]) -> int:
             state = service.rollouts.state(rollout)
             now = (state.turns, state.wall_s, state.cursor)
             assert all(new >= old for new, old in zip(now, before[rollout], strict=True)) or state.done
-            assert await service.rollouts.messages(rollout) is not None
             before[rollout] = now
+        shown = await service.rollouts.messages(ids[looks % len(ids)])
+        assert [one.cursor for one in shown.messages] == list(range(1, len(shown.messages) + 1))
         looks += 1
         await asyncio.sleep(0.05)
     return looks
