@@ -127,3 +127,24 @@ async def test_dark_is_as_the_system_has_it_and_can_be_chosen(tmp_path: Path, sh
         assert await web.asks(background) != dark  # the choice is kept
         await web.press("T")
         assert await web.asks(background) == dark
+
+
+async def test_addresses_that_lead_nowhere_say_so(tmp_path: Path, shots: Path) -> None:
+    async with looking(tmp_path, shots) as (_, web):
+        await web.go("#/nowhere")
+        await web.sees(".empty", "There is no such view")
+        await web.go("#/rollout/nobody")
+        await web.sees(".empty", "there is no rollout 'nobody'")
+        await web.go("#/compare/fix-slug-0")
+        await web.sees(".empty", "Two rollouts are needed")
+        web.complaints.clear()  # the browser's own, about a 404
+        await web.go(f"#/rollout/{FIRST}/tokens?node=999&token=99999&leaf=777")  # the nearest that there is
+        await web.sees(".token-line .t.is-trained")
+        await web.go(f"#/rollout/{FIRST}?node=999")
+        await web.sees(".turn", "I'll look at the code")
+        await web.page.context.clear_cookies()
+        await web.press("1")
+        await web.go("#/training")
+        await web.sees(".login-trouble", "run out")  # and the address stays
+        assert await web.asks("location.hash") == "#/training"
+        web.complaints.clear()

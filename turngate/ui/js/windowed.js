@@ -44,6 +44,13 @@ export class Windowed {
     this.draw();
   }
 
+  /** Begins anew with other rows. @param {number} count */
+  refill(count) {
+    for (const row of this.rows.values()) row.remove();
+    this.rows.clear();
+    this.setCount(count);
+  }
+
   /** Draws rows again: all, or those for which `which` says so. @param {(index: number) => boolean} [which] */
   redraw(which = () => true) {
     for (const [index, row] of this.rows) {

@@ -77,8 +77,8 @@ export class TokensTab {
   /** @param {import("../router.js").Place} place */
   async show(place) {
     const node = Number(place.query.node) || null;
-    this.leaf =
-      Number(place.query.leaf) || (node !== null && this.record.byId.has(node) ? this.record.leafThrough(node) : null);
+    const leaf = Number(place.query.leaf) || (node === null ? null : this.record.leafThrough(node));
+    this.leaf = leaf !== null && this.record.byId.has(leaf) ? leaf : null;
     await this.#load(node, Number(place.query.token) || 0);
   }
 
@@ -110,6 +110,7 @@ export class TokensTab {
     const age = ++this.age;
     this.tokens = new TokenLines();
     this.selected = -1;
+    this.#lay();
     this.#offerBranches();
     fill(this.detail, el("p.muted", { text: "Point at a token, or choose one with the arrow keys." }));
     if (this.#leafNow() === null)
@@ -183,8 +184,7 @@ export class TokensTab {
 
   #lay(columns = Math.max(20, Math.floor((this.window.space.clientWidth - 16) / this.cell))) {
     this.tokens.lay(columns);
-    this.window.redraw();
-    this.window.setCount(this.tokens.lines.length);
+    this.window.refill(this.tokens.lines.length);
     this.map.show(this.tokens);
   }
 

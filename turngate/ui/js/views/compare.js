@@ -53,7 +53,8 @@ export function show(place) {
     }
   }
 
-  load();
+  if (place.parts.length === 2) load();
+  else fill(element, empty("Two rollouts are needed", "Open a group, choose two of its rollouts, and compare them."));
   return {
     element,
     title: "Comparison",

@@ -148,7 +148,12 @@ export function show(place) {
     },
     moved: (at) => {
       if (!record.row) return false;
-      open(at).catch(api.passOver);
+      open(at).catch((error) =>
+        fill(
+          body,
+          failed(error, () => open(at)),
+        ),
+      );
       return true;
     },
     leave: () => {
