@@ -46,7 +46,7 @@ def suggestion(name: str, known: list[str]) -> str:
 
 def refuse_credentials(url: str, field: str, instead: str) -> None:
     """A URL with a user or a password in it is refused, and not repeated: URLs are in logs, process lists and errors."""
-    if "@" in url.partition("://")[2].partition("/")[0]:
+    if "@" in url:  # anywhere: a password may hold a slash, and a path has %40
         raise ConfigError(
             f"{field}: the URL holds a user or a password, which others would see; {instead}", param=field
         )

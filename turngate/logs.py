@@ -27,7 +27,8 @@ _SHORTEST = 8  # of what is kept out: something shorter is in every other word
 _OURS = re.compile(r"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])", re.ASCII)
 # What a header or a URL would carry, whoever gave it out.
 _CARRIED = re.compile(r"(?i)(\b(?:bearer|x-api-key:?|x-goog-api-key:?|api[-_]?key[=:])\s*)[\w.~+/=-]{8,}")
-_IN_URL = re.compile(r"(\w+://)[^\s/@:]+:[^\s/@]+@")
+# A user, or a user and a password, which may hold a slash though it should not.
+_IN_URL = re.compile(r"""(\w+://)(?:[^\s/@"'<>,]+|[^\s/@:"'<>,]+:[^\s@"'<>,]+)@""")
 _about: ContextVar[tuple[str, Mapping[str, Json]]] = ContextVar("turngate_about", default=("", {}))
 _kept_out: set[str] = set()
 

@@ -91,6 +91,15 @@ class Planted:
         )
 
 
+# What a secret of a session looks like, and an admin key that was made: nobody who looks for these need know them.
+OURS = re.compile(rb"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])")
+
+
+def given_out(evidence: Evidence) -> list[str]:
+    """Where one is."""
+    return sorted({where for where, data in evidence.items() if OURS.search(data)})
+
+
 def forms(value: str) -> dict[str, bytes]:
     """How a secret may be spelled. Base64 of a text that it is part of depends on where in it it stands: three ways."""
     raw = value.encode()
@@ -337,11 +346,11 @@ for port in PORTS:
         note(f"port {port}", "is open")
     except OSError as error:
         note(f"port {port}", error)
-whole = "\n".join(said)
+whole = "\n".join(said).replace("\0", "\n")
 pathlib.Path("seen.txt").write_text(whole.replace(KEY, "my key"), errors="replace")
 pathlib.Path("own-key.txt").write_text("this is " + KEY)
 print(whole)
-print("BACKWARDS", KEY[::-1])
+print("BACKWARDS", KEY[::-1], flush=True)
 print("the end, ", KEY, file=sys.stderr)
 """
 ASKS = 'print(ask("Hi"))'

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.sandboxes.kit import need
-from tests.secrets.kit import PROVIDER_KEY, House, Processes, Provider, Receiver, house, looking
+from tests.secrets.kit import PROVIDER_KEY, House, Processes, Provider, Receiver, given_out, house, looking
 from turngate.server.page_files import FOLDER
 
 Json = Any
@@ -326,6 +326,7 @@ def test_no_secret_is_anywhere(run: Run) -> None:
         and not (one.secret == "the hidden answer" and one.where == hidden)
     ]
     assert left == []
+    assert [where for where in given_out(run.home.evidence) if not may.search(where)] == []
 
 
 def test_the_store_has_hashes_of_secrets_only(run: Run) -> None:

@@ -28,8 +28,7 @@ KEY = {"TURNGATE_ADMIN_KEY": "one of the tests, long enough"}
 @pytest.mark.parametrize("what", WORDS)
 def test_on_the_command_line(what: str, shape: str, tmp_path: Path) -> None:
     planted, evidence = Planted(), Evidence()
-    url = shape.format(planted.new("a password").replace("/", ""))
-    planted.known("a password", url.rpartition("@")[0].rpartition("/")[2].rpartition(":")[2])
+    url = shape.format(planted.new("a password"))  # with a slash in it
     words = [url if word == "{url}" else word for word in WORDS[what]]
     where = () if "--gateway" in words else ("--data", tmp_path)
     said = refused(*words, *where, env=KEY)
@@ -39,8 +38,7 @@ def test_on_the_command_line(what: str, shape: str, tmp_path: Path) -> None:
 
 def test_in_settings_of_the_service_and_in_python(tmp_path: Path) -> None:
     planted, evidence = Planted(), Evidence()
-    url = f"http://me:{planted.new('a password').replace('/', '')}@127.0.0.1:9"
-    planted.known("a password", url.partition("me:")[2].partition("@")[0])
+    url = f"http://me:{planted.new('a password')}@127.0.0.1:9"
     file = tmp_path / "service.toml"
     file.write_text(f'[endpoints."openai://x"]\nurl = "{url}"\n')
     for attempt in (

@@ -137,7 +137,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         where = f'endpoints."{self.key}"'
         for url in self.urls:
-            if "@" in url.partition("://")[2].partition("/")[0]:
+            if "@" in url:  # anywhere: a password may hold a slash, and a path has %40
                 raise ConfigError(f"{where}.url: holds credentials; use key_env", param="url")
         if self.scheme == "gateway":
             if len(self.urls) != 1:
