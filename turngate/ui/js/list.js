@@ -51,6 +51,7 @@ export class List {
       row: (index) => this.#row(index),
       seen: (first, last) => this.#seen(first, last),
     });
+    this.window.element.addEventListener("click", (/** @type {MouseEvent} */ event) => this.#clicked(event));
     this.head = el("div.list-head", { role: "row", class: options.look });
     this.note = el("div.list-note", { hidden: true });
     this.element = el("div.list.panel", null, this.head, this.window.element, this.note);
@@ -133,6 +134,16 @@ export class List {
     if (at !== undefined) this.window.element.setAttribute("aria-activedescendant", `row-${at}`);
   }
 
+  /** By its place and not by its element: rows that change are made anew, perhaps between press and release. @param {MouseEvent} event */
+  #clicked(event) {
+    if (event.target instanceof Element && event.target.closest("a, button")) return;
+    const box = this.window.space.getBoundingClientRect();
+    const row = this.rows[Math.floor((event.clientY - box.top) / this.window.height)];
+    if (!row) return;
+    this.#choose(this.options.key(row));
+    this.options.open(row);
+  }
+
   /** @param {number | undefined} index */
   #open(index) {
     const row = index === undefined ? undefined : this.rows[index];
@@ -162,11 +173,6 @@ export class List {
       },
       ...cells,
     );
-    made.addEventListener("click", (/** @type {MouseEvent} */ event) => {
-      if (event.target instanceof Element && event.target.closest("a, button")) return;
-      this.#choose(this.options.key(row));
-      this.#open(this.index.get(this.options.key(row)));
-    });
     return made;
   }
 

@@ -12,6 +12,8 @@ import { addressOf, facts } from "../status.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
+const AGAIN_MS = 10000; // between two looks at the traces of a group that still runs
+
 /**
  * @param {import("../router.js").Place} place
  * @returns {import("../main.js").View}
@@ -28,6 +30,7 @@ export function show(place) {
   let picked = [];
   let at = -1;
   let timer = 0;
+  let looked = 0; // when the traces were
   const tableBox = el("div.table-scroll");
   const compare = el("button.button", { type: "button", on: { click: openCompare } });
 
@@ -72,9 +75,11 @@ export function show(place) {
     drawTable();
     fill(element, ...layout(group, tableBox, compare, traces));
     if (first) into(traces, drawEvidence);
+    else if (Date.now() - looked > AGAIN_MS) drawEvidence().then((made) => fill(traces, made), api.passOver);
   }
 
   async function drawEvidence() {
+    looked = Date.now();
     const got = await api.evidence(name);
     for (const one of got.rollouts) evidence.set(one.id, one);
     drawTable();

@@ -6,12 +6,14 @@ import { chips, menu, offers, searchField } from "../filters.js";
 import { count, duration, plural, short, when } from "../format.js";
 import { List } from "../list.js";
 import { go, href, note } from "../router.js";
-import { addressOf, facts, lives, nameOf, rewardCell, state, versions } from "../status.js";
+import { addressOf, facts, nameOf, rewardCell, state, versions } from "../status.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
 const CLASSES = ["graded", "agent failed", "invalid task", "infrastructure fault"];
 const SUMMARY_MS = 3000; // how often the numbers above are asked for while things change
+const AGAIN_MS = 1500; // and the list
+const LIVE = ["starting", "running", "finishing"];
 
 /** @type {import("../list.js").Column[]} */
 const COLUMNS = [
@@ -72,7 +74,8 @@ export function show(place) {
     look: "is-rollouts",
     columns: COLUMNS,
     fetch: async (offset, limit, sort) => {
-      const got = await api.rollouts({ ...wanted, sort, offset, limit });
+      const status = wanted.status === "live" ? LIVE : wanted.status;
+      const got = await api.rollouts({ ...wanted, status, sort, offset, limit });
       return { rows: got.rollouts, total: got.total };
     },
     key: (row) => row.id,
@@ -105,8 +108,7 @@ export function show(place) {
     "Status",
     [
       ["", "All"],
-      ["running", "Running"],
-      ["finishing", "Finishing"],
+      ["live", "Live"],
       ["done", "Done"],
       ["cancelled", "Cancelled"],
     ],
@@ -126,12 +128,13 @@ export function show(place) {
   async function summarise() {
     const got = await api.overview();
     fill(summary, numbers(got));
-    statuses.counts({ "": got.rollouts, ...got.by_status });
+    statuses.counts({ "": got.rollouts, live: running(got), ...got.by_status });
     agents.offer(offers("Any agent", got.agents));
     models.offer(offers("Any model", got.models));
   }
 
   let due = 0;
+  let again = 0;
   const soon = () => {
     due ||= setTimeout(() => {
       due = 0;
@@ -144,7 +147,13 @@ export function show(place) {
     soon();
     const known = list.update(changes.rollouts);
     if (known && !changes.reload && !changes.gone.length) return;
-    if (list.atTop()) return void list.reload();
+    if (list.atTop()) {
+      again ||= setTimeout(() => {
+        again = 0;
+        list.reload();
+      }, AGAIN_MS);
+      return;
+    }
     changes.rollouts.filter((row) => !list.index.has(row.id)).forEach((row) => missed.add(row.id));
     fresh.textContent = missed.size ? `${plural(missed.size, "change")} not shown: show` : "Changed: show";
     fresh.hidden = false;
@@ -178,17 +187,22 @@ export function show(place) {
     changed,
     leave: () => {
       clearTimeout(due);
+      clearTimeout(again);
       list.leave();
     },
   };
 }
 
+/** How many are on their way. @param {Json} got */
+function running(got) {
+  return LIVE.reduce((sum, status) => sum + (got.by_status[status] ?? 0), 0);
+}
+
 /** @param {Json} got */
 function numbers(got) {
   const failures = CLASSES.slice(1).reduce((sum, name) => sum + (got.by_class[name] ?? 0), 0);
-  const running = Object.entries(got.by_status).reduce((sum, [status, n]) => sum + (lives({ status }) ? n : 0), 0);
   return facts([
-    ["running now", count(running)],
+    ["running now", count(running(got))],
     ["rollouts", count(got.rollouts)],
     ["groups", count(got.groups)],
     ["graded", count(got.by_class.graded ?? 0)],

@@ -23,7 +23,12 @@ export function show(place) {
   let open = true;
 
   function draw() {
-    if (got) fill(body, ...drawn(got, wanted.by));
+    if (!got) return;
+    const open = [...body.querySelectorAll("details")].map((/** @type {HTMLDetailsElement} */ one) => one.open);
+    fill(body, ...drawn(got, wanted.by));
+    body.querySelectorAll("details").forEach((/** @type {HTMLDetailsElement} */ one, /** @type {number} */ i) => {
+      one.open = open[i] ?? false; // whoever reads a table goes on reading it
+    });
   }
 
   async function load() {
