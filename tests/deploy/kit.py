@@ -79,8 +79,15 @@ def wheels() -> Path:
 
 def built(tag: str, context: Path, *words: str | Path) -> str:
     """An image of that name. The network is the host's: this machine may have no other for containers."""
-    docker("build", "--network", "host", "--tag", tag, *words, context, timeout=600)
+    old = _id(tag)
+    docker("build", "--network", "host", "--force-rm", "--tag", tag, *words, context, timeout=600)
+    if old not in ("", _id(tag)):
+        docker("rmi", old, check=False)  # else every change of the sources leaves an image behind
     return tag
+
+
+def _id(tag: str) -> str:
+    return docker("image", "inspect", "--format", "{{.Id}}", tag, check=False).stdout.strip()
 
 
 def python_image(scratch: Path) -> str:
