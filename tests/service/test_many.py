@@ -9,6 +9,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
+
 from tests.kit import say
 from tests.service.kit import Service, served
 from turngate.service.result import Event, RolloutResult
@@ -89,11 +91,11 @@ def check(n: int, result: RolloutResult, events: list[Event]) -> None:
     assert abs(result.wall_s - (events[-1].time - events[0].time)) < 1  # by another clock
     assert "queued" in result.seconds and sum(result.seconds.values()) < result.wall_s + 0.5
     if n % 3 or result.status == "finished":
-        assert (result.status, result.reward, result.turn_count) == ("finished", 1.0, 2), result
+        assert (result.status, result.reward, result.turn_count) == ("finished", 1.0, 2), shown(result)
         assert [turn.text for turn in result.turns] == ["Hello.", "Bye."]
         assert len([event for event in events if event.kind == "turn"]) == 2
     else:
-        assert (result.status, result.reward, result.error) == ("cancelled", None, None), result
+        assert (result.status, result.reward, result.error) == ("cancelled", None, None), shown(result)
         assert len([event for event in events if event.kind == "turn"]) == result.turn_count
 
 
@@ -105,3 +107,8 @@ def gateways_events(data: Path) -> dict[str, list[int]]:
         for seq, session in db.execute("SELECT seq, session FROM events ORDER BY seq"):
             found.setdefault(session, []).append(seq)
     return found
+
+
+def shown(result: RolloutResult) -> str:
+    """All of it: a short form would leave out what went wrong."""
+    return msgspec.json.encode(result).decode()
