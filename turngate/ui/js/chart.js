@@ -25,6 +25,7 @@ const WIDEST = 56; // pixels of a bar
  * @property {(value: number) => string} [xText]
  * @property {(value: number) => string} [yText]
  * @property {boolean} [whole] only whole numbers stand on the horizontal axis
+ * @property {boolean} [wholeY] and on the vertical one
  * @property {[number, number]} [yRange] where it is known; else from the numbers
  * @property {string} [empty] what to say where there are no numbers
  */
@@ -140,7 +141,7 @@ function axes(options, x, y, width, yRange, xRange) {
   const made = svg("g.chart-axes");
   const bottom = HEIGHT - ROOM.bottom;
   for (const tick of nice(...yRange, 4)) {
-    if (tick < yRange[0] || tick > yRange[1]) continue;
+    if (tick < yRange[0] || tick > yRange[1] || (options.wholeY && !Number.isInteger(tick))) continue;
     made.append(svg("line.chart-grid", { x1: ROOM.left, x2: width - ROOM.right, y1: y(tick), y2: y(tick) }));
     made.append(svg("text.chart-y", { x: ROOM.left - 6, y: y(tick) + 4, text: (options.yText ?? number)(tick) }));
   }

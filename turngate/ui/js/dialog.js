@@ -10,7 +10,6 @@ import { bindings } from "./keys.js";
  * @returns {HTMLDialogElement}
  */
 export function open(title, content, size = "") {
-  const back = document.activeElement;
   const id = "dialog-title";
   const close = el("button.icon", { type: "button", "aria-label": "Close", text: "✕" });
   const dialog = el(
@@ -23,10 +22,7 @@ export function open(title, content, size = "") {
   dialog.addEventListener("click", (/** @type {MouseEvent} */ event) => {
     if (event.target === dialog) dialog.close();
   });
-  dialog.addEventListener("close", () => {
-    dialog.remove();
-    if (back instanceof HTMLElement) back.focus();
-  });
+  dialog.addEventListener("close", () => dialog.remove()); // the browser itself gives the focus back
   document.body.append(dialog);
   dialog.showModal();
   return dialog;

@@ -154,6 +154,7 @@ function drawn(got, by) {
           x: "delivery",
           whole: true,
           y: "versions behind",
+          wholeY: true,
           series: [
             {
               name: "behind",
