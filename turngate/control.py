@@ -21,6 +21,7 @@ from turngate.explain import explain
 from turngate.feed import Feeds, group_of, is_stale, oldest_allowed
 from turngate.fence import Fence, Pause
 from turngate.hosttools import HostTools
+from turngate.logs import hidden
 from turngate.metrics import Metrics
 from turngate.shown import Looks
 from turngate.slots import ALONE, Place, new_secret
@@ -465,7 +466,7 @@ class Control:
     def _row(self, session_id: str) -> SessionRow:
         row = self._store.find(session_id)
         if row is None:
-            raise NotFound(f"there is no session {session_id!r}")
+            raise NotFound(f"there is no session {hidden(session_id)!r}")
         return row
 
     def _summary(self, row: SessionRow, outcome: bytes | None) -> dict[str, Json]:

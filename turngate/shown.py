@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from turngate.errors import NotFound
+from turngate.logs import hidden
 from turngate.store.apart import Apart
 from turngate.store.sqlite import Store
 from turngate.trace.roles import roles
@@ -87,7 +88,7 @@ class Looks:
 def read(store: Store, session_id: str) -> Shown:
     row = store.find(session_id)
     if row is None:
-        raise NotFound(f"there is no session {session_id!r}")
+        raise NotFound(f"there is no session {hidden(session_id)!r}")
     # In this order: where others write meanwhile, there is a text for every node.
     session = store.load(row)
     return Shown(session, store.messages(row.key), store.preambles(row.key))

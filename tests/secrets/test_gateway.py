@@ -184,13 +184,20 @@ class Run:
         planted, evidence = self.home.planted, self.home.evidence
         opened = client.post("/sessions", json={"purpose": "eval"}, headers=admin).json()
         named = quote(planted.known("session secret, opened as OpenEnv's", opened.pop("session_id")), safe="")
-        registered = client.post("/v1/rollouts/by-prime/register", json={}, headers=admin).json()
+        registered = client.post("/v1/rollouts/by-prime/register", json={"model": "gpt-x"}, headers=admin).json()
         planted.known("session secret, opened as prime-rl's", registered.pop("api_key"))
         evidence.add("the rest of what opening them answers", [opened, registered])
         for path in ("", f"/{named}", f"/{named}/rollout", f"/{named}/trace_entries", f"/{named}/nothing", "/nobody"):
             evidence.add("what OpenEnv's sessions tell", client.get(f"/sessions{path}", headers=admin).text)
         for _ in range(2):
             evidence.add("what deleting one tells", client.delete(f"/sessions/{named}", headers=admin).text)
+        for path in (
+            f"/sessions/{named}",
+            f"/sessions/{named}/rollout",
+            f"/admin/sessions/{named}",
+            f"/s/{named}/v1/models",
+        ):
+            evidence.add("what is told of one that is gone", client.get(path, headers=admin).text)
         for path in ("trajectory", "nothing"):
             evidence.add_answer(client.get(f"/v1/rollouts/by-prime/{path}", headers=admin))
         evidence.add_answer(client.post("/v1/rollouts/by-prime/unregister", json={}, headers=admin))

@@ -34,7 +34,7 @@ from turngate.engines.weights import Load, replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
-from turngate.logs import keep_out
+from turngate.logs import hidden, keep_out
 from turngate.metrics import Metrics
 from turngate.render import Certificate, Renderer, find, load
 from turngate.server.admin import Admin
@@ -265,7 +265,7 @@ class Gateway:
     def _starlette(self) -> Starlette:
         async def missing(request: Request, error: Exception) -> Response:
             dialect = speaks(request)
-            wrong = NotFound(f"there is no {request.method} {request.url.path} here{_hint(request)}")
+            wrong = NotFound(f"there is no {request.method} {hidden(request.url.path)} here{_hint(request)}")
             return Response(dialect.error(wrong), status_code=404, media_type="application/json")
 
         routes = [
