@@ -7,7 +7,7 @@ import os
 import httpx
 import pytest
 
-from tests.secrets.kit import PROVIDER_KEY, Processes, Provider, house, looking
+from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Processes, Provider, house, looking
 from tests.secrets.test_service import CONFIG, HOSTED
 from tools import parts
 
@@ -57,7 +57,7 @@ def test_no_secret_is_in_what_the_environment_tells(python: str) -> None:
             )
         assert ends == ["finished", "error"] and provider.keys == {f"Bearer {home.env[PROVIDER_KEY]}"}
         assert home.learn_keys(home.folder) == 2
-        home.evidence.add("the process list", b"\n".join(processes.lines()))
+        home.evidence.add(PROCESSES, b"\n".join(processes.lines()))
         made = [path.relative_to(home.folder).as_posix() for path in home.folder.rglob("admin-key")]
         home.planted.known("the admin key that was made", (home.folder / made[0]).read_text().strip())
         home.evidence.add_folder(home.folder, but=tuple(made))

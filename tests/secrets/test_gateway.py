@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.sandboxes.kit import need
-from tests.secrets.kit import PROVIDER_KEY, House, Processes, Provider, Receiver, given_out, house, looking
+from tests.secrets.kit import PROCESSES, PROVIDER_KEY, House, Processes, Provider, Receiver, given_out, house, looking
 from turngate.server.page_files import FOLDER
 
 Json = Any
@@ -54,7 +54,7 @@ class Run:
         ports = tuple(
             int(url.rpartition(":")[2]) for url in (self.url, self.other, self.provider.url, self.receiver.url)
         )
-        through = {
+        through: dict[str, tuple[tuple[str | Path, ...], str, str]] = {
             "observed, local": (("--gateway", self.url), "local", ""),
             "observed, behind walls": (("--gateway", self.url), "bubblewrap", ""),
             "observed, the provider fails": (("--gateway", self.url), "local", 'print(ask("FAIL-500"))'),
@@ -276,7 +276,7 @@ def run() -> Iterator[Run]:
         home.env["TURNGATE_ADMIN_KEY"] = planted.new("the admin key")
         home.env["TURNGATE_METRICS_KEY"] = planted.new("the metrics key")
         home.env["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.url
-        common = ("serve", "--port", "0", "--log-turns")
+        common: tuple[str | Path, ...] = ("serve", "--port", "0", "--log-turns")
         observing = (*common, "--data", made.observed, "--workers", "2", "--log-format", "json", *made._engine())
         home.folder.joinpath("script.json").write_text(json.dumps(["Hello.", "And again."]))
         scripted = (*common, "--data", made.scripted, "--script", home.folder / "script.json", "--verify-every", "1")
@@ -294,7 +294,7 @@ def run() -> Iterator[Run]:
             made.looked(made.url, planted["the admin key"])
             made.looked(made.other, own)
             made.refused_when_over()
-        home.evidence.add("the process list", b"\n".join(made.processes.lines()))
+        home.evidence.add(PROCESSES, b"\n".join(made.processes.lines()))
         home.evidence.add("the spans", receiver.spans())
         home.evidence.add_folder(home.folder, but=("scripted/admin-key",))
         yield made

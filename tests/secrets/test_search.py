@@ -9,17 +9,18 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
 import httpx
-import pyarrow
+import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
-from tests.secrets.kit import PROVIDER_KEY, Evidence, Planted, Processes, Provider, house
+from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Evidence, Planted, Processes, Provider, house
 
-SPELLINGS = {
+SPELLINGS: dict[str, Callable[[str], str]] = {
     "itself": lambda value: value,
     "in a header": lambda value: f"authorization: Bearer {value}, and more",
     "base64": lambda value: base64.b64encode(value.encode()).decode(),
@@ -81,7 +82,7 @@ def test_a_leak_into_the_process_list_is_found() -> None:
         looks = processes.looks
         while processes.looks < looks + 2:
             time.sleep(0.01)
-    evidence.add("the process list", b"\n".join(processes.lines()))
+    evidence.add(PROCESSES, b"\n".join(processes.lines()))
     assert {one.secret for one in planted.found(evidence)} == {"a key"}
 
 

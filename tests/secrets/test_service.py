@@ -20,7 +20,18 @@ from mcp.client.streamable_http import streamable_http_client
 
 from tests.mcp.kit import called, refused
 from tests.sandboxes.kit import need
-from tests.secrets.kit import PROVIDER_KEY, TURNGATE, House, Processes, Provider, Receiver, given_out, house, looking
+from tests.secrets.kit import (
+    PROCESSES,
+    PROVIDER_KEY,
+    TURNGATE,
+    House,
+    Processes,
+    Provider,
+    Receiver,
+    given_out,
+    house,
+    looking,
+)
 
 Json = Any
 HOSTED, KEYLESS = "openai://gpt-x", "openai://other"
@@ -195,7 +206,7 @@ def run() -> Iterator[Run]:
             for done in [pool.submit(work) for work in (made.over_http, made.over_stdio, made.from_python)]:
                 done.result()
         home.learn_keys(home.folder)
-        home.evidence.add("the process list", b"\n".join(made.processes.lines()))
+        home.evidence.add(PROCESSES, b"\n".join(made.processes.lines()))
         home.evidence.add("the spans", receiver.spans())
         keys = [path.relative_to(home.folder).as_posix() for path in home.folder.rglob("admin-key")]
         assert keys  # of the gateways that it started for itself
