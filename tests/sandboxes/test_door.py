@@ -198,3 +198,31 @@ async def test_doors_that_open_at_once_leave_the_umask_as_it_was(tmp_path: Path)
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["socket", "port"])
+async def test_a_door_that_nobody_waited_for_makes_the_loop_deaf_to_nobody(folder: bool, tmp_path: Path) -> None:
+    """Cancelled while it is opened: whatever gets its socket's number next is heard."""
+
+    async def stand() -> None:
+        async with door.opened("http://127.0.0.1:1", folder=tmp_path if folder else None):
+            await asyncio.sleep(60)
+
+    for steps in range(8):
+        opening = asyncio.create_task(stand())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        reader = asyncio.StreamReader()
+        read_end, write_end = os.pipe()
+        pipe = os.fdopen(read_end, "rb", 0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda reader=reader: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        os.write(write_end, b"heard")
+        assert await asyncio.wait_for(reader.read(5), 10) == b"heard"
+        os.close(write_end)
+        transport.close()
+        await asyncio.sleep(0)

@@ -321,16 +321,20 @@ class Relay:
 
     async def listen(self, host: str, port: int) -> int:
         """On a TCP port; 0: any. The port."""
-        self._server = await asyncio.start_server(self._accept, host, port, limit=PIECE)
+        self._server = await asyncio.start_server(self._accept, host, port, limit=PIECE, start_serving=False)
+        await self._server.start_serving()
         return int(self._server.sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str, mode: int) -> None:
         own = _bound(path, mode)
+        # Nobody is listened to before `close` knows of the server. Were it cancelled in between, the event loop would go on watching the
+        # socket's number, and be deaf to whatever has it next.
         try:
-            self._server = await asyncio.start_unix_server(self._accept, sock=own, limit=PIECE)
+            self._server = await asyncio.start_unix_server(self._accept, sock=own, limit=PIECE, start_serving=False)
         except BaseException:
             own.close()
             raise
+        await self._server.start_serving()
 
     async def close(self) -> None:
         if self._server:
