@@ -16,6 +16,7 @@ import aiohttp
 from aiohttp import web
 
 from turngate.rollout.client import GatewayClient, Opened
+from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.relay import GATEWAY
 from turngate.store.outcome import Recorded
 from turngate.types import Json
@@ -91,7 +92,7 @@ class Forwarder:
             await runner.setup()
             try:
                 site = web.TCPSite(runner, "127.0.0.1", 0)
-                await site.start()
+                await to_the_end(site.start())  # half started, its socket would be watched for ever
                 host, port = runner.addresses[0][:2]
                 yield f"http://{host}:{port}"
             finally:
