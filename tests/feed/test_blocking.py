@@ -59,7 +59,7 @@ def test_ctrl_c_loses_no_delivery() -> None:
     thread.start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert ready.wait(20)
+        assert ready.wait(60)
         _interrupted(*serving[0])
     finally:
         signal.signal(signal.SIGINT, before)
@@ -69,7 +69,7 @@ def test_ctrl_c_loses_no_delivery() -> None:
 
 def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
     def rollout(reward: float) -> None:
-        asyncio.run_coroutine_threadsafe(t.rollout(reward), loop).result(10)
+        asyncio.run_coroutine_threadsafe(t.rollout(reward), loop).result(60)
 
     main = threading.main_thread().ident
     assert main is not None
