@@ -15,6 +15,7 @@ import secrets
 import struct
 import time
 from collections import deque
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,33 +49,37 @@ class Login:
         """A cookie for whoever has the admin key, and its end."""
         caller = request.client.host if request.client is not None else ""
         now = time.time()
+        # First of all: behind a proxy all have one address, and nobody's wrong keys keep others from entering with the right one.
+        if not self._auth.is_admin(key):
+            self._refuse(caller, now)
+        self._wrong.pop(caller, None)
+        end = now + LASTS_S
+        body = _END.pack(end) + secrets.token_bytes(_RANDOM)
+        return _spelled(body + self._mac(body)), end
+
+    def _refuse(self, caller: str, now: float) -> NoReturn:
         tries = self._wrong.setdefault(caller, deque())
         while tries and tries[0] < now - _WITHIN_S:
             tries.popleft()
+        while len(self._wrong) > _CALLERS:
+            del self._wrong[next(iter(self._wrong))]
         if len(tries) >= _TRIES:
             wait = tries[0] + _WITHIN_S - now
             raise TooMany(f"too many wrong keys; try again in {wait:.0f} seconds", wait_s=wait)
-        if not self._auth.is_admin(key):
-            tries.append(now)
-            while len(self._wrong) > _CALLERS:
-                del self._wrong[next(iter(self._wrong))]
-            raise Unauthorized("key: this is not the admin key", param="key")
-        del self._wrong[caller]
-        end = now + LASTS_S
-        body = _END.pack(end) + secrets.token_bytes(_RANDOM)
-        return base64.urlsafe_b64encode(body + self._mac(body)).decode().rstrip("="), end
+        tries.append(now)
+        raise Unauthorized("key: this is not the admin key", param="key")
 
     def leave(self, request: Request) -> None:
         """The cookie opens nothing from now on, at no worker."""
-        token = request.cookies.get(COOKIE, "")
-        end = self._end(token)
-        if end is None:
+        found = self._read(request.cookies.get(COOKIE, ""))
+        if found is None:
             return
+        raw, end = found
 
         def noted(before: str | None) -> str:
             known = msgspec.json.decode(before or "{}", type=dict[str, float])
             kept = {name: at for name, at in known.items() if at > time.time()}
-            return msgspec.json.encode({**kept, _digest(token): end}).decode()
+            return msgspec.json.encode({**kept, _digest(raw): end}).decode()
 
         self._store.change_setting(_LOGGED_OUT, noted)
 
@@ -86,28 +91,31 @@ class Login:
         return end
 
     def opens(self, token: str) -> float | None:
-        end = self._end(token)
-        if end is None:
+        found = self._read(token)
+        if found is None:
             return None
+        raw, end = found
         try:
             left = self._store.setting(_LOGGED_OUT) or "{}"
         except StoreError:  # being closed: nobody is let in
             return None
-        return None if _digest(token) in msgspec.json.decode(left, type=dict[str, float]) else end
+        return None if _digest(raw) in msgspec.json.decode(left, type=dict[str, float]) else end
 
-    def _end(self, token: str) -> float | None:
-        """None: it is not ours, or over."""
+    def _read(self, token: str) -> tuple[bytes, float] | None:
+        """What it says, and its end. None: it is not ours, or over."""
         try:
             raw = base64.urlsafe_b64decode(token.encode("ascii") + b"=" * (-len(token) % 4))
         except (binascii.Error, UnicodeEncodeError, ValueError):
             return None
         if len(raw) != _END.size + _RANDOM + _MAC:
             return None
+        if _spelled(raw) != token:  # the decoder takes many spellings for one; we wrote but one
+            return None
         body, mac = raw[:-_MAC], raw[-_MAC:]
         if not hmac.compare_digest(mac, self._mac(body)):
             return None
         (end,) = _END.unpack_from(body)
-        return float(end) if time.time() < end <= time.time() + LASTS_S else None
+        return (raw, float(end)) if time.time() < end <= time.time() + LASTS_S else None
 
     def _mac(self, body: bytes) -> bytes:
         return hmac.digest(self._key, body, "sha256")
@@ -140,5 +148,9 @@ def give(response: Response, request: Request, token: str, seconds: float) -> Re
     return response
 
 
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+def _spelled(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
