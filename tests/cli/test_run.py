@@ -295,6 +295,11 @@ def test_a_gateway_that_serves_the_folder_is_used(data: Path, tmp_path: Path) ->
         assert (outcome["collected"]["stdout"], outcome["model"]) == ("From the one that serves.\n", "policy-7")
         shown = ran("show", "--data", data)  # while it serves
         assert shown.exit_code == 0 and "From the one that serves." in shown.stdout
+        # Which engine it has is not for a run to say.
+        other = ran(*shell(data, ONCE, "--script", tmp_path / "script.json"))
+        assert (
+            other.exit_code == 2 and "script: the gateway at" in other.stderr and "leave out --script" in other.stderr
+        )
         # And by its address, from anywhere.
         key = {"TURNGATE_ADMIN_KEY": (data / "admin-key").read_text().strip()}
         done = ran(*shell(tmp_path / "elsewhere", ONCE, "--gateway", served.url), env=key)

@@ -20,11 +20,13 @@ from turngate.cli.run import (
     INTERRUPTED,
     SCRIPTED,
     Chosen,
+    Named,
     Reach,
     chosen_agent,
     end_policy,
     gateway_config,
     heeded,
+    named,
     positive,
     reached,
     session_settings,
@@ -92,7 +94,7 @@ def ordered(given: Mapping[str, Any]) -> int:
         return plan
 
     reach = Reach(given["public_url"], given["tunnel"])
-    work = _run(planned, config, given["gateway"], reach, console)
+    work = _run(planned, config, named(given), reach, console)
     with stdout_kept(given["as_json"]):
         result, interrupted = asyncio.run(stoppable(work, console, STOPPING, AT_ONCE))
     if result is None:
@@ -142,7 +144,7 @@ def _plan(
 
 
 async def _run(
-    planned: Callable[[str], BatchPlan], config: ServeConfig, gateway: str, reach: Reach, console: Console
+    planned: Callable[[str], BatchPlan], config: ServeConfig, gateway: Named, reach: Reach, console: Console
 ) -> tuple[BatchResult | None, bool]:
     """What came of it, and whether somebody stopped it. None: there was no batch yet."""
     batch: Batch | None = None

@@ -54,6 +54,14 @@ STOPPING = "Stopping: the agent is ended and its sandbox removed; what was recor
 SCRIPTED = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
 
 
+class Named(msgspec.Struct, frozen=True):
+    """The gateway that was asked for; without a URL, the one that serves the data folder, or one of our own. And what only goes with
+    the last of these."""
+
+    url: str = ""
+    flags: tuple[str, ...] = ()
+
+
 class Reach(msgspec.Struct, frozen=True):
     """How remote sandboxes get to the gateway."""
 
@@ -61,7 +69,7 @@ class Reach(msgspec.Struct, frozen=True):
     tunnel: str = ""
 
 
-def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_json: bool) -> int:
+def run(order: Order, config: ServeConfig, gateway: Named, reach: Reach, *, as_json: bool) -> int:
     """The exit code: 0 finished, 1 the agent did not make it, 3 not the agent's fault, 130 cancelled."""
     console = new_console(stderr=as_json)
     with stdout_kept(as_json):
@@ -75,7 +83,10 @@ def run(order: Order, config: ServeConfig, gateway: str, reach: Reach, *, as_jso
         print(msgspec.json.encode(outcome).decode())
     else:
         tell(
-            outcome, f"--gateway {gateway}" if gateway else f"--data {shlex.quote(config.data)}", order.folder, console
+            outcome,
+            f"--gateway {gateway.url}" if gateway.url else f"--data {shlex.quote(config.data)}",
+            order.folder,
+            console,
         )
     return exit_code(outcome)
 
@@ -99,7 +110,7 @@ def _write(path: Path, outcome: Outcome) -> None:
         outcome.notes = (*outcome.notes, f"{path} could not be written: {error.strerror}")
 
 
-async def _run(order: Order, config: ServeConfig, gateway: str, reach: Reach, console: Console) -> Outcome | None:
+async def _run(order: Order, config: ServeConfig, gateway: Named, reach: Reach, console: Console) -> Outcome | None:
     """None: it was cancelled before there was a rollout."""
     outcome = None
     try:
@@ -133,12 +144,12 @@ def heeded() -> None:
 
 
 @asynccontextmanager
-async def reached(config: ServeConfig, gateway: str, console: Console) -> AsyncIterator[tuple[GatewayClient, bool]]:
+async def reached(config: ServeConfig, gateway: Named, console: Console) -> AsyncIterator[tuple[GatewayClient, bool]]:
     """A gateway that is named, or that serves the data folder already, or one of our own for as long as this runs. And
     whether it is our own."""
     data = Path(config.data)
-    if gateway:
-        async with GatewayClient(gateway, admin_key_given()) as client:
+    if gateway.url:
+        async with GatewayClient(gateway.url, admin_key_given()) as client:
             await client.check()  # a wrong key is told before anything is made
             yield client, False
         return
@@ -146,6 +157,9 @@ async def reached(config: ServeConfig, gateway: str, console: Console) -> AsyncI
         key = given_key(ADMIN_KEY) or kept_key(data) or ""
         async with GatewayClient(found.url, key) as client:
             if await _answers(client, config.data):
+                # A file may well be the one that it was started with.
+                flags = [name for name in gateway.flags if name != "config"]
+                _refuse_own(flags, f"{found.url}, which serves {config.data},")
                 say(console, f"A gateway serves {config.data} already: {found.url} is used, with its own engine", "dim")
                 yield client, False
                 return
@@ -343,7 +357,7 @@ def ordered(given: Mapping[str, Any]) -> int:
         folder=writable(given["out"]) if given["out"] else Path(config.data) / "rollouts",
     )
     reach = Reach(given["public_url"], given["tunnel"])
-    return run(order, config, given["gateway"], reach, as_json=given["as_json"])
+    return run(order, config, named(given), reach, as_json=given["as_json"])
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -360,12 +374,21 @@ def gateway_config(given: Mapping[str, Any]) -> ServeConfig:
     if given["network"] not in ("none", "open"):
         raise ConfigError(f"network: {given['network']!r} is neither none nor open", param="network")
     if given["gateway"]:
-        for name in (name for name in _OWN_GATEWAY if given[name]):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"{name}: the gateway at {given['gateway']} has its own; leave out --{flag}", param=name)
+        _refuse_own(named(given).flags, given["gateway"])
         GatewayClient(given["gateway"], admin_key_given())  # so that a wrong one is told before anything is made
     # A gateway of our own listens where there is room; a port is for `turngate serve`.
     return load(given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0})
+
+
+def named(given: Mapping[str, Any]) -> Named:
+    return Named(given["gateway"], tuple(name for name in _OWN_GATEWAY if given[name]))
+
+
+def _refuse_own(flags: Iterable[str], gateway: str) -> None:
+    for name in flags:
+        raise ConfigError(
+            f"{name}: the gateway at {gateway} has its own; leave out --{name.replace('_', '-')}", param=name
+        )
 
 
 def chosen_agent(given: Mapping[str, Any], instruction: str) -> Chosen:
