@@ -29,6 +29,19 @@ export function passOver(error) {
   if (!(error instanceof Refused)) throw error;
 }
 
+/**
+ * What is answered, or something in its stead where there is no such thing.
+ * @param {Promise<Json>} asked
+ * @param {Json} instead
+ * @returns {Promise<Json>}
+ */
+export function orElse(asked, instead) {
+  return asked.catch((error) => {
+    if (error instanceof Refused && error.status === 404) return instead;
+    throw error;
+  });
+}
+
 /** @type {() => void} */
 let signedOut = () => {};
 

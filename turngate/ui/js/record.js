@@ -8,6 +8,7 @@ import * as api from "./api.js";
 /** @typedef {import("./api.js").Json} Json */
 
 const PIECE = 100; // nodes of a conversation that are fetched at once
+const NOTHING = { nodes: [], forks: [], branches: [], main: null };
 
 export class Record {
   /** @param {string} id */
@@ -16,7 +17,7 @@ export class Record {
     /** @type {Json} */
     this.detail = {};
     /** @type {Json} */
-    this.tree = { nodes: [], forks: [], branches: [], main: null };
+    this.tree = NOTHING;
     /** @type {Map<number, Json>} messages of each node */
     this.messages = new Map();
     this.next = 0;
@@ -29,8 +30,9 @@ export class Record {
     return this.detail.rollout;
   }
 
+  /** One whose session was never opened has no tree, and is a rollout all the same. */
   async load() {
-    const [detail, tree] = await Promise.all([api.rollout(this.id), api.tree(this.id)]);
+    const [detail, tree] = await Promise.all([api.rollout(this.id), api.orElse(api.tree(this.id), NOTHING)]);
     this.detail = detail;
     this.#plant(tree);
   }
@@ -38,7 +40,8 @@ export class Record {
   /** Fetches messages that are not here yet; tells each piece. @param {() => void} [told] */
   async converse(told) {
     for (;;) {
-      const got = await api.messages(this.id, { after: this.next, limit: PIECE });
+      const asked = api.messages(this.id, { after: this.next, limit: PIECE });
+      const got = await api.orElse(asked, { nodes: [], more: false });
       for (const node of got.nodes) this.messages.set(node.id, node);
       this.next = got.next ?? this.next;
       if (got.nodes.length) told?.();

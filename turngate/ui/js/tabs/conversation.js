@@ -9,7 +9,7 @@ import { count, duration, plural, when } from "../format.js";
 import { messageOf } from "../message.js";
 import { empty, failed } from "../notice.js";
 import { href, note } from "../router.js";
-import { causeBadge, lives, roleBadge } from "../status.js";
+import { addressOf, causeBadge, lives, roleBadge } from "../status.js";
 import { Tree } from "../tree.js";
 
 /** @typedef {import("../api.js").Json} Json */
@@ -125,7 +125,8 @@ export class Conversation {
       return empty("Nothing was said yet", "The first call appears here as soon as its answer is stored.");
     return empty(
       "Nothing was said",
-      "This rollout ended before its agent made a call that was answered. The details tab has its stages and logs.",
+      "This rollout ended before its agent made a call that was answered.",
+      el("a.button", { href: addressOf(this.record.id, "details"), text: "Its stages and logs" }),
     );
   }
 

@@ -59,16 +59,17 @@ export class Details {
       ),
       detail.host_tools?.length > 0 && section("Host tools", ...detail.host_tools.map(hostTool)),
       detail.config && section("Settings", block(JSON.stringify(detail.config, null, 2), "pre.log")),
-      section(
-        "Trace",
-        pairs([
-          ["nodes", count(detail.totals.nodes)],
-          ["tokens", count(detail.totals.tokens)],
-          ["sampled", count(detail.totals.sampled_tokens)],
-          ["trained", count(detail.totals.trained_tokens)],
-          ["training rows", count(detail.totals.rows)],
-        ]),
-      ),
+      detail.totals &&
+        section(
+          "Trace",
+          pairs([
+            ["nodes", count(detail.totals.nodes)],
+            ["tokens", count(detail.totals.tokens)],
+            ["sampled", count(detail.totals.sampled_tokens)],
+            ["trained", count(detail.totals.trained_tokens)],
+            ["training rows", count(detail.totals.rows)],
+          ]),
+        ),
     );
   }
 

@@ -48,13 +48,12 @@ export class TokensTab {
       text: "Fold context",
       on: { click: () => this.#foldAll() },
     });
-    this.element = el(
-      "div.tokens",
-      null,
+    this.parts = [
       el("div.tokens-tools", null, this.branch, context, legend(), el("span.spread"), this.status),
       el("div.tokens-view.panel", null, this.window.element, this.map.element),
       el("aside.tokens-detail.panel", { "aria-label": "Token" }, this.detail, this.summary),
-    );
+    ];
+    this.element = el("div.tokens", null, ...this.parts);
     const step = (/** @type {1 | -1} */ by, /** @type {(token: number) => boolean} */ wanted) => () =>
       this.select(this.tokens.next(this.selected, by, wanted));
     const seen = (/** @type {number} */ i) => !this.tokens.heldOf(i)?.folded;
@@ -114,7 +113,8 @@ export class TokensTab {
     this.#offerBranches();
     fill(this.detail, el("p.muted", { text: "Point at a token, or choose one with the arrow keys." }));
     if (this.#leafNow() === null)
-      return void fill(this.element, empty("No tokens yet", "They appear with the first turn that is stored."));
+      return void fill(this.element, empty("No tokens", "They appear with the first turn that is stored."));
+    if (this.parts[0].parentNode !== this.element) fill(this.element, ...this.parts);
     await this.#fetch({}, age, () => {
       const held = node === null ? undefined : this.tokens.node(node);
       if (!held || this.selected !== -1 || held.first + token >= held.past) return;

@@ -26,9 +26,7 @@ export class TreeTab {
     this.tree = new Tree((node) => this.#choose(node));
     this.detail = el("div.panel-body", { "aria-live": "polite" });
     this.branches = el("div.table-scroll");
-    this.element = el(
-      "div.tree-tab",
-      null,
+    this.parts = [
       el("section.panel", { "aria-label": "Tree" }, this.tree.element),
       el(
         "div.tree-side",
@@ -36,7 +34,8 @@ export class TreeTab {
         el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Turn" })), this.detail),
         el("section.panel", null, el("div.panel-head", null, el("h2", { text: "Branches" })), this.branches),
       ),
-    );
+    ];
+    this.element = el("div.tree-tab", null, ...this.parts);
     this.keys = [
       { key: "j", does: "next turn", run: () => this.#step(1) },
       { key: "k", does: "turn before", run: () => this.#step(-1) },
@@ -59,7 +58,8 @@ export class TreeTab {
   async update() {
     const { tree } = this.record;
     if (!tree.nodes.length)
-      return fill(this.element, empty("There is no tree yet", "It begins with the first call of the agent."));
+      return fill(this.element, empty("There is no tree", "It begins with the first call of the agent."));
+    if (this.parts[0].parentNode !== this.element) fill(this.element, ...this.parts);
     this.tree.show(tree, new Set(this.record.inOrder()));
     const cells = (/** @type {Json} */ branch) => [
       el("a", { href: href(["rollout", this.record.id], { node: branch.leaf }), text: this.record.nameOf(branch) }),
