@@ -19,6 +19,7 @@ Status = Literal["starting", "running", "finishing", "done", "cancelled"]
 STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "cancelled")
 UNDER_WAY: tuple[Status, ...] = ("starting", "running", "finishing")
 DONE = "done"  # the stage that a runner tells last
+DAMAGED = "its outcome is damaged on disk"
 SPAN_S = 10.0  # of time, in which turns are counted together
 SOME = 1000  # rollouts that are looked at in one go
 _PAGE = 2000  # sessions or events that are read at once
@@ -130,12 +131,13 @@ _delivery = msgspec.json.Decoder(_Delivery)
 class Kept:
     """One rollout: the row, and what it is made of."""
 
-    __slots__ = ("done", "found", "key", "recorded", "row", "state", "versions_of")
+    __slots__ = ("damage", "done", "found", "key", "recorded", "row", "state", "versions_of")
 
     def __init__(self, row: Row) -> None:
         self.row = row
         self.key = 0  # of its session; 0: none is open yet
         self.state = ""  # of that session
+        self.damage = ""  # what of it cannot be read
         self.done = ""  # how its runner said that it ended; empty: it has not said so
         self.recorded: float | None = None  # when its outcome was
         self.versions_of = 0  # turns, when its versions were looked up
@@ -283,11 +285,17 @@ class Known:
         row.attempt = _count(told.get("attempt"))
         if outcome is not None:
             kept.recorded, written = outcome
-            recorded = _told.decode(written)
+            row.seen = max(row.seen, kept.recorded)
+            try:
+                recorded = _told.decode(written)
+            except msgspec.DecodeError:  # likewise; nobody knows any more how it was judged
+                row.kind, row.reward, row.resolved = "", None, None
+                row.message = kept.damage = DAMAGED
+                return
+            kept.damage = ""
             row.kind, row.reward, row.resolved = recorded.kind, recorded.reward, recorded.resolved
             row.message, row.attempt = recorded.message[:_LONG], recorded.attempt
             row.group, row.task = recorded.group or row.group, recorded.task or row.task
-            row.seen = max(row.seen, kept.recorded)
 
     def _take_stage(self, fact: Fact, store: Store) -> None:
         if not fact.session or fact.session.startswith(OF_A_BATCH):
@@ -306,7 +314,11 @@ class Known:
             kept.done = _text(told.status) or "finished"
             if not kept.key:
                 kept.row.closed = fact.time
-            if not kept.row.kind and told.kind in ("graded", "agent failed", "invalid task", "infrastructure fault"):
+            if (
+                not kept.row.kind
+                and not kept.damage
+                and told.kind in ("graded", "agent failed", "invalid task", "infrastructure fault")
+            ):
                 kept.row.kind = told.kind
             kept.row.message = kept.row.message or _text(told.message)[:_LONG]
 

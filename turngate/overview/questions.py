@@ -68,11 +68,18 @@ class Overview(Known):
             raise NotFound(f"there is no rollout {session!r}")
         return self.shown(kept, time.time(), store), kept.key, cursor
 
+    def damage(self, session: str) -> str:
+        """What of a rollout cannot be read; empty: nothing, as far as a list knows."""
+        kept = self.kept.get(session)
+        return "" if kept is None else kept.damage
+
     def no_retry(self, store: Store, session: str) -> tuple[Row, str]:
         """Why a rollout cannot be tried again; empty if it can, where its batch agrees."""
         row, _, _ = self.rollout(store, session)
         if row.status in UNDER_WAY:
             return row, "it is still at work"
+        if damage := self.damage(session):
+            return row, damage
         if row.kind and row.kind != "infrastructure fault":
             return row, f"it has been judged: {row.kind}"
         if not row.kind and row.status != "cancelled":

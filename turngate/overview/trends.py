@@ -121,7 +121,7 @@ def failures(known: Known, store: Store, prefix: str) -> dict[str, Json]:
     said: dict[str, dict[str, list[Row]]] = {}
     for kept in known.all(now):
         row = kept.row
-        kind: str = row.kind or ("cancelled" if row.status == "cancelled" else "")
+        kind: str = row.kind or ("damaged" if kept.damage else "cancelled" if row.status == "cancelled" else "")
         if kind in ("", "graded") or not row.group.startswith(prefix):
             continue
         message = row.message or row.stop or kept.done

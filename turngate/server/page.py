@@ -373,13 +373,26 @@ class Page:
             trace = await self._apart.run(partial(_trace, session=session))
             return _attached(_whole(trace), f"{session}.trace.json", "application/json")
         members = await self._apart.run(partial(self._looks.group_of, session=session))
-        told = self._exported(format, [(session, dict(members)[session])], members)
-        return _attached(told, f"{session}.{format}.jsonl", "application/x-ndjson")
+        mine = [(session, dict(members)[session])]
+        return await self._told_lines(f"{session}.{format}.jsonl", format, mine, members)
 
     async def export_group(self, request: Request) -> Response:
         name, format = request.query_params.get("group", ""), _format(request, ("rows", "messages"))
         members = await self._apart.run(partial(self._looks.overview.members, name=name))
-        return _attached(self._exported(format, members, members), f"{name}.{format}.jsonl", "application/x-ndjson")
+        return await self._told_lines(f"{name}.{format}.jsonl", format, members, members)
+
+    async def _told_lines(
+        self, name: str, format: str, wanted: list[tuple[str, int]], group: list[tuple[str, int]]
+    ) -> Response:
+        """How many of them are damaged is known before the first line: it is left out, not broken off at."""
+        damaged = 0
+        for session, key in wanted:
+            damaged += await self._apart.run(partial(self._looks.damaged, session=session, key=key))
+        if damaged == len(wanted):
+            raise StoreError("nothing of it can be read: its trace is damaged on disk")
+        response = _attached(self._exported(format, wanted, group), name, "application/x-ndjson")
+        response.headers["x-turngate-left-out"] = str(damaged)
+        return response
 
     async def _exported(
         self, format: str, wanted: list[tuple[str, int]], group: list[tuple[str, int]]

@@ -12,10 +12,11 @@ from turngate.evidence import Close
 from turngate.overview import DONE, Overview, Row
 from turngate.render import Tokenizer
 from turngate.render.known import recall_any
-from turngate.shown import as_json, read
+from turngate.shown import Shown, as_json, read
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import Store
 from turngate.store.survey import Fact
+from turngate.trace.session import Session, SessionConfig
 from turngate.types import Json
 
 FORMATS = ("rows", "trace", "messages")
@@ -37,11 +38,9 @@ class Looks:
         self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
 
     def close(self, store: Store, session: str) -> tuple[Close, int]:
-        """A rollout as it is now, and the cursor of what is known."""
+        """A rollout as it is now, and the cursor of what is known. One whose session is not open yet, or never was, is empty."""
         row, key, cursor = self.overview.rollout(store, session)
-        if not key:
-            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded of it")
-        return self._looked_at(store, session, key), cursor
+        return self._looked_at(store, session, key) if key else _nothing(row), cursor
 
     def _looked_at(self, store: Store, session: str, key: int) -> Close:
         with store.at_once():
@@ -81,15 +80,20 @@ class Looks:
     def header(self, store: Store, session: str) -> dict[str, Json]:
         row, key, cursor = self.overview.rollout(store, session)
         facts = store.survey.stages(session)
-        stored = store.find_key(key) if key else None
-        written_down = store.outcomes.of(key, key).get(key) if key else None
-        outcome = None if written_down is None else msgspec.json.decode(written_down, type=Recorded)
+        damaged = ""
+        try:
+            stored = store.find_key(key) if key else None
+        except StoreError as error:  # whatever else is known of it is told all the same
+            stored, damaged = None, error.message
+        outcome = _outcome(store, key) if key else None
         data = outcome.data if outcome is not None and isinstance(outcome.data, dict) else {}
-        totals: Json = None
-        unreadable = "nothing was recorded of it"
+        totals, unreadable = _nothing(row).totals(), "nothing was recorded of it"
         if key:
-            totals = self._looked_at(store, session, key).totals()
             unreadable = self._tokenizer(store, stored.vocabulary if stored is not None else "")[1]
+            try:
+                totals = self._looked_at(store, session, key).totals()
+            except StoreError as error:
+                unreadable = damaged = error.message
         _, no_retry = self.overview.no_retry(store, session)
         return {
             "rollout": row,
@@ -97,7 +101,7 @@ class Looks:
             "config": None if stored is None else _settings(stored.config),
             "stages": _stages(facts, data),
             "outcome": outcome,
-            "error": _error(row, outcome, data, facts),
+            "error": _error(row, outcome, data, facts) or _damage(damaged or self.overview.damage(session)),
             "logs": _logs(data),
             "host_tools": [] if not key else [_tool_call(call) for call in store.tool_calls.page(key, 0, _CALLS)],
             "totals": totals,
@@ -141,11 +145,17 @@ class Looks:
         outcome = _outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
 
+    def damaged(self, store: Store, *, session: str, key: int) -> bool:
+        return bool(self.facts(store, session=session, key=key)["error"])
+
     def lines(self, store: Store, *, session: str, key: int, format: str, advantage: float | None) -> list[bytes]:
-        row, outcome = store.find_key(key), _outcome(store, key)
+        try:
+            row, close = store.find_key(key), self._looked_at(store, session, key)
+        except (StoreError, NotFound):  # left out, as the exporter does; `damaged` has said so before the first line
+            return []
         if row is None:
             return []  # deleted meanwhile
-        close = self._looked_at(store, session, key)
+        outcome = _outcome(store, key)
         told = row.config.metadata
         about: dict[str, Json] = {
             "session": session,
@@ -248,6 +258,10 @@ def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: lis
     }
 
 
+def _damage(message: str) -> dict[str, Json] | None:
+    return {"class": "", "boundary": "store", "stage": "", "message": message} if message else None
+
+
 def _logs(data: dict[str, Json]) -> dict[str, str]:
     logs = data.get("logs")
     if not isinstance(logs, dict):
@@ -275,8 +289,16 @@ def read_with(folder: Path) -> Tokenizer:
 
 
 def _outcome(store: Store, key: int) -> Recorded | None:
+    """None where it is damaged too: the lists say so."""
     found = store.outcomes.of(key, key).get(key)
-    return None if found is None else msgspec.json.decode(found, type=Recorded)
+    try:
+        return None if found is None else msgspec.json.decode(found, type=Recorded)
+    except msgspec.DecodeError:
+        return None
+
+
+def _nothing(row: Row) -> Close:
+    return Close(Shown(Session(row.id, 0, SessionConfig(), row.opened), {}, {}), None)
 
 
 def _text(value: Json) -> str:
