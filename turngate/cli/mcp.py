@@ -13,8 +13,8 @@ import uvloop
 
 from turngate.cli.run import stoppable
 from turngate.cli.terminal import console, say
-from turngate.errors import ConfigError
-from turngate.server.auth import own_key
+from turngate.errors import ConfigError, DataInUse, TurngateError
+from turngate.server.auth import given_key, own_key
 from turngate.server.listening import allow_many_connections
 from turngate.service.config import ServiceConfig, load
 from turngate.service.rollouts import Rollouts
@@ -46,11 +46,29 @@ def ordered(given: Mapping[str, Any]) -> None:
             "This speaks MCP on stdin and stdout, to a client that starts it; for others there is --http. Ctrl-D ends it.",
             "dim",
         )
+    if place is not None and not given_key(http.KEY):
+        say(to, f"Clients need the key in {Path(config.data) / http.KEY_FILE} (or set {http.KEY})", "dim")
     # Who is told to end ends well: that is no failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = stdio.serve(rollouts) if place is None else http.serve(rollouts, place)
-        runner.run(stoppable(serving, to, STOPPING))
+        try:
+            runner.run(stoppable(serving, to, STOPPING))
+        except BaseExceptionGroup as group:  # of the SDK's task groups
+            raise _why(group) from None
     say(to, "turngate mcp has stopped", "dim")
+
+
+def _why(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that it was about, if it was one of ours."""
+    found: list[BaseException] = [group]
+    while isinstance(found[0], BaseExceptionGroup):
+        found[:1] = found[0].exceptions
+    if isinstance(found[0], DataInUse):
+        return ConfigError(
+            f"{found[0].message}; stdio is for one client, which starts a server of its own: several share one that runs with --http",
+            param="data",
+        )
+    return found[0] if len(found) == 1 and isinstance(found[0], TurngateError) else group
 
 
 def _place(config: ServiceConfig, given: Mapping[str, Any]) -> http.Place:

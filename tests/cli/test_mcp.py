@@ -1,0 +1,29 @@
+"""What `turngate mcp` says when it cannot start. What it does when it can is in tests/mcp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from turngate.cli import mcp
+from turngate.errors import DataInUse, EngineError, TurngateError
+from turngate.store.lock import lock
+
+
+def test_a_folder_in_use_is_told_in_one_sentence(tmp_path: Path) -> None:
+    held = lock(tmp_path)
+    with pytest.raises(DataInUse) as refused:
+        lock(tmp_path)
+    held.close()
+    found = mcp._why(BaseExceptionGroup("tasks", [ExceptionGroup("more", [refused.value])]))
+    assert isinstance(found, TurngateError)
+    assert "is in use" in found.message and "--http" in found.message
+
+
+def test_what_is_not_ours_or_not_one_stays_whole() -> None:
+    two = ExceptionGroup("tasks", [EngineError("a"), EngineError("b")])
+    assert mcp._why(two) is two
+    assert mcp._why(ExceptionGroup("tasks", [EngineError("a")])).args
+    bug = ExceptionGroup("tasks", [ValueError("a")])
+    assert mcp._why(bug) is bug
