@@ -11,6 +11,7 @@ import msgspec
 from rich.text import Text
 
 from turngate import __version__, logs
+from turngate.agents.spec import find
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import say
 from turngate.config import ServeConfig, load
@@ -18,6 +19,7 @@ from turngate.doctor import CHECKS, Finding, State, Subject, examine
 from turngate.errors import ConfigError
 from turngate.explain import suggestion
 from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.sandboxes import BACKENDS
 from turngate.server.app import engine_key
 
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}
@@ -63,6 +65,11 @@ def _only(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _subject(given: Mapping[str, Any]) -> Subject:
+    for name in given["sandbox"] or ():
+        if name not in BACKENDS:
+            raise ConfigError(f"sandbox: {name!r} is none of {', '.join(BACKENDS)}", param="sandbox")
+    for name in given["agent"] or ():
+        find(name)  # says what there is
     settings = {name: value for name, value in given.items() if name not in (*_OWN, "config")}
     settings["engine_url"] = settings["engine_url"] or None
     gateway, key = given["gateway"], ""

@@ -37,6 +37,7 @@ EXTRAS = {
     "e2b": "e2b",
     "huggingface": "huggingface_hub",
     "mcp": "mcp",
+    "openenv": "openenv",
     "trl": "trl",
     "verifiers": "verifiers",
 }
@@ -289,7 +290,7 @@ async def clock(subject: Subject) -> list[Seen]:
 async def files(subject: Subject) -> list[Seen]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "any number" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    said = f"{most} open files (of which a gateway takes all; {soft:,} to begin with)"
+    said = f"{most} open files are allowed (a gateway raises its own limit of {soft:,} to that)"
     if hard != resource.RLIM_INFINITY and hard < _TOO_FEW:
         return [failure(said, "raise the hard limit (ulimit -Hn, LimitNOFILE=): a live session takes two")]
     if hard != resource.RLIM_INFINITY and hard < _FILES:

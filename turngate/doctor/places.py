@@ -31,7 +31,8 @@ async def agents(subject: Subject) -> list[Seen]:
 def _agent(spec: AgentSpec, named: bool) -> Seen:
     made = spec.install
     if not (made.npm or made.pip):
-        return unchecked(f"{spec.name}: has to be in the sandbox", f"turngate agents check {spec.name}")
+        mend = f"turngate agents check {spec.name}" if spec.check else "the sandbox's image has to hold what it starts"
+        return unchecked(f"{spec.name}: has to be in the sandbox", mend)
     if made.npm and platform.libc_ver()[0] != "glibc":
         bad = failure if named else warning
         return bad(
