@@ -10,6 +10,7 @@ from playwright.async_api import Route
 
 from tests import page_kit
 from tests.page.browser import browsing, need_chromium
+from turngate.store.outcome import Recorded
 
 Json = Any
 
@@ -51,3 +52,38 @@ async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path:
             await web.page.route(f"**/page/api/rollouts/*/{part}", nothing)
         await looks_right()  # an answer that says no is as good as an empty one
         web.complaints.clear()  # the browser's own, about a 404
+
+
+async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> None:
+    need_chromium()
+    data = tmp_path / "data"
+    groups = {"close": (1e17, 1e17 + 16), "wide": (-1e150, 1e150), "small": (0.0, 5e-324)}
+    with page_kit.building(data) as builder:
+        for group, rewards in groups.items():
+            for index, reward in enumerate(rewards):
+                name, at = f"{group}{index}", time.time() - 100 + 40 * index
+                key = builder.session(name, at, closed=at + 1, metadata={"group": group, "task": "t"})
+                builder.outcome(key, name, Recorded(kind="graded", reward=reward, group=group, task="t"), at + 1)
+    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+        for group in groups:
+            for view in (f"#/group/{group}", f"#/training?group={group}"):
+                await web.go(view)
+                await web.sees(".chart-svg .s0")
+                assert await web.find(".chart-svg line.chart-grid").count() < 40
+                assert await web.too_wide() == [], view
+        ticks = """async () => {
+            const { nice, times } = await import("/page/js/axis.js");
+            const ends = [[NaN, 1], [0, Infinity], [-Infinity, NaN], [5, 5], [-1e17 - 16, -1e17], [0, Number.MAX_VALUE], [1e20, 1e20 + 16384]];
+            return ends.flatMap(([low, high]) => [nice(low, high, 4), times(low, high, 4)]).map(one => [one.length, one.every(Number.isFinite)]);
+        }"""
+        assert all(many <= 17 and finite for many, finite in await web.asks(ticks))
+        drawn = """async values => {
+            const { chart } = await import("/page/js/chart.js");
+            const points = values.map((value, i) => [i, value]);
+            const shown = ["line", "bars"].map(kind => chart({ title: "", x: "", y: "", series: [{ name: "", points, kind }] }));
+            document.querySelector("main").replaceChildren(...shown);
+        }"""
+        for values in ([-1.7e308, 1.7e308], [1.7e308, 1.7e308], [-1.7e308], [1.0, float("nan"), float("inf"), None]):
+            await web.page.evaluate(drawn, values)
+            await web.sees(".chart-svg .s0")
+            assert "NaN" not in await web.asks("document.querySelector('main').innerHTML"), values

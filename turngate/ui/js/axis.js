@@ -9,27 +9,35 @@
  * @returns {(value: number) => number}
  */
 export function scale(low, high, from, to) {
-  const span = high - low || 1;
+  const span = high / 2 - low / 2 || 1; // halves: the whole of it may be more than a number can be
   const shift = high === low ? (to - from) / 2 : 0;
-  return (value) => from + shift + ((value - low) / span) * (to - from);
+  return (value) => from + shift + ((value / 2 - low / 2) / span) * (to - from);
 }
 
+/** Of the numbers' own size: what is closer together than this cannot be told apart in round numbers. */
+const FINEST = 1e-11;
+
 /**
- * Round numbers from `low` to `high`: about `wanted` of them.
+ * Round numbers from `low` to `high`: about `wanted` of them. Where there are none that can be told apart, the two ends.
  * @param {number} low
  * @param {number} high
  * @param {number} wanted
  * @returns {number[]}
  */
 export function nice(low, high, wanted) {
+  if (!Number.isFinite(low) || !Number.isFinite(high)) return [];
+  if (!(high > low)) return [low];
   const span = high - low;
-  if (!(span > 0)) return [low];
   const rough = span / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough) ?? rough;
-  const ticks = [];
-  for (let i = Math.floor(low / step); i <= Math.ceil(high / step); i++) ticks.push(Number((i * step).toPrecision(12)));
-  return ticks;
+  const apart = span >= FINEST * Math.max(Math.abs(low), Math.abs(high));
+  if (!apart || !Number.isFinite(span) || !(power > 0)) return [low, high];
+  const first = Math.floor(low / step);
+  const many = Math.min(Math.ceil(high / step) - first, 4 * wanted);
+  return Array.from({ length: many + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12))).filter(
+    Number.isFinite,
+  );
 }
 
 /** Steps of a clock, in seconds. */
@@ -43,10 +51,11 @@ const CLOCK = [1, 5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21
  * @returns {number[]}
  */
 export function times(low, high, wanted) {
-  if (!(high > low)) return [low];
-  const step = CLOCK.find((size) => size >= (high - low) / wanted) ?? CLOCK[CLOCK.length - 1];
+  if (!(high > low)) return Number.isFinite(low) ? [low] : [];
+  const rough = (high - low) / wanted;
+  const week = CLOCK[CLOCK.length - 1];
+  const step = CLOCK.find((size) => size >= rough) ?? Math.ceil(rough / week) * week;
   const zone = new Date(low * 1000).getTimezoneOffset() * 60; // whole hours where the reader is
-  const found = [];
-  for (let at = Math.ceil((low - zone) / step) * step + zone; at <= high; at += step) found.push(at);
-  return found;
+  const first = Math.ceil((low - zone) / step) * step + zone;
+  return Array.from({ length: wanted + 2 }, (_, i) => first + i * step).filter((at) => at <= high);
 }

@@ -37,7 +37,7 @@ const WIDEST = 56; // pixels of a bar
 export function chart(options) {
   const readout = el("p.chart-readout", { "aria-live": "polite" });
   const picture = el("div.chart-picture", { tabindex: "0", role: "img", "aria-label": spoken(options) });
-  const series = options.series.filter((one) => one.points.some((p) => p[1] !== null));
+  const series = options.series.map(drawable).filter((one) => one.points.some((p) => p[1] !== null));
   const head = el(
     "figcaption.chart-head",
     null,
@@ -54,6 +54,12 @@ export function chart(options) {
   new ResizeObserver(draw).observe(picture);
   figure.append(numbers({ ...options, series }));
   return figure;
+}
+
+/** Without what has no place on an axis. @param {Series} one @returns {Series} */
+function drawable(one) {
+  const placed = one.points.filter((p) => Number.isFinite(p[0]));
+  return { ...one, points: placed.map(([at, value]) => [at, Number.isFinite(value) ? value : null]) };
 }
 
 /** @param {Options} options */
@@ -116,7 +122,8 @@ function drawn(picture, readout, options) {
 function spread(values, zero) {
   let low = Math.min(...values, zero ? 0 : Infinity);
   let high = Math.max(...values, zero ? 0 : -Infinity);
-  if (low === high) [low, high] = [Math.min(low, 0), high === 0 ? 1 : Math.max(high, high * 1.1, 0)];
+  if (low === high)
+    [low, high] = [Math.min(low, 0), high === 0 ? 1 : Math.min(Number.MAX_VALUE, Math.max(high * 1.1, 0))];
   const ticks = nice(low, high, 4);
   return [Math.min(low, ticks[0]), Math.max(high, ticks[ticks.length - 1])];
 }

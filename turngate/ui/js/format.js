@@ -3,6 +3,7 @@
 import { el } from "./dom.js";
 
 const NONE = "–";
+const HUGE = 1e12; // from here on a power of ten is easier to read than the digits
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 /**
@@ -37,6 +38,7 @@ export function short(value) {
  */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;
+  if (Math.abs(value) >= HUGE) return value.toExponential(digits - 1);
   if (Number.isInteger(value)) return whole.format(value);
   if (Math.abs(value) >= 1000) return whole.format(value);
   if (Math.abs(value) < 1e-4 && value !== 0) return value.toExponential(1);
@@ -50,7 +52,7 @@ export function number(value, digits = 3) {
  */
 export function score(value, signed = false) {
   if (value === null || value === undefined) return NONE;
-  const text = value.toFixed(2).replace("-", "−");
+  const text = (Math.abs(value) >= HUGE ? value.toExponential(2) : value.toFixed(2)).replace("-", "−");
   return signed && value > 0 ? `+${text}` : text;
 }
 
