@@ -212,6 +212,7 @@ class Control:
             "tokens": session.trace.tokens(),
             "in_flight": session.in_flight,
             "last_error": session.last_error,
+            "unheard_s": round(session.unheard.seconds, 3),
             "last_used": session.last_used,
             "roles": counts,
             "forks": [{"node": n.id, "cause": n.info.cause} for n in session.trace.nodes if n.info.cause is not None],

@@ -162,6 +162,7 @@ class Turns:
         except LimitMet as met:
             await tell(self._at_limit(session, met.limit))
         except TurngateError as error:
+            session.unheard.heard()
             if error.boundary != "client" or isinstance(error, ContextOverflow):
                 session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
@@ -289,6 +290,7 @@ class Turns:
             async with engine.generate(request) as chunks:
                 async for chunk in _until(session.deadline(), chunks):
                     asked.came()
+                    session.unheard.heard()
                     _check(chunk, request)
                     events = self._sampled(session, draft, chunk, reader, call)
                     over = reader.satisfied or session.tokens_left == 0 or chunk.finish is not None
@@ -429,6 +431,7 @@ class Turns:
             async with reply as chunks:
                 async for chunk in _until(session.deadline(), chunks):
                     asked.came()
+                    session.unheard.heard()
                     heard.add(chunk)
                     self._tokens(session, draft, chunk)
                     if chunk.events:

@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from turngate.sandboxes import posix
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.grading.grade import Grade
 from turngate.tasks.task import Script, Task
+from turngate.trace import session
 
 WRITES = 'ask("Hi")\nopen("answer.txt", "w").write("{answer}")'
 IS_42 = """
@@ -143,6 +145,78 @@ async def test_an_engine_that_fails_is_never_the_agents_zero(tmp_path: Path) -> 
     async with staged([Turn(fail_before=True)] * 20) as stage:
         outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="41")))
     assert (outcome.status, outcome.kind, outcome.reward) == ("error", "infrastructure fault", None)
+
+
+HANGS_UP = 'ask("Hi")\nif not (child := os.fork()): ask("More")\ntime.sleep(2)\nos.kill(child, 9)\nask("More")'
+
+
+@pytest.mark.parametrize("program", ['ask("Hi")\nask("More")', HANGS_UP])
+async def test_an_engine_that_goes_silent_is_never_the_agents_zero(tmp_path: Path, program: str) -> None:
+    """Also where the agent hangs up and tries again."""
+    async with staged([say("Hello."), Turn(hang=True), Turn(hang=True)]) as stage:
+        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=5.0)
+    assert (outcome.status, outcome.kind, outcome.reward, outcome.turns) == ("error", "infrastructure fault", None, 1)
+    assert outcome.fault is not None and (outcome.fault.boundary, outcome.fault.stage) == ("engine", "agent")
+    assert "went silent" in outcome.fault.message
+
+
+async def test_a_slow_engine_is_no_excuse(tmp_path: Path) -> None:
+    """Its tokens come."""
+    async with staged([say("A long story " * 100, pace_s=0.1)]) as stage:
+        call = '{"stream": True, "messages": [{"role": "user", "content": "Hi"}]}'
+        program = f'http("POST", "/v1/chat/completions", {call})'
+        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=4.0)
+    assert (outcome.status, outcome.fault) == ("timed out", None)
+    assert outcome.kind == "agent failed"  # there was no whole turn
+
+
+async def test_a_call_at_the_very_end_is_no_excuse(tmp_path: Path) -> None:
+    async with staged([say("Hello."), Turn(hang=True)]) as stage:
+        outcome = await stage.run(task=asked(tmp_path, 'ask("Hi")\ntime.sleep(4)\nask("More")'), timeout_s=6.0)
+    assert (outcome.status, outcome.kind, outcome.reward, outcome.fault) == ("timed out", "graded", 0.0, None)
+
+
+def test_only_time_in_which_a_call_waits_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    unheard = session.Unheard()
+
+    def later(seconds: float) -> float:
+        now[0] += seconds
+        return unheard.seconds
+
+    assert later(10) == 0
+    unheard.begin()
+    assert later(5) == 5
+    unheard.end()  # given up
+    assert later(50) == 5
+    unheard.begin()
+    unheard.begin()
+    assert later(2) == 7
+    unheard.end()
+    assert later(1) == 8
+    unheard.heard()
+    assert later(3) == 3
+    unheard.heard()
+    unheard.end()
+    assert later(9) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "ran_s", "unheard_s", "found"),
+    [
+        ("timed out", 600.0, 301.0, "error"),
+        ("timed out", 600.0, 299.0, "timed out"),
+        ("failed", 100.0, 90.0, "error"),
+        ("failed", 10.0, 9.0, "failed"),  # it hardly waited
+        ("finished", 100.0, 90.0, "finished"),
+    ],
+)
+async def test_when_silence_is_to_blame(stage: Stage, status: Any, ran_s: float, unheard_s: float, found: str) -> None:
+    rollout = stage.rollout()
+    rollout.outcome.status, rollout._ran_s = status, ran_s
+    rollout._blame_silence(unheard_s)
+    assert rollout.outcome.status == found and (rollout.outcome.fault is not None) == (found == "error")
 
 
 async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(

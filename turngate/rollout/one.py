@@ -45,6 +45,7 @@ from turngate.errors import (
     Boundary,
     ContextOverflow,
     EngineRejected,
+    EngineTimeout,
     SandboxError,
     SandboxGone,
     TaskError,
@@ -85,6 +86,8 @@ _SLOW: Mapping[str, type[TurngateError]] = {"setup": TaskError, "session": Turng
 _SPARE_S = 15.0  # that a stage has beyond what is done in it, to end that properly
 INSTALLED = "/opt/turngate"  # where an agent's program is seen in a sandbox
 _AFTER_LIMIT_S = 30.0  # for an agent to end by itself when its session has
+SILENT_SHARE = 0.5  # of an agent's time: an engine that said nothing for longer is why it ran out
+GIVEN_UP_S = 60.0  # an agent that did not wait so long for its engine gave up too early
 _BACK_S = 40.0  # for a gateway that is being started again
 _END_S = 10.0  # for the gateway to end the session of a rollout that went wrong
 _SUM_S = 120.0  # to count the rows of a long trace
@@ -136,6 +139,7 @@ class Rollout:
             model=order.model,
         )
         self._ending = self._ended = False  # the session, by us
+        self._ran_s = 0.0  # the agent
         self._fault_at: Stage | None = None
         self._complete = False  # all there is to know is known: being cancelled changes nothing about it
         # The installation as the sandbox sees it.
@@ -517,6 +521,7 @@ class Rollout:
         job = await sandbox.start(
             launch.command, env=launch.env, cwd=launch.cwd, stdout=launch.stdout, stderr=launch.stderr
         )
+        began = time.monotonic()
         ended = asyncio.create_task(job.wait())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -524,6 +529,7 @@ class Rollout:
             if self.outcome.stop in _SESSION_LIMITS:
                 # The agent was told that its session is over; most of them end now.
                 await asyncio.wait({ended}, timeout=_AFTER_LIMIT_S)
+            self._ran_s = time.monotonic() - began
             self._judge(ended if ended.done() else None)
         finally:
             over.cancel()
@@ -582,7 +588,7 @@ class Rollout:
         while True:
             try:
                 # Asked before it is sealed: how the last call failed is known to a live session only.
-                error = (await self._gateway.show(self._session))["last_error"]
+                live = await self._gateway.show(self._session)
                 shown = await self._gateway.seal(self._session, self._why())
                 break
             except Unreachable:
@@ -597,14 +603,26 @@ class Rollout:
         # The agent may have ended before we were told that it had met a limit.
         if shown["stop"] in _SESSION_LIMITS:
             self.outcome.status, self.outcome.stop = "limit", shown["stop"]
-        elif error is not None:
-            self._blame(error["boundary"], error["kind"], error["message"])
+        elif (error := live["last_error"]) is not None:
+            self._blame(error["boundary"], error["kind"], error["message"], shown["turns"])
+        else:
+            self._blame_silence(live.get("unheard_s", 0.0))  # a gateway that runs already may be older
 
-    def _blame(self, boundary: Boundary, kind: str, message: str) -> None:
+    def _blame_silence(self, unheard_s: float) -> None:
+        """An engine that went silent took the agent's time, and no error says so. One that is slow is heard as its tokens come."""
+        outcome, ran = self.outcome, self._ran_s
+        silent = unheard_s > SILENT_SHARE * ran
+        if (outcome.status == "timed out" and silent) or (
+            outcome.status == "failed" and silent and unheard_s > GIVEN_UP_S
+        ):
+            said = f"the engine went silent: nothing came from it for {unheard_s:.0f} of the {ran:.0f} s that the agent ran"
+            outcome.status, outcome.fault = "error", Fault("agent", EngineTimeout.boundary, said)
+
+    def _blame(self, boundary: Boundary, kind: str, message: str, turns: int) -> None:
         """Its last call was not answered, and then it ended: not by its own doing, but for a prompt that no longer fitted."""
         if kind == ContextOverflow.kind:
             self.outcome.status, self.outcome.stop = "limit", kind
-        elif kind == EngineRejected.kind and self.progress.turns:
+        elif kind == EngineRejected.kind and max(turns, self.progress.turns):
             self._note(
                 f"the engine refused the agent's last call: {spelled(message)}"
             )  # others it did not: it is what was asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Literal
 
 import msgspec
@@ -31,6 +32,33 @@ class CallError(msgspec.Struct, frozen=True):
     boundary: str
     kind: str
     message: str
+
+
+class Unheard:
+    """How long calls have waited since the engine last said anything to them, a first byte or a refusal. Time in which no call
+    waits does not count; a call that was given up unanswered does, whoever made it again."""
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+        self._since = 0.0
+        self._calls = 0
+
+    def begin(self) -> None:
+        if not self._calls:
+            self._since = time.monotonic()
+        self._calls += 1
+
+    def end(self) -> None:
+        self._calls -= 1
+        if not self._calls:
+            self._waited += time.monotonic() - self._since
+
+    def heard(self) -> None:
+        self._waited, self._since = 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self._waited + (time.monotonic() - self._since if self._calls else 0.0)
 
 
 def farewell(limit: str) -> str:
@@ -77,6 +105,7 @@ class Session:
         self.last_error: CallError | None = (
             None  # how the newest call failed, if it did: who runs the agent has to know why it ended
         )
+        self.unheard = Unheard()
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -99,12 +128,14 @@ class Session:
 
     def begin_call(self, task: asyncio.Task[object]) -> None:
         self.in_flight += 1
+        self.unheard.begin()
         self.idle.clear()
         self.calls.add(task)
 
     def end_call(self, task: asyncio.Task[object], now: float) -> None:
         self.calls.discard(task)
         self.in_flight -= 1
+        self.unheard.end()
         self.last_used = now
         if not self.in_flight:
             self.idle.set()
