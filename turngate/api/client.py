@@ -44,7 +44,6 @@ T = TypeVar("T")
 AnyModel = str | Endpoint | ServiceConfig
 _TIME_S = 1800.0  # an agent's, where neither the caller nor the task says
 _LONGEST_S = 30 * 24 * 3600.0
-_SCRIPTED = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
 # What is handed to other processes is cut short; here it may be large.
 _CLAMP = Clamp(
     text=0, turns=0, logprobs=0, files=2_000, file=1_000_000, all_files=20_000_000, log=200_000, verifier=200_000
@@ -242,8 +241,7 @@ class Client:
             return None, [], []
         try:
             async with self._open.gateway(rollout) as gateway:
-                made_up = [_SCRIPTED] if self._config.endpoints[self._key].scheme == "scripted" else []
-                return await gateway.trace(session), await gateway.samples(session), made_up
+                return await gateway.trace(session), await gateway.samples(session), []
         except TurngateError as error:
             return None, [], [f"the gateway could not be asked for turns and rows: {error.message}"]
 

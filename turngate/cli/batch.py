@@ -18,7 +18,6 @@ from rich.text import Text
 from turngate import tasks
 from turngate.cli.run import (
     INTERRUPTED,
-    SCRIPTED,
     Chosen,
     Named,
     Reach,
@@ -37,6 +36,7 @@ from turngate.cli.run import (
 from turngate.cli.terminal import Showing, one_line, say
 from turngate.cli.terminal import console as new_console
 from turngate.config import ServeConfig
+from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError
 from turngate.rollout import plot
 from turngate.rollout.batch import Batch, BatchResult
@@ -158,7 +158,7 @@ async def _run(
             times = f" × {plan.rounds} rounds" if plan.rounds > 1 else ""
             say(console, f"{plan.total} rollouts ({len(plan.tasks)} tasks × {plan.n}{times}) in {plan.folder}", "dim")
             if own and config.engine == "scripted":
-                say(console, f"note: {SCRIPTED}", "dim")
+                say(console, f"note: {MADE_UP}", "dim")
             with Watching(console, plan.total) as watching:
                 batch = Batch(plan, client, wayout, watching.see)
                 return await _to_its_end(batch)

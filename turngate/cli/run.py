@@ -26,6 +26,7 @@ from turngate.agents.spec import AgentSpec, find
 from turngate.cli.terminal import Showing, one_line, safe, say
 from turngate.cli.terminal import console as new_console
 from turngate.config import ServeConfig, load
+from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError, DataInUse, Unauthorized
 from turngate.rollout.client import GatewayClient, Unreachable, admin_key_given
 from turngate.rollout.one import Rollout
@@ -51,7 +52,6 @@ EXIT_CODES: Mapping[str, int] = {
 _OFTEN = 5.0  # seconds between plain lines about turns
 _LAST_WORDS = 5  # lines of an agent that failed
 STOPPING = "Stopping: the agent is ended and its sandbox removed; what was recorded stays …"
-SCRIPTED = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -130,7 +130,7 @@ async def _run(order: Order, config: ServeConfig, gateway: Named, reach: Reach, 
                     heeded()
                     outcome = rollout.outcome
             if own and config.engine == "scripted" and outcome.turns:
-                outcome.notes = (*outcome.notes, SCRIPTED)
+                outcome.notes = (*outcome.notes, MADE_UP)
     except asyncio.CancelledError:
         heeded()
     return outcome

@@ -23,6 +23,7 @@ from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTime
 from turngate.types import Ids, LongIds
 
 # Multiples of 2^-18 are exact in float32, so what is stored equals what was sent.
+MADE_UP = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
 _STEPS = 2**18
 _REMEMBERED = 10_000  # sessions and prompts that are counted, before the oldest is forgotten
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 
 from turngate.agents.spec import AgentSpec
+from turngate.engines.scripted import MADE_UP
 from turngate.rollout.one import Rollout
 from turngate.rollout.outcome import Outcome, Progress
 from turngate.service.asked import AnyAsked
@@ -43,7 +44,7 @@ class Live:
         self.cursor = 0
         self.seq = 0  # of the newest event that came from the gateway
         self.aborted: str | None = None  # why, once somebody did
-        self.notes: list[str] = []
+        self.notes = [MADE_UP] if choice.endpoint.scheme == "scripted" else list[str]()
         self.announced = asyncio.Event()  # its gateway knows of it
         self.changed = asyncio.Event()  # set, and replaced, when there is something new
         self.over = asyncio.Event()
