@@ -147,16 +147,21 @@ def _is_url(text: str) -> bool:
     return whole and plain and parts.scheme in ("http", "https") and not (parts.query or parts.fragment)
 
 
+def read(file: Path | None) -> dict[str, Any]:
+    """What a file of settings says."""
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config: {file} cannot be read ({error.strerror})", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {file} is not valid TOML: {error}", param="config") from None
+
+
 def load(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     """The file's settings with the overrides that are not None laid over them."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"config: {file} cannot be read ({error.strerror})", param="config") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config: {file} is not valid TOML: {error}", param="config") from None
+    values = read(file)
     values.update({name: value for name, value in overrides.items() if value is not None})
     if isinstance(values.get("engine_url"), str):
         values["engine_url"] = [values["engine_url"]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
+from turngate.config import read
 from turngate.errors import ConfigError
 from turngate.explain import explain
 from turngate.sandboxes import BACKENDS
@@ -75,14 +75,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def load(file: Path | None, overrides: dict[str, Any] | None = None) -> ServiceConfig:
     """The file's settings with the overrides that are not None laid over them."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"config: {file} cannot be read ({error.strerror})", param="config") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config: {file} is not valid TOML: {error}", param="config") from None
+    values = read(file)
     values.update({name: value for name, value in (overrides or {}).items() if value is not None})
     for key, entry in values.get("endpoints", {}).items():
         if isinstance(entry, dict) and (wrong := {"key", "api_key", "token"} & set(entry)):
