@@ -194,6 +194,40 @@ def test_a_client_that_is_closed_says_so(tmp_path: Path) -> None:
         client.run("Do it.")
 
 
+def test_a_process_that_was_forked_has_no_part_in_it(tmp_path: Path, temporary: Path) -> None:
+    """In a script: to fork is not for a process with as many threads as this one."""
+    file = tmp_path / "script.py"
+    begun = f"import turngate as tg\nmodel, given = {scripted(tmp_path, ['Hello.'])!r}, {AGENT!r}\n"
+    rest = f"""
+        import multiprocessing, os, sys
+
+        client = tg.open(model, **given)
+        half = iter(client.group({WRITES!r}, n=2))
+        print(next(half).status, flush=True)
+        worker = multiprocessing.get_context("fork").Process(target=print, args=("a worker",), kwargs={{"flush": True}})
+        worker.start()
+        worker.join(20)
+        print(worker.exitcode, flush=True)
+        if not (child := os.fork()):
+            try:
+                client.run("Do it.")
+            except tg.TurngateError as error:
+                print(error.param, "in this process" in error.message, flush=True)
+            client.close()
+            with tg.open(model, **given) as own:
+                print("its own", own.run({WRITES!r}).status, flush=True)
+            sys.exit(0)
+        print(os.waitpid(child, 0)[1], client.run({WRITES!r}).status)
+    """
+    file.write_text(begun + dedent(rest))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    command = ["timeout", "90", sys.executable, "-W", "ignore", str(file)]  # newer ones warn of fork itself
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = ["finished", "a worker", "0", "client True", "its own finished", "0 finished"]
+    assert (done.stdout.splitlines(), done.returncode) == (said, 0)
+    assert left(temporary) == []
+
+
 async def test_a_gateway_that_runs_is_used_with_its_own_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with kits.gateway([kits.say("From there.")]) as gateway:
         monkeypatch.setenv("TURNGATE_ADMIN_KEY", gateway.app.admin_key)

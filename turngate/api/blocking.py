@@ -53,13 +53,14 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """End what still runs, and everything else. As often as one likes."""
+        """End what still runs, and everything else. As often as one likes. Only the process that opened it can: one that was forked
+        meanwhile, as `multiprocessing` may do, leaves it as it is, also when it ends."""
         _OPEN.discard(self)
-        if not self._loop.closed:
-            try:
+        try:
+            if not self._loop.closed:
                 self._loop.run(self._client.__aexit__(None, None, None))
-            finally:
-                self._loop.close()
+        finally:
+            self._loop.close()
 
     def run(self, task: AnyTask, **how: Unpack[How]) -> Result:
         """One rollout, to its end. The arguments are those of `Client.run`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -19,20 +21,25 @@ class LoopThread:
     """Runs coroutines for a thread that waits. Ctrl-C, or a kernel's interrupt, cancels what is waited for, and waits for its end."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="turngate", daemon=True)
         self._thread.start()
 
     @property
     def closed(self) -> bool:
-        return self._loop.is_closed()
+        """Nothing can be run in it: it was closed, or this is a process that was forked, and the thread is its parent's."""
+        return self._loop.is_closed() or self._is_elsewhere
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return os.getpid() != self._process
 
     def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] = lambda: None) -> T:
         """Its result. `tick` is called every now and then in the thread that waits."""
         if self.closed or threading.current_thread() is self._thread:
             work.close()
-            why = "it is closed" if self.closed else "it cannot be called from within itself"
-            raise BadRequest(f"client: {why}; open another one", param="client")
+            raise BadRequest(f"client: {self._why_not()}", param="client")
         running = _Running(work)
         self._loop.call_soon_threadsafe(running.begin, self._loop)
         interrupts = 0
@@ -53,8 +60,16 @@ class LoopThread:
             raise KeyboardInterrupt
         return running.result()
 
+    def _why_not(self) -> str:
+        if self._is_elsewhere:
+            return f"was opened by process {self._process}, and works there only; open another one in this process"
+        why = "it is closed" if self.closed else "it cannot be called from within itself"
+        return f"{why}; open another one"
+
     def close(self) -> None:
-        """Whatever still runs in it is cancelled. As often as one likes."""
+        """Whatever still runs in it is cancelled. As often as one likes; in a process that was forked nothing happens."""
+        if self._is_elsewhere:
+            self._leave_alone()
         if self.closed:
             return
         self.run(_cancelled())
@@ -63,6 +78,12 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _leave_alone(self) -> None:
+        """For good: were the parent's tasks destroyed here when Python ends, they would clean up, and with them what the parent still
+        uses. A forked process has the same sockets, and the same list of those that are waited for."""
+        for kept in (self._loop, *asyncio.all_tasks(self._loop)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 async def _cancelled() -> None:
