@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite, isnan
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +27,7 @@ ENGINE_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 
 COMMIT_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)
 LAG_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 REWARDS = (-1.0, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+LARGEST_REWARD = 1e30  # that is added up as it is: two of a float's largest would be no number any more, for good
 MEDIA = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -292,7 +294,7 @@ class Metrics:
     def outcome(self, kind: str, reward: float | None) -> None:
         self.count("turngate_rollouts_total", kind)
         if reward is not None:
-            self._reward.add(reward)
+            self._reward.add(min(max(reward, -LARGEST_REWARD), LARGEST_REWARD))
 
     def snapshot(self, also: Mapping[str, Iterable[tuple[Labels, float]]]) -> Snapshot:
         """With what somebody has looked up just now."""
@@ -373,6 +375,8 @@ def _line(name: str, labels: Sequence[tuple[str, str]], value: float) -> str:
 
 
 def _number(value: float) -> str:
+    if not isfinite(value):
+        return "NaN" if isnan(value) else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))
 
 

@@ -426,6 +426,20 @@ async def test_a_follower_who_logs_out_is_told_nothing_more(monkeypatch: pytest.
         assert await asyncio.wait_for(waiting, 5) is None
 
 
+@pytest.mark.parametrize("path", ["events", "rollouts/{}/events"])
+async def test_nor_is_a_follower_of_whom_much_happens(path: str) -> None:
+    """What is told is asked for at every event, not only where nothing happens for a while."""
+    async with gateway() as g:
+        client = await entered(g)
+        session = await g.open()
+        async with aclosing(events(client, path.format(session.id), after=0)) as following:
+            await anext(following)
+            await client.post("/page/logout", headers=OWN)
+            for _ in range(3):
+                g.app.control.announce(session.id, "note", {"secret": 1})
+            assert await asyncio.wait_for(anext(following, None), 5) is None
+
+
 # ── what can be done ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -20,6 +20,7 @@ from turngate.evidence import pieces
 from turngate.render import Tokenizer
 from turngate.server.page_looks import read_with
 from turngate.store.outcome import Recorded
+from turngate.trace.passes import pass_at_k
 from turngate.trainers.export import Choices, Wanted, export
 from turngate.types import type_of_ids
 
@@ -64,6 +65,13 @@ def test_what_never_becomes_a_character_is_told_as_such(
 ) -> None:
     found = pieces(tokenizer, array(byte_ids(tokenizer, spelled)))
     assert (found.text, found.runs) == (text, runs)
+
+
+def test_an_id_that_is_past_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
+    [euro, *rest] = byte_ids(tokenizer, "€".encode())
+    found = pieces(tokenizer, array([10_000_000, *tokenizer.encode("a"), euro, 10_000_000, *rest]))
+    assert found.text == [None, "a", None, None, None, None]
+    assert found.runs == [(0, 1, None), (2, 3, None), (3, 4, None), (4, 5, None), (5, 6, None)]
 
 
 @settings(deadline=None)  # a busy machine
@@ -246,7 +254,9 @@ async def test_what_a_group_comes_to(tmp_path: Path) -> None:
                 assert row["advantage"] == pytest.approx((row["reward"] - mean) / (group["std_reward"] + 1e-6))
         passed = sum(reward >= 1 for reward in known)
         assert group["pass_at"][0] == {"k": 1, "estimate": pytest.approx(passed / len(known))}
-        assert group["pass_at"][-1]["k"] == len(known)
+        assert group["pass_at"][-1] == {"k": len(known), "estimate": 1.0}
+        for one in group["pass_at"]:
+            assert one["estimate"] == pytest.approx(pass_at_k(len(known), passed, one["k"]))
         [row] = [one for one in (await told(client, "groups"))["groups"] if one["group"] == name]
         assert row["mean_reward"] == group["mean_reward"] and row["rewards"] == rewards
 

@@ -1,4 +1,4 @@
-"""The web page where something is odd: damaged on disk, without a session, huge, removed meanwhile. No list breaks for one rollout's sake."""
+"""The web page where something is odd: damaged, without a session, huge, removed meanwhile. No list breaks for one rollout's sake."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import json
 import time
 from pathlib import Path
 
+import httpx
+import pytest
+
 from tests import page_kit
+from tests.kit import gateway, say
 from tests.server.test_page import entered, told
+from turngate.store.outcome import Recorded
+from turngate.trace.passes import pass_at_k, pass_curve
 
 FIRST = f"{page_kit.BATCH}.task-0000"
 
@@ -79,3 +85,119 @@ async def test_a_damaged_trace_is_left_out_of_what_is_saved_and_has_a_header(tmp
             assert (saved.status_code, saved.headers["x-turngate-left-out"]) == (200, "2")
             sessions = [json.loads(line)["session"] for line in saved.text.splitlines()]
             assert sessions == [f"r{n:05}" for n in range(8) if n not in (1, 2)]
+
+
+async def test_two_huge_rewards_break_nothing_and_have_no_say() -> None:
+    async with gateway([say("Hello.")] * 4, model="m") as g:
+        client = await entered(g)
+        for reward in (1.7e308, 1.7e308, 1.0, 0.0):
+            session = await g.open(metadata={"group": "g"})
+            await g.ask(session.key, "Hi")
+            await g.seal(session.id)
+            g.app.control.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
+        [row] = (await told(client, "groups"))["groups"]
+        assert (row["mean_reward"], row["graded"], row["rewards"][0]) == (0.5, 4, 1.7e308)
+        group = await told(client, "group", name="g")
+        assert (group["mean_reward"], group["std_reward"]) == (0.5, 0.5)
+        assert [one["advantage"] is None for one in group["rollouts"]] == [True, True, False, False]
+        [over_time] = (await told(client, "training"))["version"]
+        assert over_time["mean"] == 0.5
+        saved = await client.get("/page/api/export", params={"group": "g", "format": "rows"})
+        assert [json.loads(line)["reward"] for line in saved.text.splitlines()] == [1.0, 0.0]
+        metrics = await g.admin.get("/metrics")
+        assert metrics.status_code == 200 and "turngate_rollout_reward_count 4" in metrics.text
+
+
+async def test_events_that_were_removed_before_anybody_looked_are_not_missed() -> None:
+    async with gateway([say("Hello.")] * 2) as g:
+        client = await entered(g)
+        running = await g.open()
+        assert (await told(client, "overview"))["rollouts"] == 1
+        lost = await g.open()
+        await g.ask(lost.key, "Hi")
+        await g.seal(lost.id)
+        await g.seal(running.id)
+        g.app.events.prune(time.time() + 1)
+        await g.open(id="after")
+        sums = await told(client, "overview")
+        assert sums["rollouts"] == 3 and sums["by_status"]["running"] == 1 and sums["by_status"]["done"] == 2
+        assert (await told(client, f"rollouts/{lost.id}"))["rollout"]["turns"] == 1
+
+
+async def test_what_is_told_of_a_deleted_session_makes_no_row(tmp_path: Path) -> None:
+    """And that the first one was deleted does not take the others' staleness along."""
+
+    async def look(client: httpx.AsyncClient) -> None:
+        assert [row["id"] for row in (await told(client, "rollouts"))["rollouts"]] == ["kept"]
+        assert (await told(client, "training"))["staleness"] == [{"behind": 2, "rollouts": 1}]
+
+    async with gateway([say("Hello.")], data=tmp_path) as g:
+        client = await entered(g)
+        first, kept = await g.open(id="first"), await g.open(id="kept")
+        await g.ask(kept.key, "Hi")
+        await g.resume(2)
+        await g.seal(kept.id)
+        g.app.control.record("kept", Recorded(kind="graded", reward=1.0, group="g"))
+        await g.seal(first.id)
+        await told(client, "rollouts")
+        await g.admin.delete("/admin/sessions/first")
+        g.app.control.announce("first", "stage", {"stage": "grade", "rollout": "x", "attempt": 1})
+        await look(client)
+    async with gateway(data=tmp_path) as g:
+        client = await entered(g)
+        await look(client)
+        await g.open(id="first")
+        assert (await told(client, "overview"))["rollouts"] == 2, "an id may be taken again"
+
+
+async def test_one_of_which_nothing_can_be_trained_has_no_say_in_the_advantages() -> None:
+    async with gateway([say("Hello.")] * 2, model="m") as g:
+        client = await entered(g)
+        for number, reward in enumerate((1.0, 0.0, 0.0)):
+            session = await g.open(metadata={"group": "g"})
+            if number < 2:
+                await g.ask(session.key, "Hi")
+            await g.seal(session.id)
+            g.app.control.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
+        group = await told(client, "group", name="g")
+        assert [one["leave_one_out"] for one in group["rollouts"]] == [1.0, -1.0, None]
+        saved = await client.get("/page/api/export", params={"group": "g", "format": "rows"})
+        exported = [json.loads(line)["advantage"] for line in saved.text.splitlines()]
+        assert [one["advantage"] for one in group["rollouts"]] == [*exported, None]
+
+
+async def test_what_was_tried_again_is_one_rollout(tmp_path: Path) -> None:
+    with page_kit.building(tmp_path) as builder:
+        now = time.time() - 60
+        for number, (rollout, attempt, reward) in enumerate([("g.0", 1, None), ("g.1", 1, 0.0), ("g.0", 2, 1.0)]):
+            about = {"group": "g", "rollout": rollout, "attempt": attempt}
+            key = builder.session(f"s{number}", now + number, closed=now + 9, metadata=about)
+            kind = "graded" if reward is not None else "infrastructure fault"
+            told_of = Recorded(kind=kind, reward=reward, group="g", attempt=attempt)
+            builder.outcome(key, f"s{number}", told_of, now + 10)
+    async with page_kit.served(tmp_path) as g:
+        client = await entered(g)
+        [row] = (await told(client, "groups"))["groups"]
+        assert (row["rollouts"], row["rewards"], row["classes"]) == (2, [0.0, 1.0], {"graded": 2})
+        assert len((await told(client, "group", name="g"))["rollouts"]) == 3, "each attempt can be looked at"
+
+
+async def test_what_was_cut_short_has_a_version_too(tmp_path: Path) -> None:
+    with page_kit.building(tmp_path) as builder:
+        key = builder.session("cut", time.time() - 9, closed=time.time())
+        talk = page_kit.Talk(builder, key, "cut", time.time() - 9)
+        talk.answer(talk.ask([{"role": "user", "content": "Hi"}]), "Hel", finish="abort", version=4)
+    async with page_kit.served(tmp_path) as g:
+        [row] = (await told(await entered(g), "rollouts"))["rollouts"]
+        assert (row["turns"], row["version_start"], row["version_end"]) == (0, 4, 4) and row["sampled_tokens"] > 0
+
+
+@pytest.mark.parametrize(("graded", "passed"), [(0, 0), (1, 0), (1, 1), (7, 3), (8, 8), (100, 1)])
+def test_a_curve_is_of_the_same_estimates(graded: int, passed: int) -> None:
+    curve = pass_curve(graded, passed)
+    assert [k for k, _ in curve] == sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= graded} | {graded} - {0})
+    assert [chance for _, chance in curve] == pytest.approx([pass_at_k(graded, passed, k) for k, _ in curve])
+
+
+def test_thousands_have_a_curve() -> None:
+    assert len(pass_curve(200_000, 100)) == 19

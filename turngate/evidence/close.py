@@ -368,7 +368,7 @@ class Close:
     def training_rows(
         self, outcome: Recorded | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """As `turngate export --format rows` writes them. `about`: of its session, what the trace does not know."""
+        """As `turngate export rows` writes them. `about`: of its session, what the trace does not know."""
         session = self._shown.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.rows:

@@ -44,12 +44,12 @@ def pieces(tokenizer: Tokenizer, ids: Ids) -> Pieces:
                     runs.append((place, place + 1, None))
             continue
         more = held + tokenizer.bytes_of(token)
-        together = _whole(more)
+        together = _whole(more) if len(more) > len(held) else None
         if together is not None:
             text.append(None)
             runs.append((begun, place + 1, together))
             held = b""
-        elif _begun(more):
+        elif len(more) > len(held) and _begun(more):
             text.append(None)
             held = more
         else:  # it never becomes a character; what comes now may begin another one
@@ -66,9 +66,9 @@ def pieces(tokenizer: Tokenizer, ids: Ids) -> Pieces:
 
 
 def _whole(spelled: bytes) -> str | None:
-    """None: not whole characters."""
+    """None: not whole characters, or no bytes at all: an id that is past the vocabulary."""
     try:
-        return spelled.decode()
+        return spelled.decode() or None
     except UnicodeDecodeError:
         return None
 

@@ -9,6 +9,7 @@ from math import fsum, sqrt
 import msgspec
 
 from turngate.overview.known import UNDER_WAY, Row
+from turngate.trace.advantage import is_too_large
 from turngate.trace.passes import has_passed
 
 _MOST_REWARDS = 128
@@ -34,7 +35,8 @@ class GroupRow(msgspec.Struct, kw_only=True):
 
 
 def grouped(name: str, rows: Sequence[Row]) -> GroupRow:
-    rows = sorted(rows, key=lambda row: row.opened)
+    latest = max(row.seen for row in rows)
+    rows = sorted(last_attempts(rows), key=lambda row: row.opened)
     rewards = [row.reward for row in rows]
     known = [reward for reward in rewards if reward is not None]
     passed = sum(bool(has_passed(row.reward, row.resolved)) for row in rows)
@@ -53,16 +55,37 @@ def grouped(name: str, rows: Sequence[Row]) -> GroupRow:
         pass_at_1=passed / len(known) if known else None,
         rewards=rewards[:_MOST_REWARDS],
         classes=dict(classes),
-        signal=None if len(known) < 2 else min(known) != max(known),
+        signal=_differ(known),
         opened=rows[0].opened,
-        latest=max(row.seen for row in rows),
+        latest=latest,
     )
 
 
+def last_attempts(rows: Sequence[Row]) -> list[Row]:
+    """Of each rollout the last attempt: what was tried again is no rollout of its own."""
+    newest: dict[str, int] = {}
+    for row in rows:
+        if row.name:
+            newest[row.name] = max(row.attempt, newest.get(row.name, 0))
+    return [row for row in rows if not row.name or row.attempt == newest[row.name]]
+
+
+def _differ(known: Sequence[float]) -> bool | None:
+    found = _reckoned(known)
+    return None if len(found) < 2 else min(found) != max(found)
+
+
 def mean(known: Sequence[float]) -> float | None:
-    return fsum(known) / len(known) if known else None
+    """As a feed reckons: what is too large for that has no say."""
+    found = _reckoned(known)
+    return fsum(found) / len(found) if found else None
 
 
 def deviation(known: Sequence[float]) -> float | None:
-    middle = mean(known)
-    return None if middle is None else sqrt(fsum((one - middle) ** 2 for one in known) / len(known))
+    found = _reckoned(known)
+    middle = mean(found)
+    return None if middle is None else sqrt(fsum((one - middle) ** 2 for one in found) / len(found))
+
+
+def _reckoned(known: Sequence[float]) -> list[float]:
+    return [one for one in known if not is_too_large(one)]

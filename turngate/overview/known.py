@@ -140,7 +140,7 @@ class Kept:
         self.damage = ""  # what of it cannot be read
         self.done = ""  # how its runner said that it ended; empty: it has not said so
         self.recorded: float | None = None  # when its outcome was
-        self.versions_of = 0  # turns, when its versions were looked up
+        self.versions_of = 0, 0  # turns and tokens, when its versions were looked up
         self.found = ""  # what text is looked for in; empty: to be put together
 
 
@@ -157,6 +157,7 @@ class Known:
         self.versions: list[tuple[float, int]] = []  # when each came into force
         self.deliveries: list[Delivered] = []
         self.whole = True  # events go back to the beginning
+        self._gone: set[str] = set()  # ids whose session was deleted, and that nobody has taken again
 
     # ── being up to date ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +165,8 @@ class Known:
         """The cursor of what it knows now."""
         with store.at_once():
             newest = store.events.newest()
-            if self._cursor < 0 or newest < self._cursor:
+            # What was removed before it was followed is never told again.
+            if self._cursor < 0 or newest < self._cursor or self._cursor < store.events.pruned():
                 self._clear()
                 self._build(store)
                 self._cursor = newest
@@ -175,9 +177,9 @@ class Known:
     def _build(self, store: Store) -> None:
         survey = store.survey
         oldest = survey.oldest()
-        first = store.events.page("", 0, 1)
-        self.whole = first[0].seq == 1 if first else not store.events.newest()
         self._take_sessions(store)
+        self.whole = self._is_whole(store)
+        self._gone = {session for session in survey.deleted() if session not in self.kept}
         for heard in survey.heard():
             kept = self.kept.get(heard.session)
             if kept is not None:
@@ -194,6 +196,12 @@ class Known:
             self.spans[moment.number] = [moment.turns, moment.sampled_tokens, moment.outcomes]
         for fact in survey.of_kinds(("fence", "delivery")):
             self._take_gateway(fact)
+
+    def _is_whole(self, store: Store) -> bool:
+        """Whether nothing was removed for its age. What went with a deleted session is missed by nobody; a folder of an older version
+        has sessions that nothing was told of."""
+        oldest = min(self.kept.values(), key=lambda one: one.key, default=None)
+        return not store.events.pruned() and (oldest is None or store.survey.was_told_of(oldest.row.id))
 
     def _count_old(self, store: Store, oldest: float | None) -> None:
         """Of sessions whose first events were removed, turns are counted in the trace."""
@@ -224,6 +232,7 @@ class Known:
         kept = self.kept.get(fact.session)
         if kept is None and fact.kind == "opened":  # its first turn may come before it is read
             kept = self.kept[fact.session] = Kept(Row(id=fact.session, opened=fact.time))
+            self._gone.discard(fact.session)
         if kept is not None:
             kept.row.seen = max(kept.row.seen, fact.time)
         match fact.kind:
@@ -246,6 +255,7 @@ class Known:
             case "deleted":
                 self.kept.pop(fact.session, None)
                 changed.pop(fact.session, None)
+                self._gone.add(fact.session)
             case "fence" | "delivery":
                 self._take_gateway(fact)
 
@@ -302,6 +312,8 @@ class Known:
             return  # of no rollout
         told = _stage.decode(fact.data)
         kept = self.kept.get(fact.session)
+        if kept is None and fact.session in self._gone:
+            return  # its runner goes on telling; there is nothing to show any more
         if kept is None:
             kept = self.kept[fact.session] = Kept(Row(id=fact.session, opened=fact.time))
             begun = store.survey.first_stage(fact.session)
@@ -353,10 +365,11 @@ class Known:
         row = kept.row
         row.status = _status(kept, now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
-        if kept.key and row.turns != kept.versions_of:
+        sampled = row.turns, row.sampled_tokens  # of what was cut short there are tokens, and no turn
+        if kept.key and sampled != kept.versions_of:
             found = store.survey.versions(kept.key)
             row.version_start, row.version_end = found or (None, None)
-            kept.versions_of = row.turns
+            kept.versions_of = sampled
         return row
 
     def all(self, now: float) -> Iterator[Kept]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from turngate.errors import NotFound
 from turngate.events import OF_A_BATCH
 from turngate.overview import trends
-from turngate.overview.groups import deviation, grouped
+from turngate.overview.groups import deviation, grouped, last_attempts
 from turngate.overview.known import SOME, STATUSES, UNDER_WAY, Known, Row, breathe
 from turngate.overview.order import GROUP_KEYS, KEYS, Wanted, fits, group_fits, in_order
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import advantages
-from turngate.trace.passes import pass_at_k
+from turngate.trace.passes import pass_curve
 from turngate.types import Json
 
 _MOST_NAMES = 200
@@ -115,18 +115,29 @@ class Overview(Known):
             "cursor": cursor,
         }
 
-    def group(self, store: Store, name: str) -> dict[str, Json]:
-        """Its rollouts, with what a trainer would make of their rewards."""
+    def graded(self, store: Store, name: str) -> list[tuple[str, int]]:
+        """Ids and session keys of the rollouts of a group that have a reward."""
+        self.refresh(store)
+        return [
+            (one.row.id, one.key)
+            for one in self.kept.values()
+            if one.row.group == name and one.key and one.row.reward is not None
+        ]
+
+    def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
+        """Its rollouts, with what a trainer would make of their rewards. `trains`: by session key, whether anything of it can be
+        trained; of those that are not in it, whatever has sampled tokens counts."""
         cursor, now = self.refresh(store), time.time()
         kept = sorted((one for one in self.kept.values() if one.row.group == name), key=lambda one: one.row.opened)
         if not kept or not name:
             raise NotFound("name: there is no such group", param="name")
         rows = [self.shown(one, now, store) for one in kept]
-        rewards = [row.reward for row in rows]
+        # As a feed counts: one of which nothing can be trained has no say.
+        counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in kept]
         summed = grouped(name, rows)
-        known = [reward for reward in rewards if reward is not None]
-        ways = {how: advantages(rewards, how) for how in ("normalised", "leave_one_out")}
-        estimates = [{"k": k, "estimate": pass_at_k(summed.graded, summed.passed, k)} for k in range(1, len(known) + 1)]
+        known = [row.reward for row in last_attempts(rows) if row.reward is not None]
+        ways = {how: advantages(counted, how) for how in ("normalised", "leave_one_out")}
+        estimates = [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)]
         return {
             "group": name,
             "task": summed.task,

@@ -46,6 +46,7 @@ _ALIVE_S = 15.0
 _BEHIND = 10_000  # events, after which a follower is told to begin anew
 _ANSWER_S = 4.0  # for a batch to say what it makes of being asked for a retry
 _STREAMS = 128  # followers at once
+_READ = 512  # traces that are read to reckon a group's advantages; no trainer's group is larger
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -172,8 +173,15 @@ class Page:
         return await self._made(lambda store: self._looks.overview.groups(store, wanted))
 
     async def group(self, request: Request) -> Response:
+        """Whether a rollout counts is in its trace. One after the other, so that others are answered in between."""
         name = request.query_params.get("name", "")
-        return await self._made(lambda store: self._looks.overview.group(store, name))
+        graded = await self._apart.run(lambda store: self._looks.overview.graded(store, name))
+        if len(self._looks.unread(graded)) > _READ:
+            return await self._made(lambda store: self._looks.overview.group(store, name, {}))
+        trains = {
+            key: await self._apart.run(partial(self._looks.trains, session=session, key=key)) for session, key in graded
+        }
+        return await self._made(lambda store: self._looks.overview.group(store, name, trains))
 
     async def group_evidence(self, request: Request) -> Response:
         """One rollout after the other, so that others are answered in between."""
@@ -290,10 +298,12 @@ class Page:
 
         while self._still(request):
             newest = await events.until(more, _ALIVE_S, of="")
+            if not self._still(request):  # who logged out meanwhile is told nothing more
+                return
             if newest is None:
                 yield b": alive\n\n"
                 continue
-            if newest - after > _BEHIND:
+            if newest - after > _BEHIND or after < self._store.events.pruned():
                 after = newest
                 yield _event("reload", after, as_json({"cursor": after}))
                 continue
@@ -314,9 +324,9 @@ class Page:
         yield b": live\n\n"
         async with aclosing(self._control.events.follow(session, after)) as following:
             async for event in following:
+                if not self._still(request):
+                    return
                 if event is None:
-                    if not self._still(request):
-                        return
                     yield b": alive\n\n"
                 else:
                     yield _event(event.kind, event.seq, msgspec.json.encode(event))

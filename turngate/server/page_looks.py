@@ -16,6 +16,7 @@ from turngate.shown import Shown, as_json, read
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import Store
 from turngate.store.survey import Fact
+from turngate.trace.advantage import is_too_large
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Json
 
@@ -36,6 +37,7 @@ class Looks:
         self._other: tuple[str, Tokenizer | None, str] | None = None  # the last one of another vocabulary
         self._close: OrderedDict[str, tuple[object, Close]] = OrderedDict()
         self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
+        self._trains: dict[int, bool] = {}  # ended rollouts, by session key
 
     def close(self, store: Store, session: str) -> tuple[Close, int]:
         """A rollout as it is now, and the cursor of what is known. One whose session is not open yet, or never was, is empty."""
@@ -145,6 +147,20 @@ class Looks:
         outcome = _outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
 
+    def trains(self, store: Store, *, session: str, key: int) -> bool:
+        """Whether anything of it can be trained."""
+        known = self._trains.get(key)
+        if known is not None:
+            return known
+        found = bool(self.facts(store, session=session, key=key)["rows"])
+        if key in self._facts:  # nothing is added to it any more
+            self._trains[key] = found
+        return found
+
+    def unread(self, members: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Those of which `trains` would read the trace."""
+        return [one for one in members if one[1] not in self._trains]
+
     def damaged(self, store: Store, *, session: str, key: int) -> bool:
         return bool(self.facts(store, session=session, key=key)["error"])
 
@@ -156,6 +172,8 @@ class Looks:
         if row is None:
             return []  # deleted meanwhile
         outcome = _outcome(store, key)
+        if format == "rows" and outcome is not None and outcome.reward is not None and is_too_large(outcome.reward):
+            return []  # as the exporter and feeds do
         told = row.config.metadata
         about: dict[str, Json] = {
             "session": session,

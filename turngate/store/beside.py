@@ -47,6 +47,11 @@ CREATE TABLE IF NOT EXISTS tool_calls (
 OF_A_KEY = ("outcomes", "tool_calls")  # what goes when a session goes
 _EVENT = "INSERT INTO events (time, session, kind, data) VALUES (?,?,?,?)"
 _PRUNED = 1000  # rows that one transaction looks at
+_LAST_PRUNED = "events_pruned"  # settings: the number of the newest event that was removed
+_NOTE_PRUNED = (
+    "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE"
+    " SET value=max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
+)
 _WHOLE_CALL = "call, tool, arguments, called, repeat, reply, answered, answered_by"
 
 Connected = Callable[[], AbstractContextManager[sqlite3.Connection]]
@@ -138,13 +143,22 @@ class EventLog:
     def prune(self, before: float) -> int:
         """Remove what happened before a moment, the oldest first; how many that were. In steps, so that no turn waits long."""
         removed = 0
-        query = "DELETE FROM events WHERE seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<?"
+        which = "seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<?"
         while True:
             with self._writing() as db:
-                count = db.execute(query, (_PRUNED, before)).rowcount
+                (last,) = db.execute(f"SELECT max(seq) FROM events WHERE {which}", (_PRUNED, before)).fetchone()
+                count = db.execute(f"DELETE FROM events WHERE {which}", (_PRUNED, before)).rowcount
+                if last is not None:
+                    db.execute(_NOTE_PRUNED, (_LAST_PRUNED, str(last)))
             removed += count
             if count < _PRUNED:
                 return removed
+
+    def pruned(self) -> int:
+        """The highest number that was removed for its age; 0: none was. Who has not read that far has missed something."""
+        with self._reading() as db:
+            row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
+        return 0 if row is None else int(row[0])
 
 
 class Outcomes:

@@ -133,6 +133,17 @@ class Survey:
         """Those of the gateway itself, oldest first."""
         return self._facts(f"session='' AND kind IN ({_marks(kinds)}) ORDER BY seq", values=kinds)
 
+    def deleted(self) -> list[str]:
+        """Ids whose session was deleted; one of them may have been taken again."""
+        with self._reading() as db:
+            return [session for (session,) in db.execute("SELECT DISTINCT session FROM events WHERE kind='deleted'")]
+
+    def was_told_of(self, session: str) -> bool:
+        """Whether its events go back to its opening."""
+        with self._reading() as db:
+            query = "SELECT 1 FROM events WHERE session=? AND kind='opened' LIMIT 1"
+            return db.execute(query, (session,)).fetchone() is not None
+
     def past(self, after: int, limit: int) -> list[Fact]:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 

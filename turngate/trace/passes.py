@@ -12,6 +12,17 @@ def pass_at_k(graded: int, passed: int, k: int) -> float:
     return 1.0 - comb(graded - passed, k) / comb(graded, k)
 
 
+def pass_curve(graded: int, passed: int) -> list[tuple[int, float]]:
+    """pass@k for k = 1, 2, 4, … and all of them, in one pass over k: thousands of rollouts have a curve too."""
+    found: list[tuple[int, float]] = []
+    none = 1.0  # the chance that none of k passes
+    for k in range(1, graded + 1):
+        none *= max(0, graded - passed - k + 1) / (graded - k + 1)
+        if k & (k - 1) == 0 or k == graded:
+            found.append((k, 1.0 - none))
+    return found
+
+
 def has_passed(reward: float | None, resolved: bool | None) -> bool | None:
     """Whether a rollout did. None: nobody knows."""
     if reward is None:
