@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import msgspec
@@ -29,7 +30,7 @@ def turns(view: Viewed, cut: Cut) -> list[RolloutTurn]:
     for index, turn in enumerate(chosen):
         logprobs, room = _logprobs(index, turn, cut, room)
         whole = turn.capture == "tokens"
-        message = msgspec.convert(turn.message, _Wire)
+        message = _read(turn.message)
         found.append(
             RolloutTurn(
                 node=turn.id,
@@ -67,57 +68,88 @@ def _logprobs(index: int, turn: ViewedTurn, cut: Cut, room: int) -> tuple[list[f
         return None, room
     if not cut.clamp.logprobs:
         return turn.logprobs, room
-    kept = turn.logprobs[: max(0, room)]
-    if len(kept) < len(turn.logprobs):
-        left = len(turn.logprobs) - len(kept)
-        cut.told.append(f"turns[{index}].logprobs: {left:,} of {len(turn.logprobs):,} numbers left out, the last")
-    return kept, room - len(kept)
+    size = len(turn.logprobs)
+    if size > room:  # some of them would be mistaken for all
+        cut.told.append(
+            f"turns[{index}].logprobs: all {size:,} numbers left out, so that it is None; the trace has them"
+        )
+        return None, room
+    return turn.logprobs, room - size
 
 
-class _Function(msgspec.Struct, frozen=True):
+class _Called(msgspec.Struct, frozen=True):
+    id: str = ""
     name: str = ""
     arguments: str = ""
 
 
-class _Call(msgspec.Struct, frozen=True):
-    id: str = ""
-    function: _Function = _Function()
-
-
-class _Wire(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True):
     """A message in OpenAI's form, as far as it is shown."""
 
-    role: str = ""
-    content: str | list[Json] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
-    tool_call_id: str | None = None
-
-    @property
-    def thought(self) -> str:
-        return spelled(self.reasoning or self.reasoning_content or "")
-
-    @property
-    def text(self) -> str:
-        """Parts are put together; what is no text is named."""
-        if not isinstance(self.content, list):
-            return spelled(self.content or "")
-        parts = [part if isinstance(part, dict) else {"text": str(part)} for part in self.content]
-        texts = (str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
-        return spelled("".join(texts))
+    role: str
+    text: str
+    thought: str
+    calls: list[_Called]
+    tool_call_id: str
 
 
-def _calls(field: str, message: _Wire, cut: Cut) -> list[SaidCall]:
+def _read(wire: Json) -> _Message:
+    """An agent wrote it, and gateways take more than the form says: whatever is no text where one belongs is shown as its JSON."""
+    message = wire if isinstance(wire, dict) else {"content": wire}
+    return _Message(
+        role=_shown(message.get("role")),
+        text=_parts(message.get("content")),
+        thought=_shown(message.get("reasoning") or message.get("reasoning_content")),
+        calls=[_called(call) for call in _listed(message.get("tool_calls"))],
+        tool_call_id=_shown(message.get("tool_call_id")),
+    )
+
+
+def _called(call: Json) -> _Called:
+    if not isinstance(call, dict):
+        return _Called(arguments=_shown(call))
+    function = call.get("function") or call.get("custom")
+    if not isinstance(function, dict):
+        return _Called(id=_shown(call.get("id")), arguments=_shown(function))
+    arguments = function.get("arguments", function.get("input"))
+    return _Called(_shown(call.get("id")), _shown(function.get("name")), _shown(arguments))
+
+
+def _parts(content: Json) -> str:
+    """Parts are put together; what is no text is named."""
+    if not isinstance(content, list):
+        return _shown(content)
+    found = []
+    for part in content:
+        if not isinstance(part, dict):
+            found.append(_shown(part))
+        else:
+            found.append(_shown(part["text"]) if "text" in part else f"[{_shown(part.get('type')) or 'part'}]")
+    return "".join(found)
+
+
+def _listed(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _shown(value: Json) -> str:
+    """Any JSON as text."""
+    if value is None:
+        return ""
+    try:
+        return spelled(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        return "[nested too deeply to be shown]"
+
+
+def _calls(field: str, message: _Message, cut: Cut) -> list[SaidCall]:
     return [
         SaidCall(
-            id=spelled(call.id),
-            name=spelled(call.function.name),
-            arguments=cut.middle(
-                f"{field}.tool_calls[{n}].arguments", spelled(call.function.arguments), cut.clamp.text
-            ),
+            id=call.id,
+            name=call.name,
+            arguments=cut.middle(f"{field}.tool_calls[{n}].arguments", call.arguments, cut.clamp.text),
         )
-        for n, call in enumerate(message.tool_calls or ())
+        for n, call in enumerate(message.calls)
     ]
 
 
@@ -135,7 +167,7 @@ def messages(view: Viewed) -> list[Said]:
     found: list[Said] = []
     for node, held, whose, sampled in sorted(nodes, key=lambda one: one[0]):
         for wire in held:
-            message = msgspec.convert(wire, _Wire)
+            message = _read(wire)
             found.append(
                 Said(
                     cursor=len(found) + 1,
@@ -146,7 +178,7 @@ def messages(view: Viewed) -> list[Said]:
                     text=message.text,
                     reasoning=message.thought,
                     tool_calls=_calls("", message, whole),
-                    tool_call_id=spelled(message.tool_call_id or ""),
+                    tool_call_id=message.tool_call_id,
                     finish_reason=whose.finish if sampled and whose is not None else "",
                     sampled=sampled,
                 )
@@ -189,7 +221,7 @@ def page(said: Sequence[Said], after: int, limit: int, clamp: Clamp) -> tuple[li
 
 
 def _captured(told: str) -> Captured:
-    return next(level for level in _LEVELS if level == told)
+    return next((level for level in _LEVELS if level == told), "none")  # another version may know others
 
 
 def least(found: Sequence[RolloutTurn]) -> Captured:

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from turngate.errors import TurngateError
+from turngate.rollout.collect import spelled
 from turngate.rollout.outcome import Outcome
 from turngate.service import report
 from turngate.service.asked import Asked
 from turngate.service.live import Live
-from turngate.service.result import Event, RolloutResult, RolloutState, Said, Trouble
+from turngate.service.result import Event, RolloutResult, RolloutState, Trouble
 
 log = logging.getLogger("turngate")
 LOST = "lost: the service ended while this rollout ran; what was recorded until then is at its gateway"
@@ -46,6 +47,8 @@ def settled(live: Live, work: asyncio.Task[Outcome], outcome: Outcome | None, fa
 
 def _in_the_callers_words(live: Live, trouble: Trouble | None) -> Trouble | None:
     """A rollout knows its setup by a file's name, and who asked by an argument's."""
+    if trouble is not None:
+        trouble = msgspec.structs.replace(trouble, message=spelled(trouble.message))
     if trouble is None or trouble.stage != "setup" or not isinstance(live.asked, Asked):
         return trouble
     return msgspec.structs.replace(trouble, message=trouble.message.replace("setup.sh", "setup_shell:", 1))
@@ -54,19 +57,24 @@ def _in_the_callers_words(live: Live, trouble: Trouble | None) -> Trouble | None
 def failed(live: Live, error: BaseException, stage: str) -> dict[str, Any]:
     """What came before the rollout itself, or was Turngate's own fault."""
     if isinstance(error, TurngateError):
-        trouble = Trouble(boundary=error.boundary, stage=stage, message=error.message)
+        trouble = Trouble(boundary=error.boundary, stage=stage, message=spelled(error.message))
     else:
         log.error("rollout %s failed in a way that nobody thought of", live.id, exc_info=error)
         trouble = Trouble(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")
     return {"error": trouble, "kind": "invalid task" if trouble.boundary == "task" else "infrastructure fault"}
 
 
-def broken(live: Live, error: BaseException) -> tuple[RolloutState, tuple[RolloutResult, list[Said]]]:
-    """Its result could not be made: that is one, too."""
+def broken(live: Live, error: BaseException) -> tuple[RolloutState, RolloutResult]:
+    """Its result could not be made. How it was graded is known all the same, where it came so far."""
+    outcome = live.rollout.outcome if live.rollout is not None else None
+    state = msgspec.structs.replace(live.state(), done=True, stage="done", gateway="")
     wrong = failed(live, error, "result")
-    state = msgspec.structs.replace(live.state(), done=True, stage="done", status="error", gateway="", **wrong)
-    result = msgspec.structs.replace(unfinished(state), done=True, kind=state.kind, error=state.error)
-    return state, (result, [])
+    if outcome is None or (outcome.status == "error" and outcome.kind is None):
+        state = msgspec.structs.replace(state, status="error", **wrong)
+    else:
+        state = msgspec.structs.replace(state, status=outcome.status, kind=outcome.kind, reward=outcome.reward)
+        live.notes.append(f"its result could not be made, and has no more than this: {wrong['error'].message}")
+    return state, report.bare(state, outcome, live.notes)
 
 
 def lost(state: RolloutState, events: list[Event]) -> RolloutState:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.errors import Boundary
+from turngate.rollout.collect import spelled
 from turngate.rollout.outcome import Outcome
 from turngate.service.clamped import Cut
 from turngate.service.config import Clamp
@@ -35,6 +36,19 @@ def ended(
     that its working folder began with; None: that is a whole repository, and not shown."""
     cut = Cut(clamp)
     shown = turns(view, cut) if view is not None else []
+    found = msgspec.structs.replace(bare(state, outcome, notes), capture=least(shown), turns=shown)
+    if outcome is not None:
+        found = msgspec.structs.replace(
+            found,
+            workdir_files=_workdir(outcome, folder, given, cut),
+            log_tails=logs(folder, cut),
+            verifier_output="" if outcome.grade is None else _verified(outcome, folder, cut),
+        )
+    return msgspec.structs.replace(found, clamped=cut.told)
+
+
+def bare(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> RolloutResult:
+    """How it ended, without anything that an agent wrote: nothing here can fail."""
     found = RolloutResult(
         rollout_id=state.rollout_id,
         task_id=state.task_id,
@@ -47,27 +61,21 @@ def ended(
         kind=state.kind,
         reward=state.reward,
         wall_s=state.wall_s,
-        capture=least(shown),
-        turns=shown,
         turn_count=state.turns,
         sampled_tokens=state.sampled_tokens,
         error=state.error,
         session=state.session,
-        notes=list(notes),
+        notes=[spelled(note) for note in notes],
     )
-    if outcome is not None:
-        grade = outcome.grade
-        found = msgspec.structs.replace(
-            found,
-            resolved=None if grade is None else grade.resolved,
-            exit_code=outcome.exit_code,
-            workdir_files=_workdir(outcome, folder, given, cut),
-            log_tails=logs(folder, cut),
-            verifier_output="" if grade is None else _verified(outcome, folder, cut),
-            stop=outcome.stop,
-            notes=[*notes, *_notes(outcome)],
-        )
-    return msgspec.structs.replace(found, clamped=cut.told)
+    if outcome is None:
+        return found
+    return msgspec.structs.replace(
+        found,
+        resolved=None if outcome.grade is None else outcome.grade.resolved,
+        exit_code=outcome.exit_code,
+        stop=spelled(outcome.stop),
+        notes=[*found.notes, *map(spelled, _notes(outcome))],
+    )
 
 
 def _workdir(outcome: Outcome, folder: Path, given: Mapping[str, bytes] | None, cut: Cut) -> dict[str, str]:
@@ -84,7 +92,7 @@ def _verified(outcome: Outcome, folder: Path, cut: Cut) -> str:
     assert outcome.grade is not None
     if (folder / "grade.log").is_file():
         return tail(folder / "grade.log", "verifier_output", cut, cut.clamp.verifier)
-    return cut.end("verifier_output", outcome.grade.log, cut.clamp.verifier)
+    return cut.end("verifier_output", spelled(outcome.grade.log), cut.clamp.verifier)
 
 
 def _notes(outcome: Outcome) -> list[str]:

@@ -18,7 +18,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -29,7 +29,7 @@ from contextlib import (
 )
 from pathlib import Path
 from types import TracebackType
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -74,6 +74,7 @@ STATES = ("queued", "running", *get_args(Status))
 Views = list[EndpointView]  # `list` is a verb in there
 Names = list[str]
 Conversation = list[Said]
+T = TypeVar("T")
 
 
 class Rollouts(AbstractAsyncContextManager["Rollouts"]):
@@ -340,7 +341,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             return await live.stack.enter_async_context(self._gateways.reached(live.choice))
         forwarder = Forwarder(live.choice.endpoint.urls[0])
         url = await live.stack.enter_async_context(forwarder.open())
-        client = Unrecorded(url, lambda: forwarder.calls, lambda kind, data: self._tell(live, kind, data))
+        client = Unrecorded(url, forwarder, lambda kind, data: self._tell(live, kind, data))
         wayout = WayOut(url, self.config.public_url, self.config.tunnel)
         await live.stack.enter_async_context(client)
         await live.stack.enter_async_context(wayout)
@@ -353,40 +354,73 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         ending = asyncio.create_task(self._finished(live, work, failed_at))
         await asyncio.wait([ending])
         if (error := ending.exception()) is not None:
-            state, self._unwritten[live.id] = endings.broken(live, error)
-            self._end(live, state, time.time())
+            await self._ended_anyhow(live, error)
         await self._removed_oldest()
 
     async def _finished(self, live: Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
+        """Nothing here that is only for showing may cost the outcome."""
         outcome = live.rollout.outcome if live.rollout is not None else None
-        view, said = None, list[Said]()
+        view: Viewed | None = None
+        said: Conversation = []
         if live.following is not None:
             await _cancelled(live.following)
         if live.reached is not None and live.choice.mode != "direct":
-            await self._drained(live, live.reached.client)
+            client = live.reached.client
+            await _tried(live, "its gateway could not be asked for the last events", self._drained(live, client), None)
             if outcome is not None and outcome.session:
-                view, said = await self._viewed(live, live.reached.client)
-        await live.stack.aclose()
+                missing = "its gateway could not be asked for the trace, which has the turns"
+                view = await _tried(live, missing, self._viewed(live, client), None)
+            if view is not None:
+                told = asyncio.to_thread(conversation.messages, view)
+                said = await _tried(live, "the conversation cannot be shown", told, [])
+        await self._let_go(live)
         state = endings.settled(live, work, outcome, failed_at)
-        result = await asyncio.to_thread(self._reported, live, state, outcome, view)
+        result = await self._reported(live, state, outcome, view)
         state, over_at = msgspec.structs.replace(state, wall_s=live.wall_s()), time.time()
         seconds = {"queued": state.wall_s, **live.seconds, **(outcome.seconds if outcome is not None else {})}
         stop = result.stop if live.aborted is None or state.status != "cancelled" else f"aborted: {live.aborted}"
         result = msgspec.structs.replace(result, wall_s=state.wall_s, seconds=seconds, stop=stop.removesuffix(": "))
-        try:
-            await asyncio.to_thread(self._store.write, result, said)
-        except StoreError as error:
-            log.error("the result of rollout %s is only in memory: %s", live.id, error.message)
-            self._unwritten[live.id] = result, said
+        await self._keep(result, said)
         await asyncio.to_thread(self._store.clear_inputs, live.id)
         if not self.config.keep_work:
             await asyncio.to_thread(self._store.clear_work, live.id)
         self._end(live, state, over_at)
 
-    def _reported(self, live: Live, state: RolloutState, outcome: Outcome | None, view: Viewed | None) -> RolloutResult:
+    async def _ended_anyhow(self, live: Live, error: BaseException) -> None:
+        """Its result could not be made. What its outcome says stands, and nothing of it is left open."""
+        state, result = endings.broken(live, error)
+        await self._let_go(live)
+        await self._keep(result, [])
+        await asyncio.to_thread(self._store.clear_inputs, live.id)
+        if live.id in self._live:
+            self._end(live, state, time.time())
+
+    async def _let_go(self, live: Live) -> None:
+        await _tried(live, "what it held open could not all be closed", live.stack.aclose(), None)
+
+    async def _reported(
+        self, live: Live, state: RolloutState, outcome: Outcome | None, view: Viewed | None
+    ) -> RolloutResult:
+        """All that can be shown; or else without the turns; or else the bare facts."""
+        for shown, missing in ((view, "its turns cannot be shown"), (None, "what it left cannot be shown")):
+            made = asyncio.to_thread(self._report, live, state, outcome, shown)
+            result = await _tried(live, missing, made, None)
+            if result is not None:
+                return result
+        return report.bare(state, outcome, live.notes)
+
+    def _report(self, live: Live, state: RolloutState, outcome: Outcome | None, view: Viewed | None) -> RolloutResult:
         """In a thread."""
         folder = self._store.left(live.id)
         return report.ended(state, outcome, view, folder, self.config.clamp, live.notes, given(live.asked))
+
+    async def _keep(self, result: RolloutResult, said: Conversation) -> None:
+        """On disk; in memory where that is full."""
+        try:
+            await asyncio.to_thread(self._store.write, result, said)
+        except StoreError as error:
+            log.error("the result of rollout %s is only in memory: %s", result.rollout_id, error.message)
+            self._unwritten[result.rollout_id] = result, said
 
     def _end(self, live: Live, state: RolloutState, at: float) -> None:
         """The last word about it. `at`: the time of day at which it was over."""
@@ -440,21 +474,12 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     async def _drained(self, live: Live, client: GatewayClient) -> None:
         """What was told in the end, after which there is no more."""
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                await self._follow(live, client, wait=False)
-        except TimeoutError:
-            live.notes.append("its gateway could not be asked for the last events")
+        async with asyncio.timeout(_DRAIN_S):
+            await self._follow(live, client, wait=False)
 
-    async def _viewed(self, live: Live, client: GatewayClient) -> tuple[Viewed | None, Conversation]:
-        try:
-            async with asyncio.timeout(_DRAIN_S * 3):
-                trace = await client.trace(live.id)
-                view = await asyncio.to_thread(read_trace, trace)
-                return view, await asyncio.to_thread(conversation.messages, view)
-        except (TurngateError, TimeoutError) as error:
-            live.notes.append(f"its gateway could not be asked for the trace, which has the turns: {error}")
-            return None, []
+    async def _viewed(self, live: Live, client: GatewayClient) -> Viewed:
+        async with asyncio.timeout(_DRAIN_S * 3):
+            return await asyncio.to_thread(read_trace, await client.trace(live.id))
 
     async def _said(self, live: Live) -> Conversation:
         """Made anew when something has happened since."""
@@ -565,6 +590,21 @@ def _logged(rollout: str) -> Iterator[None]:
         yield
     except StoreError as error:
         log.error("rollout %s: %s", rollout, error.message)
+
+
+async def _tried(live: Live, missing: str, work: Coroutine[Any, Any, T], instead: T) -> T:
+    """What a rollout can do without. Whatever goes wrong with it is a note: agents write what nobody thought of."""
+    task = asyncio.create_task(work)
+    await asyncio.wait([task])
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, TurngateError | TimeoutError):
+        live.notes.append(f"{missing}: {error}".removesuffix(": "))
+    else:
+        log.error("rollout %s: %s", live.id, missing, exc_info=error)
+        live.notes.append(f"{missing}: Turngate itself failed ({type(error).__name__})")
+    return instead
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
