@@ -2,7 +2,9 @@
 
 A sandbox has no network but its way out, which leads to a gateway. Here it leads to a forwarder that sends model calls on to one
 endpoint and hands its replies back unread. It has no key to add, takes off whatever key the agent sends, follows no redirect, and
-knows one address. The rollout talks to `Unrecorded` where it would talk to a gateway.
+knows one address. It counts the generations that were answered, and remembers how the newest failed and for how long nothing has
+come: an endpoint that is dead, failing or silent is to blame for how a rollout ends, here as elsewhere. The rollout talks to
+`Unrecorded` where it would talk to a gateway.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 from aiohttp import web
+from yarl import URL
 
+from turngate.engines.http import boundary, failure, message_of
+from turngate.errors import EngineError, TurngateError
 from turngate.rollout.client import GatewayClient, Opened
 from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.relay import GATEWAY
 from turngate.store.outcome import Recorded
+from turngate.trace.session import CallError, Unheard
 from turngate.types import Json
 
 PLACEHOLDER = "none"  # what the agent gets for a key
@@ -26,7 +33,10 @@ _SILENCE_S = 600.0
 _LARGEST = 64 * 1024 * 1024
 _OURS = {GATEWAY: "1"}  # a relay takes a reply without it for a dead tunnel's, and tries again
 _KEYS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
-_COUNTS = ("/count_tokens", ":countTokens")  # calls that sample nothing
+# How the paths end of calls that sample something; others say nothing about the endpoint's health.
+_GENERATIONS = ("/completions", "/messages", "/responses", ":generateContent", ":streamGenerateContent")
+_NAMED = "the endpoint"
+_EVIDENCE = 4096  # bytes of an endpoint's refusal that are read for its reason
 _HOP = (
     "host",
     "accept-encoding",
@@ -42,12 +52,14 @@ _HANDED_ON = ("content-type", "retry-after", "request-id", "x-request-id", "x-sh
 
 
 class Forwarder:
-    """To one endpoint. `calls`: how many generations went through."""
+    """To one endpoint. `answered`: how many generations were, to the end. `last_error`: how the newest failed, if it did."""
 
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
         self._http: aiohttp.ClientSession | None = None
-        self.calls = 0
+        self.answered = 0
+        self.last_error: CallError | None = None
+        self.unheard = Unheard()
 
     def target(self, path: str) -> str:
         """Where a path leads. A base that has a path of its own is taken as it is, as the relaying engines take it."""
@@ -62,23 +74,79 @@ class Forwarder:
             return web.json_response({}, headers=_OURS)
         if request.path.startswith("/v1/tools"):
             return _refused(404, "there are no host tools in direct mode")
+        if request.method != "POST" or not request.path.endswith(_GENERATIONS):
+            return await self._forwarded(request, sampled=False)
+        self.unheard.begin()
+        try:
+            return await self._forwarded(request, sampled=True)
+        finally:
+            self.unheard.end()
+
+    async def _forwarded(self, request: web.Request, *, sampled: bool) -> web.StreamResponse:
         assert self._http is not None
         headers = {
             name: value
             for name, value in request.headers.items()
             if name.lower() not in (*_KEYS, *_HOP) and not name.lower().startswith("x-turngate")
         }
-        self.calls += request.method == "POST" and not request.path.endswith(_COUNTS)
-        url = self.target(request.path) + (f"?{request.query_string}" if request.query_string else "")
+        sent, query = await request.read(), request.rel_url.raw_query_string
+        # As it came: quoted anew, it would be another.
+        url = URL(self.target(request.rel_url.raw_path) + (f"?{query}" if query else ""), encoded=True)
         try:
-            async with self._http.request(
-                request.method, url, data=await request.read(), headers=headers, allow_redirects=False
-            ) as reply:
-                if 300 <= reply.status < 400:
-                    return _refused(502, f"the endpoint answers {reply.status}, and redirects are not followed")
-                return await _handed_on(request, reply)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return _refused(502, f"the endpoint cannot be reached: {type(error).__name__}")
+            with boundary(_NAMED):
+                reply = await self._http.request(request.method, url, data=sent, headers=headers, allow_redirects=False)
+        except EngineError as error:
+            self._failed(error, sampled)
+            return _refused(502, error.message)
+        async with reply:
+            if 300 <= reply.status < 400:
+                unmoved = EngineError(f"{_NAMED} answers {reply.status}, and redirects are not followed")
+                self._failed(unmoved, sampled)
+                return _refused(502, unmoved.message)
+            return await self._handed_on(request, reply, sampled)
+
+    async def _handed_on(
+        self, request: web.Request, reply: aiohttp.ClientResponse, sampled: bool
+    ) -> web.StreamResponse:
+        kept = {name: reply.headers[name] for name in _HANDED_ON if name in reply.headers}
+        response = web.StreamResponse(status=reply.status, headers={**kept, **_OURS})
+        said = b""
+        try:
+            await response.prepare(request)
+            while True:
+                with boundary(_NAMED):
+                    piece = await reply.content.readany()
+                if not piece:
+                    break
+                if sampled:
+                    self.unheard.heard()
+                if reply.status >= 400:
+                    said = (said + piece)[:_EVIDENCE]
+                await response.write(piece)
+            self._ended(reply.status, said, sampled)
+            await response.write_eof()
+        except EngineError as error:  # cut short, and so it is for the agent
+            self._failed(error, sampled)
+            if request.transport is not None:
+                request.transport.abort()
+        except OSError:  # the agent has gone
+            pass
+        return response
+
+    def _ended(self, status: int, said: bytes, sampled: bool) -> None:
+        """A reply came whole."""
+        if status == 401:
+            self._failed(EngineError(f"{_NAMED} wants a key, and in direct mode it gets none: use observe"), sampled)
+        elif status >= 400:
+            self._failed(failure(_NAMED, status, message_of(said), said.decode("utf-8", "replace")), sampled)
+        elif sampled:
+            self.answered += 1
+            self.last_error = None
+
+    def _failed(self, error: TurngateError, sampled: bool) -> None:
+        if sampled:
+            self.unheard.heard()
+            self.last_error = CallError(error.boundary, error.kind, error.message)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
@@ -103,34 +171,28 @@ def _refused(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "endpoint_error"}}, status=status, headers=_OURS)
 
 
-async def _handed_on(request: web.Request, reply: aiohttp.ClientResponse) -> web.StreamResponse:
-    kept = {name: reply.headers[name] for name in _HANDED_ON if name in reply.headers}
-    response = web.StreamResponse(status=reply.status, headers={**kept, **_OURS})
-    await response.prepare(request)
-    try:
-        async for piece in reply.content.iter_any():
-            await response.write(piece)
-        await response.write_eof()
-    except (aiohttp.ClientError, TimeoutError, OSError):  # cut short, and so it is for the agent
-        if request.transport is not None:
-            request.transport.abort()
-    return response
-
-
 class Unrecorded(GatewayClient):
     """In a gateway's place: takes everything that a rollout tells it, and keeps nothing. `tell` is told the stages."""
 
-    def __init__(self, url: str, calls: Callable[[], int], tell: Callable[[str, dict[str, Json]], None]) -> None:
+    def __init__(self, url: str, forwarder: Forwarder, tell: Callable[[str, dict[str, Json]], None]) -> None:
         super().__init__(url, PLACEHOLDER)
-        self._calls = calls
+        self._forwarder = forwarder
         self._tell = tell
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> Opened:
         return Opened(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> Json:
-        """With the calls for turns: whoever made none has done nothing that could be graded."""
-        return {"last_error": None, "stop": "", "turns": self._calls(), "sampled_tokens": 0, "roles": {}}
+        """With the answers for turns: whoever got none has done nothing that could be graded."""
+        through = self._forwarder
+        return {
+            "last_error": msgspec.to_builtins(through.last_error),
+            "unheard_s": through.unheard.seconds,
+            "stop": "",
+            "turns": through.answered,
+            "sampled_tokens": 0,
+            "roles": {},
+        }
 
     async def seal(self, session: str, stop: str = "") -> Json:
         return await self.show(session)

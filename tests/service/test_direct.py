@@ -1,0 +1,149 @@
+"""Direct mode's forwarder: what it counts as an answer, whom it blames, and that it hands on what was sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.kit import until
+from tests.service.kit import KEY, served
+from turngate.service.catalog import Endpoint
+from turngate.service.direct import Forwarder, Unrecorded
+
+CHAT = "/v1/chat/completions"
+Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def endpoint(answers: Answers) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answers)
+    runner = web.AppRunner(app, shutdown_timeout=1.0, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def forwarded(base: str) -> AsyncIterator[tuple[Forwarder, Unrecorded, aiohttp.ClientSession]]:
+    forwarder = Forwarder(base)
+    async with forwarder.open() as url, aiohttp.ClientSession(url) as agent:
+        yield forwarder, Unrecorded(url, forwarder, lambda kind, data: None), agent
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "boundary"),
+    [
+        (500, "boom", "engine_error", "engine"),
+        (503, "no", "engine_unavailable", "engine"),
+        (429, "slower", "rate_limit_exceeded", "engine"),
+        (401, "who?", "engine_error", "engine"),
+        (307, "", "engine_error", "engine"),
+        (400, "bad tool", "invalid_request_error", "engine"),
+        (400, "maximum context length is 10 tokens", "context_length_exceeded", "client"),
+    ],
+)
+async def test_a_call_that_failed_is_no_turn_and_told(status: int, body: str, kind: str, boundary: str) -> None:
+    async def answers(request: web.Request) -> web.Response:
+        said = {"error": {"message": body}} if status >= 400 else {}
+        return web.json_response(said, status=status, headers={"location": "/x"} if status == 307 else {})
+
+    async with endpoint(answers) as base, forwarded(base) as (_, client, agent):
+        reply = await agent.post(CHAT, json={})
+        shown = await client.show("s")
+    assert reply.status == (502 if status == 307 else status)
+    assert shown["turns"] == 0 and (shown["last_error"]["kind"], shown["last_error"]["boundary"]) == (kind, boundary)
+
+
+async def test_an_answer_makes_up_for_a_failure_and_other_calls_do_not() -> None:
+    statuses = [500, 200, 200, 404, 500]
+
+    async def answers(request: web.Request) -> web.Response:
+        return web.json_response({}, status=statuses.pop(0))
+
+    async with endpoint(answers) as base, forwarded(base) as (_, client, agent):
+        await agent.post(CHAT, json={})
+        await agent.get("/v1/models")
+        shown = await client.show("s")
+        assert shown["turns"] == 0 and shown["last_error"] is not None
+        await agent.post(CHAT, json={})
+        for path in ("/v1/messages/count_tokens", "/v1/telemetry"):
+            shown = await client.show("s")
+            assert (shown["turns"], shown["last_error"]) == (1, None)
+            assert (await agent.post(path, json={})).status >= 400
+        assert await client.show("s") == shown
+
+
+async def test_nobody_there_and_a_reply_that_is_cut_short() -> None:
+    async def cut(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with forwarded("http://127.0.0.1:1") as (forwarder, _, agent):
+        assert (await agent.post(CHAT, json={})).status == 502
+        assert forwarder.answered == 0 and forwarder.last_error is not None
+        assert forwarder.last_error.message == "the connection to the endpoint failed: connection refused"
+    async with endpoint(cut) as base, forwarded(base) as (forwarder, _, agent):
+        with pytest.raises(aiohttp.ClientError):
+            await (await agent.post(CHAT, json={})).read()
+        assert forwarder.answered == 0 and forwarder.last_error is not None
+        assert forwarder.last_error.kind == "engine_unavailable"
+
+
+async def test_an_agent_that_hangs_up_says_nothing_about_the_endpoint() -> None:
+    came = asyncio.Event()
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        came.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with endpoint(silent) as base, forwarded(base) as (forwarder, client, agent):
+        call = asyncio.create_task(agent.post(CHAT, json={}))
+        await came.wait()
+        call.cancel()
+        await asyncio.wait([call])
+        await until(lambda: not forwarder.unheard._calls)
+        shown = await client.show("s")
+    assert (shown["turns"], shown["last_error"]) == (0, None) and shown["unheard_s"] > 0
+
+
+async def test_path_and_query_go_on_as_they_came() -> None:
+    seen: list[str] = []
+
+    async def answers(request: web.Request) -> web.Response:
+        seen.append(request.raw_path)
+        return web.json_response({})
+
+    sent = "/v1/models/a%2Fb?q=a%26b%3Dc+d%20e&x=%E4"
+    async with endpoint(answers) as base, Forwarder(base).open() as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"GET {sent} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        await reader.read()
+        writer.close()
+    assert seen == [sent]
+
+
+async def test_a_dead_endpoint_is_never_the_agents_zero() -> None:
+    """However the agent takes it."""
+    endpoints = {KEY: Endpoint(model="m"), "openai://dead": Endpoint(url="http://127.0.0.1:1/v1")}
+    calm = 'try:\n    ask("x")\nexcept SystemExit:\n    pass'
+    async with served(endpoints=endpoints) as service:
+        given = {"model_key": "openai://dead", "mode": "direct", "test_script": "exit 1"}
+        runs = (service.rollouts.run(service.asked(program, **given)) for program in ('ask("x")', calm))
+        for result in await asyncio.gather(*runs):
+            assert (result.status, result.kind, result.reward) == ("error", "infrastructure fault", None)
+            assert result.error is not None and result.error.boundary == "engine"
