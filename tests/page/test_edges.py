@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,81 @@ async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> Non
             await web.page.evaluate(drawn, values)
             await web.sees(".chart-svg .s0")
             assert "NaN" not in await web.asks("document.querySelector('main').innerHTML"), values
+
+
+async def test_what_changes_while_somebody_logs_in_is_shown(tmp_path: Path, shots: Path) -> None:
+    need_chromium()
+    data = tmp_path / "data"
+    page_kit.fill(data, 20)
+    async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
+        changed = asyncio.Event()
+
+        async def overtaken(route: Route) -> None:  # a list that is old when it arrives
+            reply = await route.fetch()
+            if not changed.is_set():
+                assert (await g.admin.post("/admin/sessions/r00018/cancel", json={})).is_success
+                changed.set()
+            await route.fulfill(response=reply)
+
+        async def late(route: Route) -> None:  # after the list, where the page asks for both at once
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), 1)
+            await route.fulfill(response=await route.fetch())
+
+        await web.page.route("**/page/api/rollouts?*", overtaken)
+        await web.page.route("**/page/api/overview", late)
+        await web.login(g.app.admin_key)
+        await web.sees(".list-row:has(a[title*=r00018])", "cancelled")
+
+
+async def test_a_lost_connection_is_tried_once_at_a_time(tmp_path: Path, shots: Path) -> None:
+    need_chromium()
+    data = tmp_path / "data"
+    page_kit.fill(data, 8)
+    async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
+        asked: list[str] = []
+        answer = asyncio.Event()
+
+        async def held(route: Route) -> None:
+            asked.append("me")
+            await answer.wait()
+            await route.continue_()
+
+        async def refused(route: Route) -> None:
+            await route.abort()
+
+        await web.page.goto(f"{g.root}/page/")
+        await web.sees("#key")
+        await web.page.route("**/page/api/events?*", refused)
+        await web.page.route("**/page/api/me", held)
+        await web.page.fill("#key", g.app.admin_key)
+        await web.press("Enter")
+        await web.sees("#live[data-state=lost]", "disconnected")
+        for _ in range(5):
+            await web.page.click("#live")
+        await web.page.unroute("**/page/api/events?*")
+        web.page.on("request", lambda request: asked.append("events") if "/api/events" in request.url else None)
+        answer.set()
+        await web.sees("#live[data-state=live]", "live")
+        await web.page.click("#live")  # nothing to do
+        await web.go("#/groups")
+        await web.sees(".list-row")
+        assert asked == ["me", "events"]
+        web.complaints.clear()  # the browser's own, about the stream that was refused
+
+        loads = """async () => {
+            const { Paced } = await import("/page/js/paced.js");
+            const waiting = [];
+            const paced = new Paced(() => new Promise(done => waiting.push(done)), 0);
+            const turn = () => new Promise(done => setTimeout(done, 20));
+            const counts = [];
+            paced.now();
+            for (const step of [() => { paced.soon(); paced.soon(); paced.now() }, () => waiting[0](), () => waiting[1](), () => paced.soon(),
+                                () => { paced.soon(); paced.leave(); waiting[2]() }, () => paced.now()]) {
+                step();
+                await turn();
+                counts.push(waiting.length);
+            }
+            return counts;
+        }"""
+        assert await web.asks(loads) == [1, 2, 2, 3, 3, 3]  # never two at once, once more where something changed, none after leaving

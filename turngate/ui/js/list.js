@@ -43,6 +43,9 @@ export class List {
     this.index = new Map();
     /** @type {Set<number>} pieces that are here or on their way */
     this.asked = new Set();
+    /** @type {Map<string, Json>} rows that were told of while pieces were on their way: newer than what these may hold */
+    this.heard = new Map();
+    this.coming = 0;
     this.total = 0;
     this.age = 0; // raised whenever what is on its way is not wanted any more
     this.window = new Windowed({
@@ -73,6 +76,7 @@ export class List {
     const touched = new Set();
     for (const row of rows) {
       const at = this.index.get(this.options.key(row));
+      if (this.coming) this.heard.set(this.options.key(row), row);
       if (at === undefined) {
         known = false;
       } else {
@@ -186,6 +190,8 @@ export class List {
   /** @param {number} piece @param {number} age @param {boolean} fresh forget what was here before */
   async #fetch(piece, age, fresh) {
     this.asked.add(piece);
+    if (!this.coming) this.heard.clear();
+    this.coming += 1;
     let got;
     try {
       got = await this.options.fetch(piece * PIECE, PIECE, this.sort);
@@ -194,6 +200,8 @@ export class List {
       this.asked.delete(piece);
       if (fresh || !this.total) this.#say(failed(error, () => this.reload()));
       return;
+    } finally {
+      this.coming -= 1;
     }
     if (age !== this.age) return;
     if (fresh) {
@@ -201,7 +209,7 @@ export class List {
       this.index.clear();
     }
     got.rows.forEach((row, i) => {
-      this.rows[piece * PIECE + i] = row;
+      this.rows[piece * PIECE + i] = this.heard.get(this.options.key(row)) ?? row;
       this.index.set(this.options.key(row), piece * PIECE + i);
     });
     this.total = got.total;

@@ -26,6 +26,8 @@ export class Live {
     /** @type {EventSource | null} */
     this.source = null;
     this.timer = 0;
+    this.asking = false; // whether the login still holds; until then no other attempt is made
+    this.age = 0; // raised whenever what is on its way is not wanted any more
   }
 
   /** @param {number} cursor what is known already */
@@ -36,6 +38,9 @@ export class Live {
   }
 
   stop() {
+    this.age += 1;
+    this.asking = false;
+    this.failures = 0;
     clearTimeout(this.timer);
     this.source?.close();
     this.source = null;
@@ -43,9 +48,7 @@ export class Live {
 
   /** Tries at once, where it waits. */
   now() {
-    if (this.source || !this.failures) return;
-    clearTimeout(this.timer);
-    this.#again();
+    if (this.failures) this.#again();
   }
 
   #connect() {
@@ -85,13 +88,19 @@ export class Live {
   }
 
   async #again() {
+    if (this.source || this.asking) return;
+    clearTimeout(this.timer);
+    const { age } = this;
+    this.asking = true;
     try {
       await api.me(); // a login that has run out is told there, and not tried for ever
     } catch (error) {
       if (!(error instanceof api.Refused)) throw error;
-      if (error.status !== 401) this.#wait();
+      if (age === this.age && error.status !== 401) this.#wait();
       return;
+    } finally {
+      if (age === this.age) this.asking = false;
     }
-    this.#connect();
+    if (age === this.age) this.#connect();
   }
 }

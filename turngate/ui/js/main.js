@@ -18,7 +18,7 @@ import { tick } from "./format.js";
 import { seen } from "./hidden.js";
 import * as keys from "./keys.js";
 import { Live } from "./live.js";
-import { empty, say } from "./notice.js";
+import { empty, failed, loading, say } from "./notice.js";
 import { go, here, href } from "./router.js";
 import * as theme from "./theme.js";
 import * as compare from "./views/compare.js";
@@ -74,7 +74,7 @@ function told(now, seconds) {
 function route() {
   if (!inside) return;
   const place = here();
-  const make = VIEWS[place.name];
+  const make = Object.hasOwn(VIEWS, place.name) ? VIEWS[place.name] : null;
   if (!place.name) return void location.replace(href(["rollouts"]));
   const same = `${place.name}/${place.name === "compare" ? place.parts.join("/") : (place.parts[0] ?? "")}`;
   if (view && same === shown && view.moved?.(place)) return;
@@ -108,13 +108,23 @@ function unknown(name) {
   };
 }
 
-/** Somebody is logged in: the bar, the live connection, the view. */
+/** Somebody is logged in: the bar, the live connection, the view. In this order: what a view is told begins before what it asks for. */
 async function enter() {
-  inside = true;
   bar.hidden = false;
   told("waiting", 0);
+  fill(main, loading());
+  let cursor;
+  try {
+    ({ cursor } = await api.overview());
+  } catch (error) {
+    if (!(error instanceof api.Refused)) throw error;
+    if (error.status === 401) ask(error.message);
+    else fill(main, failed(error, enter));
+    return;
+  }
+  inside = true;
+  live.start(cursor);
   route();
-  live.start((await api.overview()).cursor);
 }
 
 /** Nobody is, or not any more. @param {string} [why] */

@@ -5,6 +5,7 @@ import { el, fill } from "../dom.js";
 import { searchField } from "../filters.js";
 import { count, plural } from "../format.js";
 import { empty, failed, into, loading } from "../notice.js";
+import { Paced } from "../paced.js";
 import { href, note } from "../router.js";
 import { addressOf, classBadge } from "../status.js";
 import { block, plain } from "../text.js";
@@ -27,27 +28,28 @@ const MEANS = {
 export function show(place) {
   const wanted = { group: "", ...place.query };
   const body = el("div.page-part", null, loading());
-  let timer = 0;
-
-  async function load() {
+  const load = new Paced(async () => {
     try {
       fill(body, ...drawn(await api.failures({ group: wanted.group })));
     } catch (error) {
-      fill(body, failed(error, load));
+      fill(
+        body,
+        failed(error, () => load.now()),
+      );
     }
-  }
+  }, 0); // only where somebody asks for it
 
   const again = el("button.button.is-on", { type: "button", text: "There are new ones: show", hidden: true });
   again.addEventListener("click", () => {
     again.hidden = true;
-    load();
+    load.now();
   });
   const search = searchField(wanted.group, "Only groups that begin with", (group) => {
     wanted.group = group;
     note(href(["failures"], wanted));
-    load();
+    load.now();
   });
-  load();
+  load.now();
   return {
     element: el(
       "div.page",
@@ -62,7 +64,7 @@ export function show(place) {
       if (changes.rollouts.some((row) => row.status === "cancelled" || (row.class && row.class !== "graded")))
         again.hidden = false;
     },
-    leave: () => clearTimeout(timer),
+    leave: () => load.leave(),
   };
 }
 

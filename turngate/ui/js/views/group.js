@@ -6,12 +6,14 @@ import { chart } from "../chart.js";
 import { el, fill } from "../dom.js";
 import { count, number, percent, plural, score, when } from "../format.js";
 import { rolloutsOf } from "../grouptable.js";
-import { failed, into, loading } from "../notice.js";
+import { failed, loading } from "../notice.js";
+import { Paced } from "../paced.js";
 import { go, href } from "../router.js";
 import { addressOf, facts } from "../status.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
+const LATER_MS = 1000; // changes that come closer together than this are fetched as one
 const AGAIN_MS = 10000; // between two looks at the traces of a group that still runs
 
 /**
@@ -21,7 +23,7 @@ const AGAIN_MS = 10000; // between two looks at the traces of a group that still
 export function show(place) {
   const name = place.parts[0] ?? "";
   const element = el("div.page", null, loading());
-  const traces = el("div");
+  const traces = el("div", null, loading());
   /** @type {Json | null} */
   let group = null;
   /** @type {Map<string, Json>} what the traces say of each rollout */
@@ -29,8 +31,6 @@ export function show(place) {
   /** @type {string[]} the rollouts that are to be compared, at most two */
   let picked = [];
   let at = -1;
-  let timer = 0;
-  let looked = 0; // when the traces were
   const tableBox = el("div.table-scroll");
   const compare = el("button.button", { type: "button", on: { click: openCompare } });
 
@@ -60,33 +60,39 @@ export function show(place) {
 
   const here = () => group?.rollouts[at];
 
-  async function load(first = false) {
+  const quick = new Paced(async () => {
+    const first = !group;
     try {
       group = await api.group(name);
     } catch (error) {
-      if (first)
-        fill(
-          element,
-          failed(error, () => load(true)),
-        );
-      else api.passOver(error);
-      return;
+      if (!first) return api.passOver(error);
+      return fill(
+        element,
+        failed(error, () => quick.now()),
+      );
     }
     drawTable();
     fill(element, ...layout(group, tableBox, compare, traces));
-    if (first) into(traces, drawEvidence);
-    else if (Date.now() - looked > AGAIN_MS) drawEvidence().then((made) => fill(traces, made), api.passOver);
-  }
+    if (first) slow.now();
+    else slow.soon();
+  }, LATER_MS);
 
-  async function drawEvidence() {
-    looked = Date.now();
-    const got = await api.evidence(name);
-    for (const one of got.rollouts) evidence.set(one.id, one);
-    drawTable();
-    return evidenceOf(got);
-  }
+  const slow = new Paced(async () => {
+    try {
+      const got = await api.evidence(name);
+      for (const one of got.rollouts) evidence.set(one.id, one);
+      drawTable();
+      fill(traces, evidenceOf(got));
+    } catch (error) {
+      if (evidence.size) return api.passOver(error);
+      fill(
+        traces,
+        failed(error, () => slow.now()),
+      );
+    }
+  }, AGAIN_MS);
 
-  load(true);
+  quick.now();
   return {
     element,
     title: name,
@@ -100,12 +106,12 @@ export function show(place) {
     ],
     changed: (changes) => {
       if (!changes.reload && !changes.rollouts.some((row) => row.group === name)) return;
-      timer ||= setTimeout(() => {
-        timer = 0;
-        load();
-      }, 1000);
+      quick.soon();
     },
-    leave: () => clearTimeout(timer),
+    leave: () => {
+      quick.leave();
+      slow.leave();
+    },
   };
 }
 

@@ -5,9 +5,12 @@ import { el } from "../dom.js";
 import { searchField } from "../filters.js";
 import { count, percent, plural, score, when } from "../format.js";
 import { List } from "../list.js";
+import { Paced } from "../paced.js";
 import { go, href, note } from "../router.js";
 
 /** @typedef {import("../api.js").Json} Json */
+
+const AGAIN_MS = 2000; // how often the list is asked for while things change
 
 const addressOf = (/** @type {string} */ name) => href(["group", name]);
 
@@ -100,13 +103,7 @@ export function show(place) {
   }
 
   const search = searchField(wanted.q, "Search groups and tasks", (q) => change({ q }));
-  let due = 0;
-  const changed = () => {
-    due ||= setTimeout(() => {
-      due = 0;
-      list.reload();
-    }, 2000);
-  };
+  const again = new Paced(() => list.reload(), AGAIN_MS);
   list.reload(true);
   return {
     element: el(
@@ -118,9 +115,9 @@ export function show(place) {
     ),
     title: "Groups",
     keys: [{ key: "/", does: "search", run: () => search.focus() }, ...list.keys()],
-    changed,
+    changed: () => again.soon(),
     leave: () => {
-      clearTimeout(due);
+      again.leave();
       list.leave();
     },
   };

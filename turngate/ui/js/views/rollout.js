@@ -6,6 +6,7 @@ import { el, fill } from "../dom.js";
 import { count, duration, when } from "../format.js";
 import { seen } from "../hidden.js";
 import { failed, loading } from "../notice.js";
+import { Paced } from "../paced.js";
 import { Record } from "../record.js";
 import { go, href } from "../router.js";
 import { facts, nameOf, rewardCell, state, versions } from "../status.js";
@@ -42,9 +43,7 @@ export function show(place) {
   /** @type {import("../keys.js").Binding[]} */
   const keys = [];
   let now = "";
-  let timer = 0;
-  let fetching = false;
-  let again = false;
+  let shown = false; // one of its tabs was
 
   function drawHead() {
     fill(head, ...header(record, refresh));
@@ -103,48 +102,34 @@ export function show(place) {
     },
   ];
 
-  async function refresh() {
-    if (fetching) {
-      again = true;
-      return;
-    }
-    fetching = true;
+  const load = new Paced(async () => {
+    const first = !shown;
+    if (first) fill(body, loading());
     try {
       await record.load();
+      if (load.left) return;
       drawHead();
-      await tab(now).update();
+      if (first) await open(place);
+      else await tab(now).update();
+      shown = true;
     } catch (error) {
-      api.passOver(error);
-    } finally {
-      fetching = false;
-    }
-    if (again) {
-      again = false;
-      refresh();
-    }
-  }
-
-  async function start() {
-    fill(body, loading());
-    try {
-      await record.load();
-      drawHead();
-      await open(place);
-    } catch (error) {
-      fill(body, failed(error, start));
+      if (!first) return api.passOver(error);
+      fill(body, failed(error, refresh));
       if (!(error instanceof api.Refused)) throw error;
     }
+  }, LATER_MS);
+
+  function refresh() {
+    load.now();
   }
 
-  start();
+  refresh();
   return {
     element,
     title: "Rollout",
     keys,
     changed: (changes) => {
-      if (!changes.reload && !changes.rollouts.some((row) => row.id === record.id)) return;
-      clearTimeout(timer);
-      timer = setTimeout(refresh, LATER_MS);
+      if (changes.reload || changes.rollouts.some((row) => row.id === record.id)) load.soon();
     },
     moved: (at) => {
       if (!record.row) return false;
@@ -157,7 +142,7 @@ export function show(place) {
       return true;
     },
     leave: () => {
-      clearTimeout(timer);
+      load.leave();
       for (const one of Object.values(opened)) one.leave();
     },
   };

@@ -5,6 +5,7 @@ import { el, fill } from "../dom.js";
 import { chips, menu, offers, searchField } from "../filters.js";
 import { count, duration, plural, short, when } from "../format.js";
 import { List } from "../list.js";
+import { Paced } from "../paced.js";
 import { go, href, note } from "../router.js";
 import { addressOf, facts, nameOf, rewardCell, state, versions } from "../status.js";
 
@@ -125,41 +126,32 @@ export function show(place) {
   const models = menu("Model", wanted.model, offers("Any model", []), (model) => change({ model }));
   fresh.addEventListener("click", reload);
 
-  async function summarise() {
-    const got = await api.overview();
+  const summarise = new Paced(async () => {
+    let got;
+    try {
+      got = await api.overview();
+    } catch (error) {
+      return api.passOver(error);
+    }
     fill(summary, numbers(got));
     statuses.counts({ "": got.rollouts, live: running(got), ...got.by_status });
     agents.offer(offers("Any agent", got.agents));
     models.offer(offers("Any model", got.models));
-  }
-
-  let due = 0;
-  let again = 0;
-  const soon = () => {
-    due ||= setTimeout(() => {
-      due = 0;
-      summarise().catch(api.passOver);
-    }, SUMMARY_MS);
-  };
+  }, SUMMARY_MS);
+  const again = new Paced(() => list.reload(), AGAIN_MS);
 
   /** @param {import("../live.js").Changes} changes */
   function changed(changes) {
-    soon();
+    summarise.soon();
     const known = list.update(changes.rollouts);
     if (known && !changes.reload && !changes.gone.length) return;
-    if (list.atTop()) {
-      again ||= setTimeout(() => {
-        again = 0;
-        list.reload();
-      }, AGAIN_MS);
-      return;
-    }
+    if (list.atTop()) return again.soon();
     changes.rollouts.filter((row) => !list.index.has(row.id)).forEach((row) => missed.add(row.id));
     fresh.textContent = missed.size ? `${plural(missed.size, "change")} not shown: show` : "Changed: show";
     fresh.hidden = false;
   }
 
-  summarise().catch(api.passOver);
+  summarise.now();
   list.reload(true);
   const toolbar = el(
     "div.toolbar",
@@ -186,8 +178,8 @@ export function show(place) {
     keys: [{ key: "/", does: "search", run: () => search.focus() }, ...list.keys()],
     changed,
     leave: () => {
-      clearTimeout(due);
-      clearTimeout(again);
+      summarise.leave();
+      again.leave();
       list.leave();
     },
   };

@@ -6,9 +6,12 @@ import { el, fill } from "../dom.js";
 import { chips, searchField } from "../filters.js";
 import { deliveries, feeds } from "../feedtables.js";
 import { empty, failed, loading } from "../notice.js";
+import { Paced } from "../paced.js";
 import { href, note } from "../router.js";
 
 /** @typedef {import("../api.js").Json} Json */
+
+const AGAIN_MS = 5000; // how often it is drawn anew while things change
 
 /**
  * @param {import("../router.js").Place} place
@@ -19,8 +22,6 @@ export function show(place) {
   const body = el("div.page-part", null, loading());
   /** @type {Json | null} */
   let got = null;
-  let timer = 0;
-  let open = true;
 
   function draw() {
     if (!got) return;
@@ -31,15 +32,18 @@ export function show(place) {
     });
   }
 
-  async function load() {
+  const load = new Paced(async () => {
     try {
       got = await api.training({ group: wanted.group, buckets: 120 });
-      if (open) draw();
+      draw();
     } catch (error) {
-      if (!got) fill(body, failed(error, load));
-      else api.passOver(error);
+      if (got) return api.passOver(error);
+      fill(
+        body,
+        failed(error, () => load.now()),
+      );
     }
-  }
+  }, AGAIN_MS);
 
   /** @param {Object<string, string>} what */
   function change(what) {
@@ -49,7 +53,7 @@ export function show(place) {
 
   const search = searchField(wanted.group, "Only groups that begin with", (group) => {
     change({ group });
-    load();
+    load.now();
   });
   const by = chips(
     "Reward by",
@@ -64,7 +68,7 @@ export function show(place) {
       draw();
     },
   );
-  load();
+  load.now();
   return {
     element: el(
       "div.page",
@@ -75,16 +79,8 @@ export function show(place) {
     ),
     title: "Training",
     keys: [{ key: "/", does: "which groups", run: () => search.focus() }],
-    changed: () => {
-      timer ||= setTimeout(() => {
-        timer = 0;
-        load();
-      }, 5000);
-    },
-    leave: () => {
-      open = false;
-      clearTimeout(timer);
-    },
+    changed: () => load.soon(),
+    leave: () => load.leave(),
   };
 }
 
