@@ -46,11 +46,12 @@ async def test_a_rollout_without_a_session_is_empty_and_can_be_looked_at(tmp_pat
         assert header["error"]["message"] == "no space" and header["error"]["boundary"] == "sandbox"
 
 
-async def test_a_damaged_outcome_is_told_as_such_and_takes_no_list_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", [b'{"kind":"gra', b'{"kind":"graded","message":"\xff"}', b"[]"])
+async def test_a_damaged_outcome_is_told_as_such_and_takes_no_list_along(tmp_path: Path, written: bytes) -> None:
     page_kit.fill(tmp_path, 16)
     with page_kit.building(tmp_path) as builder:
         one = "(SELECT key FROM sessions WHERE id='r00001')"
-        builder._db.execute(f"UPDATE outcomes SET outcome=? WHERE session={one}", (b'{"kind":"gra',))
+        builder._db.execute(f"UPDATE outcomes SET outcome=? WHERE session={one}", (written,))
     async with page_kit.served(tmp_path) as g:
         client = await entered(g)
         assert (await told(client, "overview"))["rollouts"] == 17
@@ -66,6 +67,26 @@ async def test_a_damaged_outcome_is_told_as_such_and_takes_no_list_along(tmp_pat
         saved = await client.get("/page/api/export", params={"group": FIRST, "format": "rows"})
         rows = [json.loads(line) for line in saved.text.splitlines()]
         assert [r["reward"] for r in rows if r["session"] == "r00001"] == [None] and len(rows) == 8
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "nodes SET info=x'c1' WHERE session=(SELECT key FROM sessions WHERE id='r00001')",
+        "events SET data=x'7b' WHERE kind='turn' AND session='r00001'",
+        "events SET data=x'7b' WHERE kind='stage' AND session='r00001'",
+    ],
+)
+async def test_nor_does_anything_else_that_is_damaged(tmp_path: Path, damage: str) -> None:
+    page_kit.fill(tmp_path, 16)
+    with page_kit.building(tmp_path) as builder:
+        assert builder._db.execute(f"UPDATE {damage}").rowcount > 0
+    async with page_kit.served(tmp_path) as g:
+        client = await entered(g)
+        for path in ("overview", "rollouts", "groups", "training", "failures", "rollouts/r00001"):
+            await told(client, path)
+        for path in ("group", "group/evidence"):
+            await told(client, path, name=FIRST)
 
 
 async def test_a_damaged_trace_is_left_out_of_what_is_saved_and_has_a_header(tmp_path: Path) -> None:

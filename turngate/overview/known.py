@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from turngate.store.sqlite import Store
 from turngate.store.survey import Fact, SurveyedSession
 from turngate.types import Json, Mode
 
+T = TypeVar("T")
+Else = TypeVar("Else")
 Status = Literal["starting", "running", "finishing", "done", "cancelled"]
 STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "cancelled")
 UNDER_WAY: tuple[Status, ...] = ("starting", "running", "finishing")
@@ -237,7 +239,7 @@ class Known:
             kept.row.seen = max(kept.row.seen, fact.time)
         match fact.kind:
             case "turn":
-                turn = _turn.decode(fact.data)
+                turn = _read(_turn, fact.data, _Turn(finish="abort"))
                 counts = turn.finish != "abort"
                 if kept is not None:
                     kept.row.turns += counts
@@ -282,10 +284,7 @@ class Known:
         kept.key, kept.state, kept.found = session.key, session.status, ""
         row.opened, row.closed, row.stop = session.opened, session.closed, session.stop
         row.seen = max(row.seen, session.closed or session.opened)
-        try:
-            config = _config.decode(session.config)
-        except msgspec.DecodeError:  # damaged on disk: the list goes on without it
-            config = _Config()
+        config = _read(_config, session.config, _Config())
         told = config.metadata
         row.model, row.mode = config.model, config.mode
         row.name = _text(told.get("rollout")) or row.name
@@ -296,9 +295,8 @@ class Known:
         if outcome is not None:
             kept.recorded, written = outcome
             row.seen = max(row.seen, kept.recorded)
-            try:
-                recorded = _told.decode(written)
-            except msgspec.DecodeError:  # likewise; nobody knows any more how it was judged
+            recorded = _read(_told, written, None)
+            if recorded is None:  # nobody knows any more how it was judged
                 row.kind, row.reward, row.resolved = "", None, None
                 row.message = kept.damage = DAMAGED
                 return
@@ -310,7 +308,7 @@ class Known:
     def _take_stage(self, fact: Fact, store: Store) -> None:
         if not fact.session or fact.session.startswith(OF_A_BATCH):
             return  # of no rollout
-        told = _stage.decode(fact.data)
+        told = _read(_stage, fact.data, _Stage())
         kept = self.kept.get(fact.session)
         if kept is None and fact.session in self._gone:
             return  # its runner goes on telling; there is nothing to show any more
@@ -319,7 +317,7 @@ class Known:
             begun = store.survey.first_stage(fact.session)
             if begun is not None:
                 kept.row.opened = begun.time
-                self._describe(kept.row, _stage.decode(begun.data))
+                self._describe(kept.row, _read(_stage, begun.data, _Stage()))
         kept.row.stage, kept.row.seen, kept.found = _text(told.stage), max(kept.row.seen, fact.time), ""
         self._describe(kept.row, told)
         if told.stage == DONE:
@@ -347,11 +345,13 @@ class Known:
 
     def _take_gateway(self, fact: Fact) -> None:
         if fact.kind == "fence":
-            version = _fence.decode(fact.data).version
+            version = _read(_fence, fact.data, _Fence()).version
             if version is not None and (not self.versions or version > self.versions[-1][1]):
                 self.versions.append((fact.time, version))
             return
-        one = _delivery.decode(fact.data)
+        one = _read(_delivery, fact.data, None)
+        if one is None:
+            return
         self.deliveries.append(
             Delivered(feed=one.feed, number=one.number, group=one.group, rollouts=one.rollouts, at=fact.time)
         )
@@ -406,6 +406,14 @@ def _status(kept: Kept, now: float) -> Status:
         return "cancelled"
     told_all = kept.recorded is not None or kept.done or not kept.row.stage
     return "done" if told_all or now - kept.row.seen > _SILENT_S else "finishing"
+
+
+def _read(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
+    """`otherwise`: it is damaged on disk, and the list goes on without."""
+    try:
+        return decoder.decode(written)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return otherwise
 
 
 def _text(value: Json) -> str:

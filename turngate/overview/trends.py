@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from turngate.overview.groups import mean
 from turngate.overview.known import SOME, SPAN_S, Kept, Known, Row, breathe
 from turngate.store.sqlite import Store
+from turngate.trace.advantage import is_too_large
 from turngate.types import Json
 
 _MOST_DELIVERIES = 500
@@ -27,7 +28,11 @@ def training(known: Known, store: Store, prefix: str, buckets: int) -> dict[str,
         known.shown(one, now, store)
     first = min((one.row.opened for one in mine), default=now)
     width = _width((now - first) / buckets)
-    graded = [(one.recorded, one.row) for one in mine if one.recorded is not None and one.row.reward is not None]
+    graded = [
+        (one.recorded, one.row)
+        for one in mine
+        if one.recorded is not None and one.row.reward is not None and not is_too_large(one.row.reward)
+    ]
     return {
         "cursor": cursor,
         "now": now,

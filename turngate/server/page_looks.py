@@ -248,8 +248,7 @@ def _stages(facts: list[Fact], data: dict[str, Json]) -> list[dict[str, Json]]:
     known = spent if isinstance(spent, dict) else {}
     told: list[dict[str, Json]] = []
     for fact in facts:
-        decoded = msgspec.json.decode(fact.data)
-        stage = _text(decoded.get("stage")) if isinstance(decoded, dict) else ""
+        stage = _text(_data(fact).get("stage"))
         if told and told[-1]["seconds"] is None:
             own = known.get(told[-1]["stage"])
             told[-1]["seconds"] = (
@@ -266,7 +265,7 @@ def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: lis
         return None
     fault = data.get("fault")
     if outcome is None and facts:  # it never came as far as being recorded: its runner's last word
-        fault = msgspec.json.decode(facts[-1].data).get("fault")
+        fault = _data(facts[-1]).get("fault")
     known = fault if isinstance(fault, dict) else {}
     return {
         "class": row.kind,
@@ -274,6 +273,13 @@ def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: lis
         "stage": _text(known.get("stage")),
         "message": outcome.message if outcome is not None else row.message,
     }
+
+
+def _data(fact: Fact) -> dict[str, Json]:
+    try:
+        return msgspec.json.decode(fact.data, type=dict[str, Json])
+    except (msgspec.DecodeError, UnicodeDecodeError):  # damaged on disk
+        return {}
 
 
 def _damage(message: str) -> dict[str, Json] | None:
@@ -311,7 +317,7 @@ def _outcome(store: Store, key: int) -> Recorded | None:
     found = store.outcomes.of(key, key).get(key)
     try:
         return None if found is None else msgspec.json.decode(found, type=Recorded)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

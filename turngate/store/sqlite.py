@@ -286,7 +286,7 @@ class Store:
         for key, session_id, config, *rest in rows:
             try:
                 settings = msgspec.json.decode(config, type=SessionConfig)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise StoreError(f"session {session_id}: its settings are damaged on disk ({error})") from None
             yield SessionRow(key, session_id, settings, *rest)
 

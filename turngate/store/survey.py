@@ -18,9 +18,11 @@ Connected = Callable[[], AbstractContextManager[sqlite3.Connection]]
 _MANY = 500  # values that one query is given
 _SESSION = "key, id, config, opened, closed, status, stop"
 _info = msgspec.msgpack.Decoder(SampledInfo)
-# Data is JSON kept as a blob, which SQLite's own functions take for something else.
-_TOKENS = "json_extract(CAST(data AS TEXT), '$.sampled_tokens')"
-_FINISH = "json_extract(CAST(data AS TEXT), '$.finish')"
+# Data is JSON kept as a blob, which SQLite's own functions take for something else. What is damaged on disk counts for nothing, rather
+# than end the query.
+_A_TURN = "kind='turn' AND json_valid(CAST(data AS TEXT))"
+_TOKENS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '$.sampled_tokens'), 0) ELSE 0 END"
+_TURNS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '$.finish'), '')!='abort' ELSE 0 END"
 
 
 class SurveyedSession(msgspec.Struct, frozen=True):
@@ -112,8 +114,8 @@ class Survey:
         """Of every session that anything was told of."""
         # The time is that of the row with the highest number: SQLite promises so for a single max().
         query = (
-            f"SELECT session, max(seq), time, sum(kind='turn' AND {_FINISH}!='abort'),"
-            f" sum(CASE WHEN kind='turn' THEN {_TOKENS} ELSE 0 END), sum(kind='stage')"
+            f"SELECT session, max(seq), time, sum({_TURNS}),"
+            f" sum({_TOKENS}), sum(kind='stage')"
             " FROM events WHERE session!='' GROUP BY session"
         )
         with self._reading() as db:
@@ -163,8 +165,8 @@ class Survey:
     def moments(self, seconds: float) -> list[Moment]:
         """Turns and outcomes by time, as far as events go back."""
         query = (
-            f"SELECT CAST(time/? AS INTEGER), sum(kind='turn' AND {_FINISH}!='abort'),"
-            f" sum(CASE WHEN kind='turn' THEN {_TOKENS} ELSE 0 END), sum(kind='outcome')"
+            f"SELECT CAST(time/? AS INTEGER), sum({_TURNS}),"
+            f" sum({_TOKENS}), sum(kind='outcome')"
             " FROM events WHERE kind IN ('turn', 'outcome') GROUP BY 1"
         )
         with self._reading() as db:
@@ -180,22 +182,25 @@ class Survey:
         with self._reading() as db:
             query = "SELECT length(ids)/4, info FROM nodes WHERE session=? AND kind='sampled' ORDER BY id"
             for size, packed in db.execute(query, (key,)).fetchall():
-                info = _info.decode(packed)
-                turns += info.finish != "abort"
                 tokens += size
+                info = _read(packed)
+                if info is None:
+                    continue
+                turns += info.finish != "abort"
                 first = info.version_start if first is None else first
                 last = info.version_end
         return Counted(turns, tokens, first, last)
 
     def versions(self, key: int) -> tuple[int, int] | None:
-        """Of the policy, at the first and the last turn: they never fall. None: nothing was sampled."""
+        """Of the policy, at the first and the last turn: they never fall. None: nothing was sampled, or it is damaged."""
         query = "SELECT info FROM nodes WHERE session=? AND kind='sampled' ORDER BY id {} LIMIT 1"
         with self._reading() as db:
             first = db.execute(query.format(""), (key,)).fetchone()
             if first is None:
                 return None
             last = db.execute(query.format("DESC"), (key,)).fetchone()
-        return _info.decode(first[0]).version_start, _info.decode(last[0]).version_end
+        begun, ended = _read(first[0]), _read(last[0])
+        return None if begun is None or ended is None else (begun.version_start, ended.version_end)
 
     def state(self, key: int) -> tuple[int, int, int]:
         """Another one than before: something was added to a session's trace, or marked in it."""
@@ -203,6 +208,14 @@ class Survey:
         with self._reading() as db:
             count, newest, delivered = db.execute(query, (key,)).fetchone()
         return count, newest, delivered
+
+
+def _read(packed: bytes) -> SampledInfo | None:
+    """None: damaged on disk. Whoever reads the trace is told; a list goes on."""
+    try:
+        return _info.decode(packed)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _parts(values: Sequence[object]) -> Iterator[tuple[object, ...]]:
