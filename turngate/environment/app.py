@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,15 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.exceptions import RequestValidationError
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.mcp_types import CallToolAction
 from openenv.core.env_server.types import ConcurrencyConfig
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from turngate.environment.environment import NAME, TurngateEnvironment, offered
 from turngate.environment.models import ReadyObservation, TurngateObservation, TurngateState
@@ -45,7 +48,7 @@ SERVICE = "TURNGATE_SERVICE"
 KEY = "TURNGATE_OPENENV_KEY"
 SESSIONS = "MAX_CONCURRENT_ENVS"  # as OpenEnv's environments call it
 _GRACE_S = 5  # for calls in flight when it is stopped; rollouts are aborted after that
-_MOST_BYTES = 128 * 1024 * 1024  # of a message: files to upload are in it
+MOST_BYTES = 128 * 1024 * 1024  # of a message, or of a request's body: files to upload are in it
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,6 +77,8 @@ def create(service: Path | None = None) -> FastAPI:
     app.router.on_startup.append(functools.partial(asyncio.to_thread, thread.start))
     app.router.on_shutdown.append(functools.partial(asyncio.to_thread, thread.stop))
     app.add_exception_handler(TurngateError, _told)
+    app.add_exception_handler(RequestValidationError, _unfit)
+    app.add_exception_handler(HTTPException, _refused)
     app.add_middleware(Door, key=os.environ.get(KEY, "").strip())
     return app
 
@@ -82,6 +87,24 @@ async def _told(request: Request, error: Exception) -> JSONResponse:
     """What `POST /reset` and the like raise: OpenEnv's server answers errors of sockets and tools itself."""
     assert isinstance(error, TurngateError)
     return JSONResponse({"detail": error.message, "param": error.param}, error.status)
+
+
+async def _unfit(request: Request, error: Exception) -> JSONResponse:
+    """A request that is not as OpenEnv wants it. What was sent is not repeated, as FastAPI would: it may be long, and NaN is no JSON."""
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse({"detail": _without_input(error.errors())}, 422)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """The same where OpenEnv itself looked at the action."""
+    assert isinstance(error, HTTPException)
+    if isinstance(error.detail, list):
+        return JSONResponse({"detail": _without_input(error.detail)}, error.status_code)
+    return await http_exception_handler(request, error)
+
+
+def _without_input(errors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: of for name, of in one.items() if name in ("type", "loc", "msg")} for one in errors]
 
 
 def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None = None) -> None:
@@ -103,7 +126,7 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
             try:
                 print(f"turngate serves an OpenEnv environment on {url_of(listener)}", file=sys.stderr, flush=True)
                 config = uvicorn.Config(
-                    app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=_MOST_BYTES
+                    app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=MOST_BYTES
                 )
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, _seen)
@@ -150,8 +173,8 @@ def _guard(host: str, is_open: bool) -> None:
 
 
 class Door:
-    """Who may come in. With a key: whoever has it, and anybody to `/health`. Without: programs, and our own pages, but no page of another
-    site in a browser of this machine, which could otherwise reach what listens here only."""
+    """Who may come in, and with how much. With a key: whoever has it, and anybody to `/health`. Without: programs, and our own pages, but
+    no page of another site in a browser of this machine, which could otherwise reach what listens here only."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
         self._app = app
@@ -160,7 +183,7 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         why = "" if scope["type"] == "lifespan" or scope["path"] == "/health" else self._refusal(scope)
         if not why:
-            await self._app(scope, receive, send)
+            await self._app(scope, _bounded(scope, receive), send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:
@@ -173,10 +196,43 @@ class Door:
             right = secrets.compare_digest(given, self._key)
             return "" if right else "the key is missing or wrong; send it as 'Authorization: Bearer …'"
         host, origin = headers.get("host", ""), headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _netloc(origin) != host:
             return "Origin: pages of other sites may not call this server"
-        if _is_near((scope.get("server") or ("",))[0]) and not _is_near(urlsplit(f"//{host}").hostname or ""):
+        if _is_near((scope.get("server") or ("",))[0]) and not _is_near(_hostname(host)):
             return f"Host: this is not a name of this machine; behind a proxy, set {KEY}"
+        return ""
+
+
+def _bounded(scope: Scope, receive: Receive) -> Receive:
+    """A request's body is taken up to a size, whatever it says of itself. A socket's messages uvicorn bounds."""
+    if scope["type"] != "http":
+        return receive
+    taken = 0
+
+    async def bounded() -> MutableMapping[str, Any]:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > MOST_BYTES:
+            raise HTTPException(413, f"the body is larger than {MOST_BYTES} bytes")
+        return message
+
+    return bounded
+
+
+def _netloc(url: str) -> str | None:
+    """None: that is no URL."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
+
+
+def _hostname(netloc: str) -> str:
+    """Without its port; empty where there is none to be read."""
+    try:
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:
         return ""
 
 

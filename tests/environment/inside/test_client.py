@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from openenv.core.mcp_client import MCPToolClient
 
 from tests.environment.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
 from turngate.environment import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
+from turngate.environment.app import MOST_BYTES
 from turngate.errors import BadRequest, NotFound
 from turngate.service.tools import TOOLS
 
@@ -262,12 +265,37 @@ async def test_pages_of_other_sites_are_refused(url: str) -> None:
     """A browser on this machine would carry them here."""
     here = url.removeprefix("http://")
     async with httpx.AsyncClient() as http:
-        for headers in ({"origin": "https://example.org"}, {"origin": "null"}, {"host": "example.org"}):
+        pages = ["https://example.org", "null", "http://["]
+        for headers in [
+            *({"origin": page} for page in pages),
+            *({"host": host} for host in ("example.org", "[", "[::1")),
+        ]:
             refused = await http.get(f"{url}/schema", headers=headers)
             assert refused.status_code == 403 and next(iter(headers)) in refused.json()["detail"].lower()
         assert (await http.get(f"{url}/schema", headers={"origin": f"http://{here}"})).status_code == 200
     with pytest.raises(ConnectionError):
         await TurngateEnv(url, headers={"Origin": "https://example.org"}).connect()
+
+
+async def test_requests_that_nobody_means_are_refused_in_words(url: str) -> None:
+    action = {"type": "call_tool", "tool_name": "list_endpoints", "arguments": {}}
+    async with httpx.AsyncClient(timeout=60) as http:
+        for odd in ("NaN", "-1", '"soon"'):
+            body = f'{{"action": {json.dumps(action)}, "timeout_s": {odd}}}'
+            refused = await http.post(f"{url}/step", content=body, headers={"content-type": "application/json"})
+            assert refused.status_code == 422 and refused.json()["detail"][0]["loc"] == ["body", "timeout_s"]
+
+        odd = '{"action": {"type": "call_tool", "tool_name": NaN}}'
+        refused = await http.post(f"{url}/step", content=odd, headers={"content-type": "application/json"})
+        assert refused.status_code == 422 and refused.json()["detail"][0]["loc"] == ["tool_name"]
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(MOST_BYTES // 2**20 + 1):
+                yield bytes(2**20)
+
+        large = await http.post(f"{url}/step", content=chunks(), headers={"content-type": "application/json"})
+        assert large.status_code == 413 and str(MOST_BYTES) in large.json()["detail"]
+        assert (await http.post(f"{url}/step", json={"action": action})).status_code == 200
 
 
 # ── the server ──────────────────────────────────────────────────────────────────────────────────────────────────────
