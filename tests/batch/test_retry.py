@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 from tests.batch.kit import Unsteady
 from tests.batch.test_batch import Stage, staged
 from turngate.errors import SandboxError
+from turngate.rollout import batch
 from turngate.rollout.batch import run_batch
 from turngate.rollout.gates import Bounds
-from turngate.rollout.ledger import read
+from turngate.rollout.ledger import Entry, Finished, Ledger, Reopened, read
+from turngate.rollout.plan import stream
+from turngate.rollout.tally import Tally
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.supervised import Supervised
 from turngate.server import page
@@ -43,13 +47,17 @@ async def entered(stage: Stage) -> httpx.AsyncClient:
     return client
 
 
-async def failed_one(client: httpx.AsyncClient) -> dict[str, Any]:
+async def row(client: httpx.AsyncClient, **params: str) -> dict[str, Any]:
     async with asyncio.timeout(20):
         while True:
-            listed = await client.get("/page/api/rollouts", params={"class": "infrastructure fault"})
-            if found := listed.json()["rollouts"]:
+            listed = await client.get("/page/api/rollouts", params=params)
+            if found := [one for one in listed.json()["rollouts"] if one["status"] != "running" or one["turns"]]:
                 return dict(found[0])
             await asyncio.sleep(0.02)
+
+
+async def failed_one(client: httpx.AsyncClient) -> dict[str, Any]:
+    return await row(client, **{"class": "infrastructure fault"})
 
 
 async def test_a_batch_that_runs_takes_it_up_at_once() -> None:
@@ -94,3 +102,155 @@ async def test_a_batch_that_is_run_again_takes_it_up_once(monkeypatch: pytest.Mo
         ]
         third = await run_batch(wanted, stage.client, stage.wayout)
         assert third.finished == second.finished and read(stage.out).attempts[one["name"]] == 2
+
+
+def asked_for(stage: Stage, task: str, kind: str) -> dict[str, Any]:
+    """The wish that the page would announce for the rollout of a task, where it ended so."""
+    [one] = [one for one in read(stage.out).finished.values() if (one.task, one.kind) == (task, kind)]
+    return {"rollout": one.rollout, "session": one.session, "attempt": one.attempt}
+
+
+async def answers(stage: Stage, seq: int | None = None) -> list[bool | None]:
+    """What was answered to one wish, or to all of them."""
+    told = []
+    head = read(stage.out).head
+    assert head is not None
+    async for event in stage.client.events(stream(head.batch), wait=False):
+        if event["kind"] == "note" and seq in (None, event["data"].get("retry")) and "retry" in event["data"]:
+            told.append(event["data"]["taken"])
+    return told
+
+
+async def test_who_cancels_one_may_ask_for_it_at_once() -> None:
+    async with staged() as stage:
+        wanted = stage.plan("hang-0", "hang-1", n=1, retries=0, bounds=Bounds(running=2))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        client = await entered(stage)
+        one = await row(client, status="running")
+        assert (await client.post(f"/page/api/rollouts/{one['id']}/cancel", headers=OWN)).status_code == 200
+        asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
+        first = await running
+        again = [finished.attempt for finished in first.finished if finished.rollout == one["name"]]
+        assert asked["taken"] in (True, None) and again == [2] and (await answers(stage))[-1] is True
+        second = await run_batch(wanted, stage.client, stage.wayout)
+        assert second.finished == first.finished
+
+
+async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_SOON_S", 0.0)
+    written, append = threading.Event(), Ledger._append
+
+    def slowly(self: Ledger, data: bytes) -> None:
+        if b'"finished"' in data:
+            written.wait(60)
+        append(self, data)
+
+    monkeypatch.setattr(Ledger, "_append", slowly)
+    async with staged() as stage:
+        wanted = stage.plan("once-0", n=1, retries=0, backend=Once(stage.root / "s"))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        client = await entered(stage)
+        one = await failed_one(client)
+        asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
+        assert asked["taken"] is None and "attempt 1 is not over yet" in asked["message"]
+        written.set()
+        result = await running
+        assert [(finished.kind, finished.attempt) for finished in result.finished] == [("graded", 2)]
+        assert await answers(stage) == [None, True]
+
+
+async def test_a_wish_is_answered_once_and_one_that_was_refused_is_never_granted() -> None:
+    async with staged() as stage:
+        wanted = stage.plan("once-0", "well-0", n=1, retries=0, backend=Once(stage.root / "s"))
+        first = await run_batch(wanted, stage.client, stage.wayout)
+        of, wish = stream(first.batch), asked_for(stage, "once-0", "infrastructure fault")
+        refused = stage.gateway.app.control.announce(of, "retry", wish)
+        await stage.client.announce(of, "note", {"retry": refused, "taken": False, "message": "no"})
+        assert (await run_batch(wanted, stage.client, stage.wayout)).finished == first.finished
+        put_off = stage.gateway.app.control.announce(of, "retry", wish)
+        await stage.client.announce(of, "note", {"retry": put_off, "taken": None, "message": "later"})
+        nonsense = stage.gateway.app.control.announce(of, "retry", asked_for(stage, "well-0", "graded"))
+        for _ in range(3):
+            last = await run_batch(wanted, stage.client, stage.wayout)
+            assert [(one.kind, one.attempt) for one in last.finished] == [("graded", 2), ("graded", 1)]
+        told = [await answers(stage, seq) for seq in (refused, put_off, nonsense)]
+        assert told == [[False], [None, True], [False]]
+
+
+async def test_a_batch_does_not_end_over_a_wish_that_it_is_writing_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    others_done, add = asyncio.Event(), Ledger.add
+
+    async def late(self: Ledger, entry: Entry) -> None:
+        if isinstance(entry, Reopened):
+            await others_done.wait()
+        await add(self, entry)
+
+    def watch(tally: Tally) -> None:
+        if tally.done == 2:
+            others_done.set()
+
+    monkeypatch.setattr(Ledger, "add", late)
+    async with staged() as stage:
+        backend = Once(stage.root / "s")
+        wanted = stage.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, watch))
+        client = await entered(stage)
+        one = await failed_one(client)
+        await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)
+        result = await running
+        assert result.complete and {o.task: o.attempt for o in result.finished} == {"once-0": 2, "hang-0": 1}
+
+
+class Held(Once):
+    """Beside that, a task's sandbox is made when it may be."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.may = {"well": asyncio.Event(), "once": asyncio.Event()}
+
+    async def create(self, spec: SandboxSpec) -> Supervised:
+        what = spec.labels["task"].partition("-")[0]
+        if what == "well" or self.failed.is_set():
+            await self.may[what].wait()
+        return await super().create(spec)
+
+
+async def test_one_that_is_asked_for_before_its_group_comes_is_not_given_out_twice() -> None:
+    async with staged() as stage:
+        backend = Held(stage.root / "s")
+        wanted = stage.plan("well-0", "well-1", "once-0", n=1, retries=0, backend=backend, bounds=Bounds(running=3))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        client = await entered(stage)
+        one = await failed_one(client)
+        async with asyncio.timeout(20):
+            while not read(stage.out).finished:
+                await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait([running])
+        one_done, second_may = asyncio.Event(), asyncio.Event()
+        backend.may["well"].set()
+
+        async def pace(ordinal: int) -> None:
+            if ordinal >= 0:  # the group that has nothing but a fault counts for none
+                await second_may.wait()
+
+        def watch(tally: Tally) -> None:
+            if tally.kinds["graded"]:
+                one_done.set()
+            if tally.kinds["graded"] == 2:
+                backend.may["once"].set()
+
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, watch, pace=pace))
+        await one_done.wait()
+        asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
+        second_may.set()
+        result = await running
+        assert asked["taken"] and result.complete
+        lines = (stage.out / "ledger.jsonl").read_text().splitlines()
+        assert sum('"begun"' in line and one["name"] in line for line in lines) == 2
+
+
+def test_what_is_left_is_not_told_while_less_is_done_than_before() -> None:
+    tally = Tally(total=6, before=5, done=5)
+    tally.remove(Finished(rollout="b.t.0", task="t", index=0, kind="cancelled", at=0.0))
+    assert tally.left_s is None

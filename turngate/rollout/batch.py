@@ -57,6 +57,9 @@ _TOLD = 2000  # characters of a message
 _PROBE_S = 5.0  # for which an answer to "is it still there" holds
 _TOLD_S = 5.0  # for the gateway to hear of the groups that are complete, where the batch could not go on
 _LISTEN_S = 5.0  # before a gateway that could not be heard is tried again
+_SOON_S = 2.0  # for an attempt to be over, before whoever asks for another one is told that it is not
+_NOT_YET = "attempt {} is not over yet; what comes of the wish is decided when it is, and told in the batch's events"
+_ENDING = "the batch is just ending; run it again on its folder, and it is taken up"
 _RETRIED: tuple[Kind, ...] = (
     "infrastructure fault",
     "cancelled",
@@ -115,7 +118,10 @@ async def rollouts(
     *,
     pace: Pace = at_once,
 ) -> AsyncIterator[Finished]:
-    """The rollouts as they are finished, those of an earlier run first. Closing the iterator stops the batch."""
+    """The rollouts as they are finished, those of an earlier run first. Closing the iterator stops the batch.
+
+    One that somebody asks for again after it was told is told once more: of two with one `rollout`, the higher `attempt` counts.
+    """
     queue: asyncio.Queue[Finished | None] = asyncio.Queue()
     batch = Batch(plan, gateway, wayout, watch, pace=pace, tell=queue.put_nowait)
     running = asyncio.create_task(batch.run())
@@ -166,7 +172,12 @@ class Batch:
         self._winding_up = False
         self._again: list[tuple[float, int, _Todo]] = []  # by when the next attempt is due
         self._numbers = itertools.count()
-        self._under_way = 0
+        self._under_way = 0  # attempts, and wishes of which nobody knows yet whether they make another one
+        self._working = 0  # workers that look again for what is to be done
+        self._at_work: dict[str, int] = {}  # by rollout, the attempt that a worker has not settled
+        self._wished: set[str] = set()  # rollouts that this run has taken up because somebody asked
+        self._deciding = asyncio.Lock()  # one wish after the other
+        self._answering: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._stopped = ""
@@ -176,7 +187,9 @@ class Batch:
         self._probed = (0.0, "")
         self._probing = asyncio.Lock()
         self._batch = ""
-        self._heard = 0  # the last of the events of this batch itself
+        self._heard: int | None = (
+            None  # the last of the events of this batch itself; None: what there was is not read yet
+        )
 
     # ── the whole ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,6 +203,8 @@ class Batch:
             await self._taken_up(ledger)
             beside.append(asyncio.create_task(self._listen()))
             await self._worked()
+            if self._answering:
+                await asyncio.wait(self._answering, timeout=_TOLD_S)
             if not await self._closing.told(_TOLD_S if self._stopped else _BACK_S):
                 self._stop(
                     "the gateway could not be told which groups are complete; taking the batch up again tells it"
@@ -197,6 +212,7 @@ class Batch:
         except LedgerError as error:
             self._stop(error.message)
         finally:
+            beside += self._answering
             for task in beside:
                 task.cancel()
             await to_the_end(_gone(*beside))
@@ -259,7 +275,8 @@ class Batch:
         """What an earlier run has left: outcomes that the gateway lacks are recorded there, finished rollouts count, attempts whose end
         nobody saw are ended."""
         known = ledger.known
-        await self._reopened(known.finished)
+        wishes = await self._wishes_left() if known.attempts else {}
+        taken = await self._reopened(wishes)
         for finished in list(known.finished.values()):
             self._count(finished)
         for late in list(known.unrecorded.values()):
@@ -267,6 +284,8 @@ class Batch:
         for begun in list(known.open.values()):
             await asyncio.to_thread(self._remove_work, begun.session)
             await self._closed(begun, "lost", "its runner ended before it did")
+        for seq, asked in wishes.items():
+            await self._tell_asker(seq, *(_taken(asked) if seq in taken else (False, self._no_retry(asked))))
         self.tally.before = self.tally.done
         if self.tally.before:
             self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
@@ -275,47 +294,107 @@ class Batch:
 
     # ── what others ask of it ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _reopened(self, finished: Mapping[str, Finished]) -> None:
-        """Rollouts that somebody asked for again while nobody ran this batch. A gateway that does not answer is found out by others."""
-        if not any(one.kind in _RETRIED for one in finished.values()):
-            return
-        with suppress(TimeoutError):
+    async def _wishes_left(self) -> dict[int, _Asked]:
+        """What was asked for while nobody listened, by its place in the stream. A gateway that does not answer is found out by others."""
+        try:
             async with asyncio.timeout(_BACK_S):
-                async for event in self._gateway.events(stream(self._batch), wait=False):
-                    self._heard = event["seq"]
-                    asked = _asked(event)
-                    if asked is not None and not self._no_retry(asked):
-                        one = finished[asked.rollout]
-                        await self._books.add(Reopened(rollout=one.rollout, attempt=one.attempt, at=now()))
-                        self._note(f"{one.rollout}: is tried again, as somebody asked")
+                return await self._caught_up()
+        except TimeoutError:
+            return {}
+
+    async def _caught_up(self) -> dict[int, _Asked]:
+        """The wishes that nobody has said yes or no to. To read only a part would be to act on one that was refused."""
+        left: dict[int, _Asked] = {}
+        heard = 0
+        async for event in self._gateway.events(stream(self._batch), wait=False):
+            heard = event["seq"]
+            if (asked := _asked(event)) is not None:
+                left[heard] = asked
+            elif (answered := _answered(event)) is not None:
+                left.pop(answered, None)
+        self._heard = heard
+        return left
+
+    async def _reopened(self, wishes: Mapping[int, _Asked]) -> set[int]:
+        """Which of them are granted: rollouts that are done again, before anybody counts them as finished."""
+        taken = set()
+        for seq, asked in wishes.items():
+            if asked.rollout in self._books.known.finished and not self._no_retry(asked):
+                await self._books.add(Reopened(rollout=asked.rollout, attempt=asked.attempt, at=now()))
+                self._note(f"{asked.rollout}: is tried again, as somebody asked")
+                taken.add(seq)
+        return taken
 
     async def _listen(self) -> None:
         """To who asks for another attempt of a rollout that is finished without having been judged."""
         while True:
             try:
                 await self._gateway.announce(stream(self._batch), "note", {"batch": self._batch, "listens": True})
-                async for event in self._gateway.events(stream(self._batch), self._heard):
+                if self._heard is None:
+                    for seq, asked in (await self._caught_up()).items():
+                        self._consider(seq, asked)
+                async for event in self._gateway.events(stream(self._batch), self._heard or 0):
                     self._heard = event["seq"]
-                    if (asked := _asked(event)) is not None:
-                        await self._answer(event["seq"], asked)
-            except LedgerError as error:
-                self._stop(error.message)
-                return
+                    if (asked_now := _asked(event)) is not None:
+                        self._consider(event["seq"], asked_now)
             except TurngateError as error:
                 log.debug("nobody can ask this batch for retries now: %s", error.message)
             await asyncio.sleep(_LISTEN_S)
 
+    def _consider(self, seq: int, asked: _Asked) -> None:
+        """Beside the listening: an attempt may take its time to end. The batch does not end before the wish is decided."""
+        self._under_way += 1
+        task = asyncio.create_task(self._answer(seq, asked))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
     async def _answer(self, seq: int, asked: _Asked) -> None:
-        why = self._no_retry(asked)
-        if not why and not self._goes_on:
-            why = "the batch is just ending; run it again on its folder, and it is taken up"
-        if not why:
-            one = self._books.known.finished[asked.rollout]
-            await to_the_end(self._begin_again(one))
-        message = why or f"it is tried again, as attempt {asked.attempt + 1}"
-        await self._gateway.announce(stream(self._batch), "note", {"retry": seq, "taken": not why, "message": message})
+        """The page shows an attempt as over a little before the ledger has it, and a cancelled one while its agent is being ended."""
+        try:
+            if not await self._over_within(_SOON_S, asked):
+                await self._tell_asker(seq, None, _NOT_YET.format(asked.attempt))
+                await self._over_within(None, asked)
+            async with self._deciding:
+                taken, message = await self._decided(asked)
+        except LedgerError as error:
+            self._stop(error.message)
+            return
+        finally:
+            self._under_way -= 1
+            await self._change()
+        await self._tell_asker(seq, taken, message)
+
+    async def _over_within(self, limit_s: float | None, asked: _Asked) -> bool:
+        """Whether the attempt is settled, as far as it will be."""
+        try:
+            async with asyncio.timeout(limit_s), self._changed:
+                await self._changed.wait_for(lambda: not (self._is_at_work(asked) and self._goes_on))
+        except TimeoutError:
+            return False
+        return True
+
+    def _is_at_work(self, asked: _Asked) -> bool:
+        return self._at_work.get(asked.rollout) == asked.attempt
+
+    async def _decided(self, asked: _Asked) -> tuple[bool | None, str]:
+        """What is answered, once it is true. None: a later run decides."""
+        if self._is_at_work(asked):
+            return None, _ENDING
+        if why := self._no_retry(asked):
+            return False, why
+        if not self._goes_on:
+            return None, _ENDING
+        await to_the_end(self._begin_again(self._books.known.finished[asked.rollout]))
+        return _taken(asked)
+
+    async def _tell_asker(self, seq: int, taken: bool | None, message: str) -> None:
+        """Where the gateway cannot be told, the wish is still there, unanswered."""
+        with suppress(TurngateError):
+            told = {"retry": seq, "taken": taken, "message": message}
+            await self._gateway.announce(stream(self._batch), "note", told)
 
     async def _begin_again(self, one: Finished) -> None:
+        self._wished.add(one.rollout)
         await self._books.add(Reopened(rollout=one.rollout, attempt=one.attempt, at=now()))
         self.tally.remove(one)
         self._closing.reopened(one)
@@ -326,10 +405,12 @@ class Batch:
 
     def _no_retry(self, asked: _Asked) -> str:
         """Why a rollout is not tried again; empty: it can be."""
-        one = self._books.known.finished.get(asked.rollout)
+        known = self._books.known
+        late = known.unrecorded.get(asked.rollout)
+        one = late.finished if late is not None else known.finished.get(asked.rollout)
         if one is None:
-            known = asked.rollout in self._books.known.attempts
-            return "it is not finished: it is tried again anyway" if known else "it is not of this batch"
+            begun = asked.rollout in known.attempts
+            return "it is not finished: it is tried again anyway" if begun else "it is not of this batch"
         if one.kind not in _RETRIED:
             return f"it has been judged: {one.kind}"
         return "" if one.attempt == asked.attempt else f"its last attempt was {one.attempt}, not {asked.attempt}"
@@ -337,7 +418,7 @@ class Batch:
     @property
     def _goes_on(self) -> bool:
         """Whether some worker is sure to look again for what is to be done."""
-        return not (self._stopped or self._winding_up) and bool(self._under_way or self._fresh or not self._all_given)
+        return self._working > 0 and not (self._stopped or self._winding_up)
 
     async def _made_up_for(self, late: Unrecorded) -> None:
         """The gateway hears what came of a rollout that an earlier run has seen to its end. Where that still cannot be, the batch stops."""
@@ -390,6 +471,7 @@ class Batch:
     async def _worked(self) -> None:
         """Workers until nothing is left to do, or something stops them."""
         count = min(self._plan.bounds.rollouts, self._plan.total - self.tally.before)
+        self._working = count
         workers = [asyncio.create_task(self._work()) for _ in range(count)]
         stopping = asyncio.create_task(self._stopping.wait())
         supplying = asyncio.create_task(self._supply())
@@ -410,7 +492,7 @@ class Batch:
         """What is to be done, a group at a time: the next one when the last of the one before is taken, and its time has come."""
         finished = self._books.known.finished
         for ordinal, group in enumerate(self._groups()):
-            left = [todo for todo in group if todo.id not in finished]
+            left = [todo for todo in group if todo.id not in finished and todo.id not in self._wished]
             if not left:
                 continue
             self.tally.held = True
@@ -459,6 +541,7 @@ class Batch:
                 self._stop(error.message)
             finally:
                 del self._tickets[me]
+                self._at_work.pop(todo.id, None)
                 self._under_way -= 1
                 await self._change()
 
@@ -477,6 +560,7 @@ class Batch:
                         self._changed.notify_all()
                     return todo
                 if self._all_given and due is None and not self._under_way:
+                    self._working -= 1
                     return None
                 with suppress(TimeoutError):
                     async with asyncio.timeout(due):
@@ -498,7 +582,7 @@ class Batch:
         if full := self._disk_is_full():
             self._stop(full)
             return
-        attempt = ledger.known.attempts.get(todo.id, 0) + 1
+        attempt = self._at_work[todo.id] = ledger.known.attempts.get(todo.id, 0) + 1
         begun = Begun(rollout=todo.id, round=todo.round, attempt=attempt, session=uuid.uuid4().hex, at=now())
         try:
             await ledger.add(begun)
@@ -669,6 +753,17 @@ def _asked(event: Json) -> _Asked | None:
         return msgspec.convert(event["data"], _Asked)
     except msgspec.ValidationError:  # of somebody else's making
         return None
+
+
+def _answered(event: Json) -> int | None:
+    """The wish that was granted or refused. What was put off is still to be answered."""
+    data = event["data"] if event["kind"] == "note" else {}
+    seq = data.get("retry")
+    return seq if isinstance(seq, int) and isinstance(data.get("taken"), bool) else None
+
+
+def _taken(asked: _Asked) -> tuple[bool, str]:
+    return True, f"it is tried again, as attempt {asked.attempt + 1}"
 
 
 def _message(outcome: Outcome) -> str:

@@ -73,7 +73,7 @@ class Tally(msgspec.Struct, kw_only=True):
     def left_s(self) -> float | None:
         """By the pace of this run so far; None: it cannot be told yet."""
         new = self.done - self.before
-        return (self.total - self.done) * (time.monotonic() - self.started) / new if new else None
+        return (self.total - self.done) * (time.monotonic() - self.started) / new if new > 0 else None
 
 
 Watch = Callable[[Tally], None]
