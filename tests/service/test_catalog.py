@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.service.catalog import Catalog, Endpoint
+from turngate.rollout.client import GatewayClient
+from turngate.server.app import engine_key
+from turngate.service.catalog import Catalog, Choice, Endpoint
 from turngate.service.config import load
+from turngate.service.gateways import Gateways
 
 ENTRIES: dict[str, Endpoint] = {
     "vllm://q": Endpoint(
@@ -162,3 +166,62 @@ def test_an_entry_that_is_wrong_is_told_when_the_settings_are_read(entry: dict[s
 def test_hosts_are_named_exactly(host: str) -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
         load(None, {"allowed_hosts": [host]})
+
+
+def test_no_url_has_the_place_of_another_gateway(catalog: Catalog) -> None:
+    """A place is a gateway's, with a key that its endpoint gets."""
+    theirs = [
+        catalog.choose("openai://gpt", "observe", endpoint_url=f"https://api.example.com/{path}") for path in "abc"
+    ]
+    places = {choice.place for choice in (*theirs, catalog.choose("openai://gpt"))}
+    assert len(places) == 4 and all(len(place.rpartition("-")[2]) == 32 for place in places)
+    assert [choice.place.startswith("own-") for choice in theirs] == [True] * 3
+
+
+async def test_a_gateway_is_for_its_own_choice_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if their places were the same."""
+    monkeypatch.setattr(Choice, "place", "one")
+
+    async def opened(place: str, client: GatewayClient) -> None:
+        pass
+
+    config = load(None, {"data": str(tmp_path), "endpoints": {"scripted://a": {}, "scripted://b": {}}})
+    catalog = Catalog(config.endpoints)
+    gateways = Gateways(config, {}, opened)
+    try:
+        async with gateways.reached(catalog.choose("scripted://a")):
+            with pytest.raises(BadRequest):
+                async with gateways.reached(catalog.choose("scripted://b")):
+                    pass
+            async with gateways.reached(catalog.choose("scripted://a")) as again:
+                assert again.model == "a"
+    finally:
+        await gateways.close()
+
+
+async def test_folders_of_callers_endpoints_go_when_nobody_asks_for_them_any_more(tmp_path: Path) -> None:
+    async def opened(place: str, client: GatewayClient) -> None:
+        pass
+
+    for place in ("own-a", "own-b", "vllm-c"):
+        (tmp_path / "gateways" / place).mkdir(parents=True)
+    gateways = Gateways(load(None, {"data": str(tmp_path)}), {}, opened)
+    await gateways.forget({"own-b"})
+    assert {path.name for path in (tmp_path / "gateways").iterdir()} == {"own-b", "vllm-c"}
+
+
+def test_an_endpoint_of_the_callers_own_is_used_in_allowed_modes_only(catalog: Catalog) -> None:
+    url = "https://api.example.com/v1"
+    assert catalog.choose("hf-router://m", endpoint_url=url).mode == "observe"
+    with pytest.raises(BadRequest, match="the server does not allow it"):
+        catalog.choose("hf-router://m", "direct", endpoint_url=url)
+
+
+def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = Catalog({"openai://m": Endpoint(key_env="FILED_KEY")})
+    monkeypatch.setenv("FILED_KEY_FILE", str(tmp_path / "key"))
+    assert not catalog.show()[0].key_is_set  # it is not there
+    (tmp_path / "key").write_text(SECRET)
+    choice = catalog.choose("openai://m")
+    settings = choice.endpoint.serves(choice.mode, "/data")
+    assert catalog.show()[0].key_is_set and settings is not None and engine_key(settings) == SECRET

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import Callable
@@ -34,12 +33,12 @@ from turngate.engines.weights import Load, replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.events import Events
 from turngate.fence import Fence
-from turngate.logs import hidden, keep_out
+from turngate.logs import hidden
 from turngate.metrics import Metrics
 from turngate.render import Certificate, Renderer, find, load
 from turngate.server.admin import Admin
 from turngate.server.asgi import Receive, Scope, Send, answered
-from turngate.server.auth import Auth, admin_key, metrics_key
+from turngate.server.auth import Auth, admin_key, given_key, metrics_key
 from turngate.server.calls import ModelCalls, Paths
 from turngate.server.feeds import FeedRoutes
 from turngate.server.gate import GateRoutes
@@ -471,12 +470,11 @@ def _local(config: ServeConfig) -> Engine:
 def engine_key(config: ServeConfig) -> str | None:
     if not config.engine_key_env:
         return None
-    key = os.environ.get(config.engine_key_env)
+    key = given_key(config.engine_key_env)
     if not key:
         raise ConfigError(
             f"engine_key_env: the environment variable {config.engine_key_env} is not set", param="engine_key_env"
         )
-    keep_out(key)
     return key
 
 

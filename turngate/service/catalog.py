@@ -13,7 +13,6 @@ The part before `://` says what kind of endpoint it is; the rest is a name. A ca
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -25,6 +24,7 @@ from turngate.config import OBSERVED, EngineKind, ServeConfig
 from turngate.errors import BadRequest, ConfigError
 from turngate.explain import suggestion
 from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.server.auth import given_key
 from turngate.service.asked import Mode, mode_of
 from turngate.types import Json
 
@@ -36,6 +36,7 @@ _KEY = re.compile(r"([a-z-]+)://([A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199})")
 _URL = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(?::([0-9]{1,5}))?((?:/[A-Za-z0-9._~-]*)*)")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _PORTS = {"http": 80, "https": 443}
+OWN = "own-"  # no kind of endpoint is called so
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,10 +223,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """A folder's name for its gateway: the same for the same endpoint and mode."""
+        """A folder's name for its gateway: the same for the same endpoint and mode; a caller's own is told by its first word. There is
+        so much of the digest that nobody finds a URL whose place is another's."""
         name = re.sub(r"[^A-Za-z0-9]+", "-", self.endpoint.key).strip("-")[:60]
-        told = [self.endpoint.key, self.mode, *(self.endpoint.urls if self.own else ())]
-        return f"{name}-{self.mode}-{hashlib.sha256(msgspec.json.encode(told)).hexdigest()[:8]}"
+        told = [self.endpoint.key, self.mode, self.own, self.endpoint.urls if self.own else []]
+        return (
+            f"{OWN if self.own else ''}{name}-{self.mode}-{hashlib.sha256(msgspec.json.encode(told)).hexdigest()[:32]}"
+        )
 
 
 class Catalog:
@@ -270,13 +274,13 @@ class Catalog:
             )
         if wanted != "direct" and not endpoint_url and not key_is_set(endpoint):
             raise BadRequest(
-                f"model_key: the server has no key for {endpoint.key} (its {endpoint.key_env} is not set)",
+                f"model_key: the server has no key for {endpoint.key} (its {endpoint.key_env} is not set, or holds none)",
                 param="model_key",
             )
         return Choice(endpoint=endpoint, mode=wanted, own=bool(endpoint_url))
 
     def _own(self, model_key: str, url: str) -> Endpoint:
-        """A caller's endpoint: no key, and nothing of an entry but what describes the model."""
+        """A caller's endpoint: no key, and nothing of an entry but what describes the model and which modes are allowed."""
         self._listed(url)
         known = self._entries.get(model_key)
         if known is None:
@@ -290,7 +294,7 @@ class Catalog:
             return Endpoint(key=model_key, url=url)
         if not known.kind.speaks:
             raise BadRequest(f"endpoint_url: does not go with {known.scheme} endpoints", param="endpoint_url")
-        return msgspec.structs.replace(known, url=url, key_env="", modes=[], mode=None)
+        return msgspec.structs.replace(known, url=url, key_env="")
 
     def _listed(self, url: str) -> None:
         found = _URL.fullmatch(url)
@@ -312,7 +316,11 @@ class Catalog:
 
 
 def key_is_set(endpoint: Endpoint) -> bool:
-    return not endpoint.key_env or bool(os.environ.get(endpoint.key_env, "").strip())
+    """In the environment, or in a file that it names."""
+    try:
+        return not endpoint.key_env or bool(given_key(endpoint.key_env))
+    except ConfigError:
+        return False
 
 
 def _view(entry: Endpoint) -> EndpointView:

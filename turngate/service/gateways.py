@@ -1,15 +1,17 @@
 """The gateways that the service's rollouts go through: one for each endpoint and mode, in this process, started when it is first needed.
 
 Each has a folder of its own, `DATA/gateways/NAME`, so that its traces are there after a restart, for `turngate show --data` and for
-feeds. A `gateway://` entry is one that runs already. That of a caller's own endpoint is stopped when its last rollout is over.
+feeds. A `gateway://` entry is one that runs already. That of a caller's own endpoint is stopped when its last rollout is over, and its
+folder removed when none of them is remembered any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from turngate.rollout.wayout import WayOut
 from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.server.auth import given_key
 from turngate.server.run import embedded
-from turngate.service.catalog import Choice
+from turngate.service.catalog import OWN, Choice
 from turngate.service.config import ServiceConfig
 
 log = logging.getLogger("turngate")
@@ -44,7 +46,8 @@ class Reached(msgspec.Struct, frozen=True):
 class _Kept:
     """One gateway, held open by a task of its own: whoever asked for it first need not be who needs it last."""
 
-    def __init__(self, holding: Callable[[_Kept], Coroutine[None, None, None]]) -> None:
+    def __init__(self, choice: Choice, holding: Callable[[_Kept], Coroutine[None, None, None]]) -> None:
+        self.choice = choice
         self.ready: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(holding(self))
@@ -79,6 +82,8 @@ class Gateways:
     async def reached(self, choice: Choice) -> AsyncIterator[Reached]:
         """The gateway for a choice, at least for as long as the block runs."""
         place = choice.place
+        if (kept := self._kept.get(place)) is not None and kept.choice != choice:
+            raise BadRequest("endpoint_url: the name of its gateway is another's", param="endpoint_url")
         self._users[place] += 1
         try:
             yield await self._reach(choice)
@@ -87,19 +92,27 @@ class Gateways:
             if not self._users[place]:
                 del self._users[place]
                 if choice.own and (kept := self._kept.pop(place, None)) is not None:
-                    await self._stopped_at(place, kept)
+                    await self._done_at(place, _stopped(kept))
 
     async def _reach(self, choice: Choice) -> Reached:
         kept = self._kept.get(choice.place)
         if kept is None or kept.task.done():  # the last try failed, or it broke down
             if sum(not one.task.done() for one in self._kept.values()) >= MOST:
                 raise BadRequest(f"endpoint_url: {MOST} gateways run already; try again later", param="endpoint_url")
-            kept = self._kept[choice.place] = _Kept(lambda own: self._hold(choice, own))
+            kept = self._kept[choice.place] = _Kept(choice, lambda own: self._hold(choice, own))
         return await asyncio.shield(kept.ready)
 
-    async def _stopped_at(self, place: str, kept: _Kept) -> None:
+    async def forget(self, remembered: Collection[str]) -> None:
+        """Remove the folders of callers' own endpoints, but for those places."""
+        folder = Path(self._config.data) / "gateways"
+        for path in await asyncio.to_thread(lambda: list(folder.glob(f"{OWN}*"))):
+            used = path.name in remembered or path.name in self._users or path.name in self._stopping
+            if not used and path.name not in self._kept:
+                await self._done_at(path.name, asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+
+    async def _done_at(self, place: str, doing: Coroutine[None, None, None]) -> None:
         """Whoever comes next waits for this: two gateways cannot have one folder."""
-        stopping = self._stopping[place] = asyncio.create_task(_stopped(kept))
+        stopping = self._stopping[place] = asyncio.create_task(doing)
         await asyncio.wait([stopping])
         if self._stopping.get(place) is stopping:
             del self._stopping[place]

@@ -564,6 +564,13 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 self._store.forget(surplus)
             for rollout in surplus:
                 await asyncio.to_thread(self._store.clear, rollout)
+            if self._gateways is not None:
+                await self._gateways.forget(self._remembered)
+
+    @property
+    def _remembered(self) -> set[str]:
+        """Places of gateways that a rollout may still be asked about at."""
+        return {*self._places.values(), *(live.choice.place for live in self._live.values())}
 
 
 def _speaks(agent: AgentSpec, choice: Choice) -> None:
