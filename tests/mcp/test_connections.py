@@ -198,8 +198,6 @@ def test_the_end_of_a_server_is_the_end_of_its_sandboxes(raw: Raw, stdio: kit.Se
     assert stdio.alive() != []
     if how == "SIGTERM":
         raw.process.send_signal(signal.SIGTERM)
-        result = raw.hear()["result"]["structuredContent"]  # who still listens is told
-        assert (result["status"], result["reward"]) == ("cancelled", None) and result["wall_s"] > 0
     else:
         # And all the while stdout carries nothing but the protocol.
         loud = asked('print("said by the agent"); print(ask("Hi"))', test_script="echo said by the grader")
@@ -207,6 +205,9 @@ def test_the_end_of_a_server_is_the_end_of_its_sandboxes(raw: Raw, stdio: kit.Se
         result = raw.hear()["result"]["structuredContent"]
         assert (result["status"], result["reward"]) == ("finished", 1.0)
         raw.stdin.close()
+    told = raw.hear()  # who still listens is told
+    result = told["result"]["structuredContent"]
+    assert (told["id"], result["status"], result["reward"]) == (2, "cancelled", None) and result["wall_s"] > 0
     assert raw.ended() == 0
     assert stdio.alive() == []
     assert all(json.loads(line)["jsonrpc"] == "2.0" for line in raw.lines)

@@ -24,13 +24,15 @@ from turngate.service.rollouts import Rollouts
 async def serve(rollouts: Rollouts) -> None:
     """Until the client closes our stdin, or this is cancelled. Either way whatever runs is aborted, and its sandboxes are gone. Where
     the client still listens, the calls that waited for it are answered first."""
-    server = serving(rollouts)
-    async with stdio_server(stdin=_Lines()) as (reading, writing):
+    server, lines = serving(rollouts), _Lines()
+    async with stdio_server(stdin=lines) as (reading, writing):
         async with rollouts:
             task = asyncio.create_task(_run(server, reading, writing))
-            await asyncio.wait({task})
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+            drained = asyncio.create_task(lines.drained.wait())
+            await asyncio.wait({task, drained}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        lines.over.set()
+        await asyncio.gather(task, drained, return_exceptions=True)
         sys.stdout.flush()  # what was printed meanwhile, and lies in a buffer, is not for the client either
 
 
@@ -40,9 +42,12 @@ async def _run(server: Server[Any], reading: Any, writing: Any) -> None:
 
 class _Lines(anyio.AsyncFile[str]):
     """The lines of stdin, read in a thread that nobody waits for: the SDK's own cannot be cancelled while the client is silent. What we
-    start has no stdin."""
+    start has no stdin.
+
+    `drained`: all were read. The SDK learns of their end when `over` is set, because it cuts the calls that are not answered by then."""
 
     def __init__(self) -> None:
+        self.drained, self.over = asyncio.Event(), asyncio.Event()
         own = os.dup(0)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -60,3 +65,5 @@ class _Lines(anyio.AsyncFile[str]):
         threading.Thread(target=read, name="stdin", daemon=True).start()
         while line := await lines.get():
             yield line
+        self.drained.set()
+        await self.over.wait()
