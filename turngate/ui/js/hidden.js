@@ -3,9 +3,16 @@
  * is shown goes through here (`dom.js`, `text.js`), so that a name or an output cannot look like another one.
  */
 
-/** But for tab and newline. Joiners inside emoji and Arabic words stay, because they change what is seen. */
-export const HIDDEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+/** But for tab and newline. Joiners and the signs after emoji stay, because they change what is seen; so do spaces of any width. */
+export const HIDDEN = new RegExp(
+  `[${[
+    "\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad", // control characters, a hyphen that is not there
+    "\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff0-\\ufffb", // direction, lines, words
+    "\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\u3164\\uffa0", // letters and signs that are blank
+    "\\ufe00-\\ufe0d\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\u{e0000}-\\u{e0fff}", // variants, notation, tags
+  ].join("")}]`,
+  "gu",
+);
 
 /** @type {Object<string, string>} */
 const SIGNS = { "\u001b": "␛", "\u0000": "␀", "\u0007": "␇", "\u0008": "␈", "\r": "␍", "\u200b": "␣", "\u007f": "␡" };
@@ -17,7 +24,7 @@ export function signOf(character) {
 
 /** Its number, as it is written in tables. @param {string} character */
 export function codeOf(character) {
-  return `U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+  return `U+${(character.codePointAt(0) ?? 0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
 /** The text, with a sign for each of them. @param {string} text */

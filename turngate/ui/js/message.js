@@ -25,16 +25,15 @@ export function messageOf(message, whole) {
   else if (text) made.append(el("div.message-role", { text: message.role }), block(text));
   for (const call of message.tool_calls ?? []) made.append(callOf(call));
   if (message.beyond) made.append(el("p.message-note", { text: `Not shown: ${message.beyond}` }));
-  if (message.cut && whole) {
+  if (message.cut) {
     const lengths = Object.entries(message.cut)
       .map(([field, length]) => `${field}: ${count(/** @type {number} */ (length))} characters`)
       .join(", ");
+    const text = `The middle is left out (${lengths}).`;
     made.append(
-      el(
-        "button.more",
-        { type: "button", on: { click: whole } },
-        `The middle is left out (${lengths}). Load all of it`,
-      ),
+      whole
+        ? el("button.more", { type: "button", on: { click: whole } }, `${text} Load all of it`)
+        : el("p.message-note", { text }),
     );
   }
   return made;

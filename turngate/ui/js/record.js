@@ -49,6 +49,15 @@ export class Record {
     }
   }
 
+  /** Fetches what was left out of the messages of the main conversation. */
+  async complete() {
+    for (const id of this.inOrder()) {
+      if (!this.messages.get(id)?.messages.some((/** @type {Json} */ message) => message.cut)) continue;
+      const got = await api.messages(this.id, { node: id });
+      this.messages.set(id, got.nodes[0]);
+    }
+  }
+
   /** @param {Json} tree */
   #plant(tree) {
     this.tree = tree;

@@ -37,11 +37,12 @@ export class EventsTab {
     this.keys = [];
     /** @type {EventSource | null} */
     this.source = null;
+    this.last = 0; // the newest that is shown
   }
 
   async show() {
     if (this.source) return;
-    this.source = new EventSource(api.eventsOf(this.record.id, 0));
+    this.source = new EventSource(api.eventsOf(this.record.id, this.last));
     for (const kind of [
       "opened",
       "turn",
@@ -71,6 +72,8 @@ export class EventsTab {
 
   /** @param {api.Json} event */
   #told(event) {
+    if (event.seq <= this.last) return; // told again, after a loss
+    this.last = event.seq;
     const facts = Object.entries(event.data ?? {}).filter(([, value]) => value !== null && value !== "");
     const text = facts
       .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`)

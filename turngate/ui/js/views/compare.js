@@ -11,7 +11,10 @@ import { addressOf, facts, nameOf, rewardCell, state } from "../status.js";
 import { plain } from "../text.js";
 
 /** @typedef {import("../api.js").Json} Json */
-/** @typedef {{turn: Json | null, node: number | null, messages: Json[], said: string}} Step what was sent before a turn, and the turn */
+/**
+ * @typedef {{turn: Json | null, node: number | null, messages: Json[], said: string, left: string}} Step what was sent before a turn, and
+ *   the turn; `left` is what is known of the parts that are not here, and empty where all of it is
+ */
 
 const AROUND = 120; // characters that are shown before the first difference
 
@@ -37,20 +40,29 @@ export function show(place) {
   const toFirst = () =>
     move([...element.querySelectorAll(".pair-mark")].findIndex((mark) => mark.classList.contains("is-first")));
 
-  async function load() {
+  async function load(all = false) {
     try {
       await Promise.all(
         sides.map(async (side) => {
           await side.load();
           await side.converse();
+          if (all) await side.complete();
         }),
       );
-      fill(element, ...drawn(sides, toFirst));
+      fill(element, ...drawn(sides, toFirst, whole));
       document.title = seen(`${nameOf(sides[0].row)} beside ${nameOf(sides[1].row)} · Turngate`);
       if (place.query.turn) move(Number(place.query.turn));
     } catch (error) {
-      fill(element, failed(error, load));
+      fill(
+        element,
+        failed(error, () => load(all)),
+      );
     }
+  }
+
+  function whole() {
+    fill(element, loading());
+    load(true);
   }
 
   if (place.parts.length === 2) load();
@@ -66,11 +78,15 @@ export function show(place) {
   };
 }
 
-/** @param {Record[]} sides @param {() => void} toFirst */
-function drawn(sides, toFirst) {
+/** @param {Record[]} sides @param {() => void} toFirst @param {() => void} whole loads what was left out */
+function drawn(sides, toFirst, whole) {
   const [left, right] = sides.map(steps);
   const both = Math.max(left.length, right.length);
   const first = firstDifference(left, right);
+  const doubtful = [...left, ...right].filter((step) => step.left);
+  const cut = doubtful.some((step) => step.messages.some((message) => message.cut));
+  const sure = first === null || ![...left.slice(0, first), ...right.slice(0, first)].some((step) => step.left);
+  const what = sure ? "First difference" : "First difference in what is here";
   const group = sides[0].row.group;
   const heads = sides.map((side) =>
     el(
@@ -95,19 +111,21 @@ function drawn(sides, toFirst) {
     const apart = first !== null && i === first;
     const label = i === 0 ? "Beginning" : `Turn ${i}`;
     const where = apart
-      ? `: the first difference${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}`
+      ? `: ${what.toLowerCase()}${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}`
       : "";
     pair.append(el("div.pair-mark", { tabindex: "-1", class: apart ? "is-first" : "", text: `${label}${where}` }));
-    const differ = (left[i]?.said ?? null) !== (right[i]?.said ?? null);
+    const differ = apartAt(left[i], right[i]);
     pair.append(side(left[i], right[i], differ), side(right[i], left[i], differ));
   }
   const jump =
     first === null
-      ? el("span.good", { text: "They said the same throughout." })
+      ? doubtful.length
+        ? el("span.warn", { text: "No difference in what is here." })
+        : el("span.good", { text: "They said the same throughout." })
       : el(
           "button.button",
           { type: "button", on: { click: toFirst } },
-          first === 0 ? "First difference: what they were asked" : `First difference: turn ${first}`,
+          first === 0 ? `${what}: what they were asked` : `${what}: turn ${first}`,
         );
   return [
     el(
@@ -118,6 +136,13 @@ function drawn(sides, toFirst) {
         : el("a", { href: href(["rollouts"]), text: "Rollouts" }),
     ),
     el("div.view-head", null, el("h1", { text: "Side by side" }), jump),
+    doubtful.length > 0 &&
+      el(
+        "p.banner",
+        null,
+        "Parts were not compared: the middle of long texts, and what is not text. They may differ there. ",
+        cut && el("button.button", { type: "button", text: "Load all of it and compare", on: { click: whole } }),
+      ),
     both ? pair : empty("Nothing to compare", "Neither of them has said anything yet."),
   ];
 }
@@ -134,10 +159,13 @@ function steps(record) {
     const node = record.messages.get(id);
     if (!node) continue;
     if (node.kind === "sampled" || !found.length)
-      found.push({ turn: node.kind === "sampled" ? node : null, node: id, messages: [...node.messages], said: "" });
+      found.push({ turn: node.kind === "sampled" ? node : null, node: id, messages: [...node.messages], said: "", left: "" });
     else found[found.length - 1].messages.push(...node.messages);
   }
-  for (const step of found) step.said = step.messages.map(spoken).join("\n");
+  for (const step of found) {
+    step.said = step.messages.map(spoken).join("\n");
+    step.left = step.messages.map(leftOut).join("");
+  }
   return found;
 }
 
@@ -150,10 +178,19 @@ function spoken(message) {
   return [message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
+/** What is known of the parts of a message that were not compared: how long they are, and of what kind. @param {Json} message */
+function leftOut(message) {
+  return message.cut || message.beyond ? JSON.stringify([message.cut ?? {}, message.beyond ?? ""]) : "";
+}
+
+/** Whether two steps differ for certain. @param {Step | undefined} left @param {Step | undefined} right */
+function apartAt(left, right) {
+  return left?.said !== right?.said || left?.left !== right?.left;
+}
+
 /** @param {Step[]} left @param {Step[]} right */
 function firstDifference(left, right) {
-  for (let i = 0; i < Math.max(left.length, right.length); i++)
-    if ((left[i]?.said ?? null) !== (right[i]?.said ?? null)) return i;
+  for (let i = 0; i < Math.max(left.length, right.length); i++) if (apartAt(left[i], right[i])) return i;
   return null;
 }
 
@@ -161,7 +198,7 @@ function firstDifference(left, right) {
 function side(mine, other, differ) {
   if (!mine) return el("div.panel.side.is-none", null, el("p.muted", { text: "It had ended by then." }));
   const made = el("div.panel.side", { class: differ ? "is-different" : "" });
-  if (differ && other) made.append(apart(mine.said, other.said));
+  if (differ && other && mine.said !== other.said) made.append(apart(mine, other));
   made.append(...mine.messages.map((message) => messageOf(message, null)));
   if (mine.turn)
     made.setAttribute(
@@ -171,15 +208,16 @@ function side(mine, other, differ) {
   return made;
 }
 
-/** The place where two texts part. @param {string} mine @param {string} other */
-function apart(mine, other) {
+/** The place where two steps part. @param {Step} one @param {Step} beside */
+function apart(one, beside) {
+  const [mine, other] = [one.said, beside.said];
   let same = 0;
   while (same < mine.length && same < other.length && mine[same] === other[same]) same += 1;
   const from = Math.max(0, same - 60);
   const rest = mine.slice(same, same + AROUND).split("\n", 1)[0] || mine.slice(same, same + AROUND);
   return el(
     "p.apart",
-    { title: `The first ${count(same)} characters are the same` },
+    { title: one.left || beside.left ? null : `The first ${count(same)} characters are the same` },
     from > 0 && "…",
     plain(mine.slice(from, same)),
     el("mark", null, rest ? plain(rest) : "(ends here)"),
