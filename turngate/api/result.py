@@ -251,6 +251,6 @@ def _row(row: Sample, advantage: float, rows: int) -> Row:
 def _counted(results: Iterable[Result]) -> str:
     every = list(results)
     known = [one.reward for one in every if one.reward is not None]
-    mean = f", mean reward {math.fsum(known) / len(known):.3g}" if known else ""
+    mean = f", mean reward {sum(one / len(known) for one in known):.3g}" if known else ""
     unknown = len(every) - len(known)
     return f"{len(every)}{mean}" + (f", {unknown} without a reward" if unknown else "")
