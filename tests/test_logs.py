@@ -90,6 +90,39 @@ def test_secrets_are_kept_out_wherever_they_are(format: logs.Format) -> None:
     assert "a short word stays, and so does tg-cafe" in text
 
 
+class Unspeakable:
+    def __str__(self) -> str:
+        raise RuntimeError("unspeakable-key-0123456789")
+
+
+@pytest.mark.parametrize("format", ["json", "text"])
+def test_secrets_are_kept_out_of_lines_that_cannot_be_written_as_they_are(
+    format: logs.Format, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own does not take such lines
+    secret = "unspeakable-key-0123456789"
+    odd = 'odd"key\\of-the-engine'
+    logs.keep_out(secret, odd)
+    with logs.begun(format), logs.within("s\ud800", {"rollout": f"a\ud800b {secret}", "group": "g\udc80"}):
+        ours = logging.getLogger("turngate")
+        try:
+            raise ValueError(f"a name \udc80 and {secret}")
+        except ValueError:
+            ours.exception("failed with %s", f"\udc80 {secret}")
+        ours.warning("%d and %d", secret, odd)
+        ours.warning("%(what)d", {"what": odd})
+        ours.warning("this one cannot be told: %s, %s", secret, Unspeakable())
+    written = capsys.readouterr().err
+    for word in (secret, odd, repr(odd)[1:-1], json.dumps(odd)[1:-1], "Logging error"):
+        assert word not in written
+    lines = written.splitlines()
+    assert "test_logs.py" in lines[-1] and "could not be written: RuntimeError" in lines[-1]
+    if format == "json":
+        first, *_ = told = [json.loads(line) for line in lines]
+        assert len(told) == 4 and first["rollout"] == f"a\\ud800b {logs.HIDDEN}"
+        assert first["error"] == f"ValueError: a name \\udc80 and {logs.HIDDEN}"
+
+
 async def test_the_lines_of_a_call_say_whose_it_is(tmp_path: Path) -> None:
     async with gateway([say("x", fail_before=True)], data=tmp_path) as g:
         one = await g.open(metadata={"rollout": "task-7/2", "group": "task-7"})

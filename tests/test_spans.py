@@ -106,6 +106,46 @@ async def test_a_rollout_its_stages_and_its_turns_are_one_trace(tmp_path: Path, 
     assert facts(rollout)["turngate.turns"] == 1
 
 
+@pytest.mark.parametrize(
+    ("served", "asked"), [("m", "the words of a prompt"), ("", "the words of a prompt"), ("", "x" * 101)]
+)
+async def test_no_span_is_called_what_an_agent_makes_up(
+    tmp_path: Path, told: InMemorySpanExporter, served: str, asked: str
+) -> None:
+    async with gateway([say("Hello.")] * 2, data=tmp_path, model=served) as g:
+        session = await g.open()
+        for model in (asked, served or "some/model-1:b"):
+            body = {"model": model, "messages": [{"role": "user", "content": "Hi"}]}
+            await g.http().post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {session.key}"})
+    assert asked not in "".join(span.to_json() for span in told.get_finished_spans())
+    turns = [span.name for span in told.get_finished_spans() if span.name.startswith("chat")]
+    assert turns == (["chat m", "chat m"] if served else ["chat", "chat some/model-1:b"])
+
+
+class Silent(InMemorySpanExporter):
+    """Nobody takes what it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = threading.Event()
+
+    def shutdown(self) -> None:
+        self.over.wait()
+
+
+def test_nobody_waits_for_a_receiver_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spans, "_LAST_S", 0.1)
+    silent = Silent()
+    spans.begin("turngate-test", silent)
+    try:
+        spans.end()
+    finally:
+        silent.over.set()
+    assert spans.tracing() is None and "not taken within 0.1 s" in caplog.text
+
+
 @contextmanager
 def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
     """What speaks OTLP over HTTP, on a port of its own, and what it was sent."""

@@ -7,14 +7,15 @@ line of defence: nothing should ever write a key into a line, and if something d
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, TextIO
 
 import msgspec
 
@@ -86,7 +87,7 @@ def clean(text: str) -> str:
 @contextmanager
 def begun(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> Iterator[None]:
     """All lines go to standard error in this format, for as long as the block runs. `level`: of our own; of others, warnings."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Lines(sys.stderr)
     handler.setFormatter(JsonLines(worker) if format == "json" else TextLines(worker))
     root, ours = logging.getLogger(), logging.getLogger("turngate")
     before = root.level, ours.level
@@ -101,12 +102,26 @@ def begun(format: Format = "text", level: int = logging.INFO, *, worker: int | N
         ours.setLevel(before[1])
 
 
+class Lines(logging.StreamHandler[TextIO]):
+    """Where a line cannot be written, that is all that is said: by itself `logging` would print its words and values as they are."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        failed = type(sys.exc_info()[1]).__name__
+        said = f"a line from {record.filename}:{record.lineno} could not be written: {failed}"
+        told = logging.LogRecord(record.name, logging.ERROR, record.pathname, record.lineno, said, None, None)
+        with suppress(OSError, ValueError):  # nobody reads them any more
+            self.stream.write(self.format(told) + self.terminator)
+            self.flush()
+
+
 class TextLines(logging.Formatter):
     def __init__(self, worker: int | None = None) -> None:
         super().__init__("%(asctime)s %(message)s" if worker is None else f"%(asctime)s worker {worker}: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        return clean(super().format(record))
+        record = copy.copy(record)
+        record.msg, record.args = _said(record), None
+        return _writable(clean(super().format(record)))
 
 
 class JsonLines(logging.Formatter):
@@ -121,13 +136,15 @@ class JsonLines(logging.Formatter):
             time=f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             level=record.levelname.lower(),
             logger=record.name,
-            message=clean(_said(record)),
-            session=session,
+            message=_writable(clean(_said(record))),
+            session=_writable(session),
             rollout=_name(facts, "rollout"),
             group=_name(facts, "group"),
             worker=self._worker,
-            error="" if failed is None else clean(f"{type(failed).__name__}: {failed}"),
-            traceback=clean(self.formatException(record.exc_info)) if record.exc_info and failed is not None else "",
+            error="" if failed is None else _writable(clean(f"{type(failed).__name__}: {failed}")),
+            traceback=_writable(clean(self.formatException(record.exc_info)))
+            if record.exc_info and failed is not None
+            else "",
         )
         return msgspec.json.encode(line).decode()
 
@@ -135,12 +152,17 @@ class JsonLines(logging.Formatter):
 def _said(record: logging.LogRecord) -> str:
     """Words that do not fit their values are told as they are: a line that cannot be written would be lost."""
     try:
-        said = record.getMessage()
+        return record.getMessage()
     except (TypeError, ValueError, KeyError):
-        said = f"{record.msg} {record.args}"
-    return said.encode("utf-8", "replace").decode()
+        values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
+        return " ".join(map(str, (record.msg, *values)))  # as they are, since quoted a secret is another one
+
+
+def _writable(text: str) -> str:
+    """Names of files and what others send may hold halves of characters, which no file takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _name(facts: Mapping[str, Json], field: str) -> str:
     value = facts.get(field)
-    return value if isinstance(value, str) else ""
+    return _writable(clean(value)) if isinstance(value, str) else ""

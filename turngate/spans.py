@@ -16,8 +16,10 @@ text, no key and no URL is ever in a span.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,11 +33,14 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanKind, Tracer
     from opentelemetry.util.types import AttributeValue
 
+log = logging.getLogger("turngate")
 TRACEPARENT = "traceparent"
+_LAST_S = 10.0  # for what is left when the process ends
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 # What the conventions call providers that we call otherwise.
 _PROVIDERS = {"gemini": "gcp.gemini", "responses": "openai"}
+_MODEL = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)  # a name; anything else could be whatever an agent wants to be read
 _OPERATIONS = {"gemini": "generate_content"}  # by dialect; all others chat
 _current: Spans | None = None
 
@@ -99,7 +104,12 @@ class Spans:
         self.empty = Context()  # so that whatever else the process traces is no parent of ours
 
     def close(self) -> None:
-        self._provider.shutdown()  # sends what is left, for ten seconds at most where nobody takes it
+        """Sends what is left, for ten seconds at most where nobody takes it: the SDK itself waits for longer than it is told to."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(_LAST_S)
+        if sending.is_alive():
+            log.warning("spans: the last ones were not taken within %g s, and are lost", _LAST_S)
 
     def rollout(self, rollout: str, group: str, task: str, agent: str, sandbox: str, attempt: int) -> Span:
         return self._begun(
@@ -116,7 +126,8 @@ class Spans:
         )
 
     def turn(self, session: str, facts: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """`facts`: the session's metadata, in which its parent was noted when it was opened."""
+        """`facts`: the session's metadata, in which its parent was noted when it was opened. `model` may be an agent's own word."""
+        model = model if _MODEL.fullmatch(model) else ""
         told = facts.get(TRACEPARENT)
         operation = _OPERATIONS.get(dialect, "chat")
         span = self._start(
@@ -131,7 +142,7 @@ class Spans:
             },
             self._trace.SpanKind.SERVER,
         )
-        return TurnSpan(self, span)
+        return TurnSpan(self, span, model)
 
     def _remote(self, traceparent: str) -> Context | None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -194,17 +205,21 @@ class Span:
 
 
 class TurnSpan(Span):
-    def engine(self, engine: str, model: str, sampling: Sampling, max_tokens: int | None) -> EngineSpan:
+    def __init__(self, spans: Spans, span: OtelSpan, model: str) -> None:
+        super().__init__(spans, span)
+        self._model = model
+
+    def engine(self, engine: str, sampling: Sampling, max_tokens: int | None) -> EngineSpan:
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": _PROVIDERS.get(engine, engine),
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
         }
-        attributes |= {"gen_ai.request.model": model} if model else {}
+        attributes |= {"gen_ai.request.model": self._model} if self._model else {}
         attributes |= {"gen_ai.request.max_tokens": max_tokens} if max_tokens is not None else {}
         attributes |= {"gen_ai.request.seed": sampling.seed} if sampling.seed is not None else {}
-        name = f"text_completion {model}".strip()
+        name = f"text_completion {self._model}".strip()
         span = self._spans._start(name, self.context, attributes, self._spans._trace.SpanKind.CLIENT)
         return EngineSpan(self._spans, span)
 

@@ -212,6 +212,11 @@ class Turns:
             )
         self._journal.require_writable()
 
+    def serves(self, session: Session, call: Call) -> str:
+        """The model, as the session or the gateway calls it; where neither says which, as the agent does."""
+        served = self._settings.models
+        return session.config.model or (served[0] if len(served) == 1 else call.model)
+
     async def count(self, session: Session, call: Call) -> int:
         """How many tokens the prompt of this call has. Nothing is sampled or recorded."""
         self._admit(session, call)
@@ -283,9 +288,7 @@ class Turns:
         last: list[Delta | CallDelta] = []  # what came with the end and goes out with it
         asked = Asked(self._metrics, draft.measured)
         if draft.measured.span is not None:
-            asked.span = draft.measured.span.engine(
-                engine.name, request.model or call.model, sampling, request.max_tokens
-            )
+            asked.span = draft.measured.span.engine(engine.name, sampling, request.max_tokens)
         try:
             async with engine.generate(request) as chunks:
                 async for chunk in _until(session.deadline(), chunks):
@@ -426,7 +429,7 @@ class Turns:
         fault = ""
         asked = Asked(self._metrics, draft.measured)
         if draft.measured.span is not None:
-            asked.span = draft.measured.span.engine(draft.engine, call.model, sampling, call.max_tokens)
+            asked.span = draft.measured.span.engine(draft.engine, sampling, call.max_tokens)
         try:
             async with reply as chunks:
                 async for chunk in _until(session.deadline(), chunks):

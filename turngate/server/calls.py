@@ -128,7 +128,8 @@ class ModelCalls:
         self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
     ) -> None:
         if (spans := tracing()) is not None:
-            measured.span = spans.turn(session.id, session.config.metadata, dialect.name, call.model)
+            model = self._turns.serves(session, call)
+            measured.span = spans.turn(session.id, session.config.metadata, dialect.name, model)
         try:
             await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, measured)
         except TurngateError as error:
