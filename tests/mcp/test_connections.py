@@ -215,6 +215,16 @@ def test_the_end_of_a_server_is_the_end_of_its_sandboxes(raw: Raw, stdio: kit.Se
     assert all(words in stderr for words in ("printed by a library", "written by another", "said by a child"))
 
 
+def test_a_client_that_was_killed_is_no_failure_of_the_server(raw: Raw, stdio: kit.Server) -> None:
+    raw.call(2, "run_rollout", **asked(until_there(stdio.folder / "never")))
+    kit.wait_for(stdio.folder / "never.waits")
+    raw.stdout.close()
+    raw.stdin.close()
+    assert raw.process.wait(20) == 0
+    assert stdio.alive() == []
+    assert "Traceback" not in (stdio.folder / "stderr").read_text()
+
+
 async def test_over_http_too_and_with_a_key_that_was_made(folder: Path) -> None:
     server = kit.prepared(folder)
     flags = ("mcp", "--config", server.config, "--http", "127.0.0.1:0")

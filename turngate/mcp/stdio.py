@@ -24,6 +24,13 @@ from turngate.service.rollouts import Rollouts
 async def serve(rollouts: Rollouts) -> None:
     """Until the client closes our stdin, or this is cancelled. Either way whatever runs is aborted, and its sandboxes are gone. Where
     the client still listens, the calls that waited for it are answered first."""
+    try:
+        await _serve(rollouts)
+    except* BrokenPipeError:  # the client is gone altogether, and so is whatever ran
+        pass
+
+
+async def _serve(rollouts: Rollouts) -> None:
     server, lines = serving(rollouts), _Lines()
     async with stdio_server(stdin=lines) as (reading, writing):
         async with rollouts:
