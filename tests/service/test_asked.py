@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import random
 from typing import Any
 
 import pytest
@@ -41,9 +43,11 @@ def test_the_least_that_can_be_asked() -> None:
         ({"agent": "x" * 600}, "agent", "too long"),
         ({"mode": "exakt"}, "mode", "interception_gate"),
         ({"thinking": "yes"}, "thinking", "Expected `bool | null`"),
-        ({"max_tokens_cap": 0}, "max_tokens_cap", "at least 1"),
+        ({"max_tokens_cap": 0}, "max_tokens_cap", "between 1 and 10,000,000"),
+        ({"max_tokens_cap": 10_000_001}, "max_tokens_cap", "between 1 and 10,000,000"),
         ({"agent_timeout_s": -1}, "agent_timeout_s", "more than 0"),
         ({"agent_timeout_s": float("nan")}, "agent_timeout_s", "more than 0"),
+        ({"agent_timeout_s": float("inf")}, "agent_timeout_s", "finite"),
         ({"sandbox": "local"}, "sandbox", "no such argument"),
         ({"api_key": "sk-1"}, "api_key", "no such argument"),
         ({"upload_files": ["a"]}, "upload_files", "Expected `object`"),
@@ -70,7 +74,29 @@ def test_what_is_wrong_is_told_by_name(wrong: dict[str, Any], param: str, word: 
 
 def test_files_are_text_or_bytes() -> None:
     found = read({**GOOD, "upload_files": {"a/b.txt": "é", "c.bin": {"base64": "AAH/"}}}, Asked).check()
-    assert found.files() == {"a/b.txt": "é".encode(), "c.bin": b"\x00\x01\xff"}
+    data = {path: b"".join(asked.decoded(content)) for path, content in found.places().items()}
+    assert data == {
+        "a/b.txt": "é".encode(),
+        "c.bin": b"\x00\x01\xff",
+    }
+
+
+def test_base64_is_taken_where_it_can_be_decoded() -> None:
+    chance = random.Random(3)
+    for _ in range(20_000):
+        text = "".join(chance.choices("AZaz09+/=", k=chance.randrange(9))) + chance.choice(
+            ("", "", "=", "==", "\n", "é")
+        )
+        try:
+            size: int | None = len(base64.b64decode(text, validate=True))
+        except ValueError:
+            size = None
+        found = Asked(**GOOD, upload_files={"a": asked.Encoded(text)})
+        if size is None or len(text) != (size + 2) // 3 * 4:  # Python takes more padding than there should be
+            with pytest.raises(BadRequest, match="cannot be read"):
+                found.check()
+        else:
+            assert len(b"".join(asked.decoded(found.check().places()["a"]))) == size <= found.size() <= size + 2
 
 
 @pytest.mark.parametrize(

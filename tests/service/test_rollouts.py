@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError
 from turngate.rollout.client import GatewayClient
-from turngate.service.asked import AskedSwe
+from turngate.service.asked import AskedSwe, Encoded
 from turngate.service.books import Books
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp
@@ -204,7 +205,7 @@ os.symlink("/etc/passwd", "link")
     async with served() as service:
         result = await service.rollouts.run(service.asked(program))
         assert (result.status, result.error) == ("finished", None) and result.turn_count >= 1
-        assert result.workdir_files == {}
+        assert result.workdir_files == {} and "1 files have names that are no text" in "".join(result.clamped)
         assert (await service.rollouts.messages(result.rollout_id)).messages
 
 
@@ -268,6 +269,28 @@ async def test_a_full_queue_says_so_and_lists_say_what_waits() -> None:
         await service.rollouts.abort(first)
         assert (await service.rollouts.finalize(second)).status == "finished"
         assert {one.status for one in service.rollouts.list("done").rollouts} == {"finished", "cancelled"}
+
+
+async def test_what_waits_is_on_disk_and_bounded() -> None:
+    async with served(running=1, queued_bytes=40_000_000) as service:
+        first = service.rollouts.start(service.asked("time.sleep(600)"))
+        large = {f"{n}.bin": Encoded(base64.b64encode(bytes(6_000_000)).decode()) for n in range(4)}
+        files: dict[str, str | Encoded] = {"a.txt": "here", **large}
+        program = 'print(sum(os.path.getsize(f"{n}.bin") for n in range(4)))'
+        second = service.rollouts.start(service.asked(program, upload_files=files, test_script="grep -q here a.txt"))
+        place = service.data / "service" / "inputs" / second
+        await until((place / "tests" / "test.sh").exists, 120)
+        assert (place / "files" / "3.bin").stat().st_size == 6_000_000
+        with pytest.raises(Busy, match="at most 40,000,000"):
+            service.rollouts.start(service.asked(program, upload_files=files))
+        third = service.rollouts.start(service.asked('print("small")'))
+        await service.rollouts.abort(first)
+        result = await service.rollouts.finalize(second)
+        assert (result.reward, result.log_tails["stdout"]) == (1.0, "24000000\n")
+        assert result.workdir_files == {"a.txt": "here"} and not place.exists()
+        assert (await service.rollouts.finalize(third)).status == "finished"
+        again = service.rollouts.start(service.asked(program, upload_files=files))
+        assert (await service.rollouts.abort(again)).status == "cancelled"  # while its files are laid down
 
 
 async def test_wrong_arguments_start_nothing() -> None:

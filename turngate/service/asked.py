@@ -7,10 +7,10 @@ names the argument. Keys, images, sandboxes and networks are no arguments: they 
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import re
-from collections.abc import Mapping
+import string
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Literal, TypeVar
 
@@ -32,8 +32,11 @@ MOST_FILES = 500
 MOST_FILE = 8_000_000  # bytes
 MOST_BYTES = 32_000_000  # of all files together
 MOST_PATH = 400  # characters
+MOST_TOKENS = 10_000_000  # of one turn
 MOST_ROW = 4_000_000  # bytes of a SWE row
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+_BASE64 = (string.ascii_letters + string.digits + "+/").encode()
+_PIECE = 1 << 17  # characters; base64 can be cut at fours
 _LONGEST = 512  # characters of a key or a URL
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -74,31 +77,33 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 param="task_id",
             )
         _common(self)
-        self.files()
+        self.places()
+        total = 0
+        for name, content in self.upload_files.items():
+            where = f"upload_files[{name[:80]!r}]"
+            size = _size(content, where)
+            total += size
+            if size > MOST_FILE or total > MOST_BYTES:
+                raise BadRequest(
+                    f"{where}: is too large; a file may have {MOST_FILE:,} bytes, all together {MOST_BYTES:,}",
+                    param="upload_files",
+                )
         return self
 
-    def files(self) -> dict[str, bytes]:
-        """The files to lay down, by their path. `BadRequest` where a path leads out, or there is too much."""
+    def places(self) -> dict[str, str | Encoded]:
+        """The files to lay down, by their path. `BadRequest` where a path leads out, or there are too many."""
         if len(self.upload_files) > MOST_FILES:
             raise BadRequest(
                 f"upload_files: there are {len(self.upload_files)} files, and at most {MOST_FILES} are taken",
                 param="upload_files",
             )
-        found: dict[str, bytes] = {}
-        total = 0
+        found: dict[str, str | Encoded] = {}
         for name, content in self.upload_files.items():
             where = f"upload_files[{name[:80]!r}]"
             path = _path(name, where)
-            data = _bytes(content, where)
-            total += len(data)
-            if len(data) > MOST_FILE or total > MOST_BYTES:
-                raise BadRequest(
-                    f"{where}: is too large; a file may have {MOST_FILE:,} bytes, all together {MOST_BYTES:,}",
-                    param="upload_files",
-                )
             if path in found:
                 raise BadRequest(f"{where}: is the same place as another file", param="upload_files")
-            found[path] = data
+            found[path] = content
         for path in found:
             for folder in PurePosixPath(path).parents:
                 if str(folder) in found:
@@ -107,6 +112,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                         param="upload_files",
                     )
         return found
+
+    def size(self) -> int:
+        """Bytes of what is laid down."""
+        return sum(_room(content) for content in self.upload_files.values()) + len(self.test_script)
+
+    def laid(self) -> Asked:
+        """The same without what is on disk by now."""
+        return msgspec.structs.replace(self, upload_files={}, test_script="")
 
 
 class AskedSwe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,6 +149,14 @@ class AskedSwe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _common(self)
         return self
 
+    def size(self) -> int:
+        """Bytes of the row."""
+        return len(msgspec.json.encode(self.task))
+
+    def laid(self) -> AskedSwe:
+        """The same without the row, of which the task is made by now."""
+        return msgspec.structs.replace(self, task={})
+
 
 class AskedTask(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a task that the host itself has: for code in this process (the Python API). Never made from what somebody sends."""
@@ -154,6 +175,12 @@ class AskedTask(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> AskedTask:
         """What types cannot say."""
         _common(self)
+        return self
+
+    def size(self) -> int:
+        return 0  # its files are where they are
+
+    def laid(self) -> AskedTask:
         return self
 
 
@@ -193,10 +220,16 @@ def _common(asked: AnyAsked) -> None:
                 f"{name}: is too long, or holds characters that no such name has (at most {_LONGEST})", param=name
             )
     mode_of(asked.mode)
-    if asked.max_tokens_cap is not None and not 1 <= asked.max_tokens_cap <= 10_000_000:
-        raise BadRequest(f"max_tokens_cap: {asked.max_tokens_cap} has to be at least 1", param="max_tokens_cap")
+    if asked.max_tokens_cap is not None and not 1 <= asked.max_tokens_cap <= MOST_TOKENS:
+        raise BadRequest(
+            f"max_tokens_cap: {asked.max_tokens_cap} has to be between 1 and {MOST_TOKENS:,}; leave it out for no cap",
+            param="max_tokens_cap",
+        )
     if not (math.isfinite(asked.agent_timeout_s) and asked.agent_timeout_s > 0):
-        raise BadRequest(f"agent_timeout_s: {asked.agent_timeout_s} has to be more than 0", param="agent_timeout_s")
+        raise BadRequest(
+            f"agent_timeout_s: {asked.agent_timeout_s} has to be a number of seconds that is more than 0 and finite",
+            param="agent_timeout_s",
+        )
 
 
 def _plain(name: str, text: str, most: int, *, needed: bool = False) -> None:
@@ -235,12 +268,26 @@ def _path(name: str, where: str) -> str:
     return str(path)
 
 
-def _bytes(content: str | Encoded, where: str) -> bytes:
+def decoded(content: str | Encoded) -> Iterator[bytes]:
+    """What a file is to hold, once it was checked. For threads: in pieces, because nobody else runs while one is decoded."""
+    text = content if isinstance(content, str) else content.base64
+    for at in range(0, len(text), _PIECE):
+        piece = text[at : at + _PIECE]
+        yield piece.encode() if isinstance(content, str) else base64.b64decode(piece)
+
+
+def _room(content: str | Encoded) -> int:
+    return len(content) if isinstance(content, str) else len(content.base64) // 4 * 3
+
+
+def _size(content: str | Encoded, where: str) -> int:
+    """In bytes, without decoding it: this runs where everybody else waits."""
     if isinstance(content, str):
-        return _written(content, where, "upload_files")
-    if len(content.base64) > 2 * MOST_FILE:
+        return len(content) if content.isascii() else len(_written(content, where, "upload_files"))
+    text = content.base64
+    if len(text) > 2 * MOST_FILE:
         raise BadRequest(f"{where}: is too large; a file may have {MOST_FILE:,} bytes", param="upload_files")
-    try:
-        return base64.b64decode(content.base64, validate=True)
-    except (binascii.Error, ValueError):
-        raise BadRequest(f"{where}: its base64 cannot be read", param="upload_files") from None
+    padding = 2 if text.endswith("==") else 1 if text.endswith("=") else 0
+    if len(text) % 4 or not text.isascii() or text.encode().translate(None, _BASE64) != b"=" * padding:
+        raise BadRequest(f"{where}: its base64 cannot be read", param="upload_files")
+    return _room(content) - padding

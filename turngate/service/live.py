@@ -30,6 +30,8 @@ class Live:
         self.agent = agent
         self.task = task
         self.task_id = task_id
+        self.size = asked.size()  # of what its caller gave
+        self.laid: asyncio.Task[None] | None = None  # on disk
         self.started = time.time()
         self.began = time.monotonic()
         self.seconds: dict[str, float] = {}  # of what comes before the rollout itself

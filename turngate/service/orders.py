@@ -20,7 +20,7 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import BadRequest, StoreError, TaskError
 from turngate.rollout.outcome import Order
 from turngate.sandboxes.base import Backend
-from turngate.service.asked import AnyAsked, Asked, AskedSwe, AskedTask
+from turngate.service.asked import AnyAsked, Asked, AskedSwe, AskedTask, decoded
 from turngate.service.catalog import Choice
 from turngate.service.config import ServiceConfig
 from turngate.tasks import swe
@@ -77,10 +77,11 @@ def lay(asked: AnyAsked, inputs: Path) -> None:
     if not isinstance(asked, Asked):
         return
     try:
-        for path, data in asked.files().items():
+        for path, content in asked.places().items():
             place = inputs / "files" / path
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
+            with place.open("wb") as file:
+                file.writelines(decoded(content))
         if asked.test_script.strip():
             place = inputs / "tests" / "test.sh"
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -90,11 +91,9 @@ def lay(asked: AnyAsked, inputs: Path) -> None:
         raise StoreError(f"what was given cannot be written down: {error.strerror}") from None
 
 
-def given(asked: AnyAsked) -> dict[str, bytes] | None:
-    """The files that the working folder begins with, as far as they are known here. None: a whole repository."""
-    if isinstance(asked, AskedSwe):
-        return None
-    return asked.files() if isinstance(asked, Asked) else {}
+def given(asked: AnyAsked, inputs: Path) -> Path | None:
+    """Where the files are that the working folder began with; there may be none. None: it is a whole repository."""
+    return None if isinstance(asked, AskedSwe) else inputs / "files"
 
 
 def order_of(

@@ -5,7 +5,7 @@ Reads what the agent left behind, and long traces take their time, so `Rollouts`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,10 +30,10 @@ def ended(
     folder: Path,
     clamp: Clamp,
     notes: Sequence[str] = (),
-    given: Mapping[str, bytes] | None = None,
+    given: Path | None = None,
 ) -> RolloutResult:
-    """The result of a rollout: `state` says how it ended, `outcome` what came of it, if it came so far as to have one. `given`: the files
-    that its working folder began with; None: that is a whole repository, and not shown."""
+    """The result of a rollout: `state` says how it ended, `outcome` what came of it, if it came so far as to have one. `given`: a folder
+    with the files that its working folder began with; None: that is a whole repository, and not shown."""
     cut = Cut(clamp)
     shown = turns(view, cut) if view is not None else []
     found = msgspec.structs.replace(bare(state, outcome, notes), capture=least(shown), turns=shown)
@@ -78,7 +78,7 @@ def bare(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> 
     )
 
 
-def _workdir(outcome: Outcome, folder: Path, given: Mapping[str, bytes] | None, cut: Cut) -> dict[str, str]:
+def _workdir(outcome: Outcome, folder: Path, given: Path | None, cut: Cut) -> dict[str, str]:
     if not outcome.collected.work:
         return {}
     if given is None:

@@ -155,6 +155,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 f"the queue is full: {self.config.running} rollouts run and {self.config.queued} wait; try again when one "
                 "has ended"
             )
+        self._room_for(asked.size())
         rollout = self._new_id()
         task = task_of(asked, self.config, self._store.inputs(rollout))
         self._agents.check(agent, task.instruction)
@@ -163,11 +164,20 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._store.put(live.state(), choice.place)
         self._live[rollout] = live
         self._tell(live, "queued", {"task": task_id, "agent": agent.name, "model_key": choice.endpoint.key})
+        live.laid = asyncio.create_task(self._laid(live))
         live.work = asyncio.create_task(self._worked(live), name=f"rollout {rollout}")
         life = asyncio.create_task(self._lived(live, live.work), name=f"life of rollout {rollout}")
         self._lives.add(life)
         life.add_done_callback(self._lives.discard)
         return rollout
+
+    def _room_for(self, size: int) -> None:
+        held = sum(live.size for live in self._live.values())
+        if size and held + size > self.config.queued_bytes:
+            raise Busy(
+                f"the queue is full: what was given to those that run and wait has {held:,} bytes, and at most "
+                f"{self.config.queued_bytes:,} are kept; try again when one has ended"
+            )
 
     def _new_id(self) -> str:
         """Later ones are greater."""
@@ -177,6 +187,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     async def run(self, asked: AnyAsked, *, abort_if_cancelled: bool = False) -> RolloutResult:
         """`start`, then `finalize`. Cancelling the caller leaves the rollout alone, unless `abort_if_cancelled`."""
         rollout = self.start(asked)
+        del asked  # megabytes of files, maybe
         try:
             return await self.finalize(rollout)
         except asyncio.CancelledError:
@@ -313,7 +324,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 live.model = reached.model
             with live.timed("install"):
                 installed = await self._agents.installed(live.agent)
-            await to_the_end(asyncio.to_thread(lay, live.asked, self._store.inputs(live.id)))
+            if live.laid is not None:
+                await asyncio.shield(live.laid)
             order = order_of(
                 live.id,
                 live.asked,
@@ -334,6 +346,11 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 return await live.rollout.run()
             finally:
                 ticket.leave()
+
+    async def _laid(self, live: Live) -> None:
+        """What its caller gave is on disk while it waits, and no longer in memory."""
+        await asyncio.to_thread(lay, live.asked, self._store.inputs(live.id))
+        live.asked = live.asked.laid()
 
     async def _reached(self, live: Live) -> Reached:
         assert self._gateways is not None
@@ -396,6 +413,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             self._end(live, state, time.time())
 
     async def _let_go(self, live: Live) -> None:
+        if live.laid is not None and not live.laid.done():  # it was aborted before
+            await asyncio.wait([live.laid])
+        if live.laid is not None and (error := live.laid.exception()) is not None:
+            log.warning("rollout %s: %s", live.id, error)
         await _tried(live, "what it held open could not all be closed", live.stack.aclose(), None)
 
     async def _reported(
@@ -411,8 +432,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     def _report(self, live: Live, state: RolloutState, outcome: Outcome | None, view: Viewed | None) -> RolloutResult:
         """In a thread."""
-        folder = self._store.left(live.id)
-        return report.ended(state, outcome, view, folder, self.config.clamp, live.notes, given(live.asked))
+        folder, begun = self._store.left(live.id), given(live.asked, self._store.inputs(live.id))
+        return report.ended(state, outcome, view, folder, self.config.clamp, live.notes, begun)
 
     async def _keep(self, result: RolloutResult, said: Conversation) -> None:
         """On disk; in memory where that is full."""

@@ -1,0 +1,53 @@
+"""What agents left, as results show it: what is left out is counted and told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from turngate.logs import keep_out
+from turngate.service.clamped import Cut
+from turngate.service.config import Clamp
+from turngate.service.left import logs, tail, workdir
+
+
+@pytest.mark.parametrize(
+    ("data", "shown", "told"),
+    [
+        (b"x" * 100, "x" * 10, "90 of 100"),
+        (b"\xff" * 100, "\ufffd" * 10, "90 of 100"),
+        ("é".encode() * 100, "é" * 10, "180 of 200"),
+        ("\U0001f600".encode() * 100, "\U0001f600" * 10, "360 of 400"),
+        (b"\xff" * 12, "\ufffd" * 10, "2 of 12"),
+        (b"\xff" * 10, "\ufffd" * 10, ""),
+    ],
+)
+def test_the_end_of_a_log_says_how_much_comes_before(tmp_path: Path, data: bytes, shown: str, told: str) -> None:
+    (tmp_path / "log").write_bytes(data)
+    cut = Cut(Clamp())
+    assert tail(tmp_path / "log", "log", cut, 10) == shown
+    assert [one.split(":")[1].strip().startswith(told) for one in cut.told] == ([True] if told else [])
+
+
+def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
+    for name in ("work", "home"):
+        (tmp_path / name).mkdir()
+        Path(os.fsdecode(os.fsencode(tmp_path / name) + b"/odd-\xff")).write_bytes(b"x")
+        (tmp_path / name / "good").write_text("y")
+    cut = Cut(Clamp())
+    assert workdir(tmp_path / "work", tmp_path / "none", cut) == {"good": "y"}
+    assert logs(tmp_path, cut) == {"home/good": "y"}
+    for field, told in zip(("workdir_files", "log_tails"), cut.told, strict=True):
+        assert told.startswith(f"{field}: 1 files have names that are no text") and "odd-" in told
+
+
+def test_a_file_with_a_secret_in_it_is_not_told_as_cut(tmp_path: Path) -> None:
+    keep_out("a-very-secret-key-of-many-characters")
+    (tmp_path / "a").write_text("key: a-very-secret-key-of-many-characters")
+    (tmp_path / "b").write_text("é" * 30)
+    cut = Cut(Clamp(file=25))
+    found = workdir(tmp_path, tmp_path / "none", cut)
+    assert found["a"] == "key: [secret]" and found["b"] == "é" * 25
+    assert cut.told == ["workdir_files['b']: 10 of 60 bytes left out"]
