@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.sandboxes.upstream import Call, raw, upstream
+from turngate.errors import SandboxUnavailable
 from turngate.sandboxes import door
 
 PASS = [
@@ -156,6 +158,19 @@ async def test_the_socket_is_for_its_user_alone_and_goes_with_the_door(tmp_path:
             assert said.startswith(b"HTTP/1.1 200 ")
             assert calls == [("HEAD", "/")]
         assert not list(tmp_path.iterdir())
+
+
+async def test_a_socket_whose_path_is_too_long_is_told_with_what_to_set() -> None:
+    """As a long TMPDIR makes it. The longest path that the system takes is taken."""
+    with tempfile.TemporaryDirectory(prefix="tg-") as short:
+        room = door.PATH_BYTES - len(f"{short}//gateway.sock")
+        (fits := Path(short, "x" * room)).mkdir()
+        async with door.opened("http://127.0.0.1:9", folder=fits) as way:
+            assert way.socket is not None and way.socket.is_socket()
+        (long := Path(short, "é" * (room // 2 + 1))).mkdir()  # bytes count, not letters
+        with pytest.raises(SandboxUnavailable, match=r"TMPDIR: .* may have 107; set TMPDIR to a folder"):
+            async with door.opened("http://127.0.0.1:9", folder=long):
+                pass
 
 
 async def test_a_gateway_that_is_down_is_told_from_one_that_answers() -> None:

@@ -8,12 +8,14 @@ not what it was sent, so that the gateway cannot read a request differently.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
+from turngate.errors import SandboxUnavailable
 from turngate.sandboxes import relay
 
 # Method and path; `*` is a model's name, which may have slashes in it. HEAD is how an agent looks for its provider.
@@ -42,6 +44,7 @@ OURS = f"{relay.GATEWAY}: 1"  # tells the relay that this is an answer, not a de
 CONNECTIONS = 64
 HELD = 256 * 1024 * 1024  # bytes of requests' bodies
 STALL_S = 60.0  # without a byte, in the middle of a request
+PATH_BYTES = 107  # that the path of a unix socket may have
 MANY = 16  # times as much where all remote sandboxes share one door
 NOT_PASSED = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # what a server might believe of a proxy
 
@@ -100,6 +103,17 @@ def _mode(folder: Path) -> int:
     return 0o666 if folder.stat().st_mode & 0o007 else 0o600
 
 
+def _placed(path: Path) -> Path:
+    """One that the system takes. The folders of sandboxes are in the host's temporary folder."""
+    size = len(os.fsencode(path))
+    if size > PATH_BYTES:
+        raise SandboxUnavailable(
+            f"TMPDIR: a sandbox's socket would be {path}, which is {size} bytes, and a unix socket's path may have {PATH_BYTES}; set "
+            f"TMPDIR to a folder whose path is {size - PATH_BYTES} bytes shorter, such as /tmp"
+        )
+    return path
+
+
 @asynccontextmanager
 async def opened(
     gateway: str,
@@ -114,7 +128,7 @@ async def opened(
         if folder is None:
             door.target = f"http://127.0.0.1:{await door.relay.listen('127.0.0.1', 0)}"
         else:
-            door.socket = folder / "gateway.sock"
+            door.socket = _placed(folder / "gateway.sock")
             await door.relay.listen_unix(str(door.socket), _mode(folder))
             door.target = f"unix:{door.socket}"
         yield door
