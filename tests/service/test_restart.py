@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
 from pathlib import Path
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.kit import say
-from tests.service.kit import config, open_sessions, served
-from turngate.errors import DataInUse
+from tests.service.kit import KEY, config, open_sessions, served
+from turngate.errors import DataInUse, StoreError
+from turngate.service.books import Books
+from turngate.service.result import Event, RolloutState
 from turngate.service.rollouts import Rollouts
+from turngate.types import Json
 
 # A service in a process of its own, which is killed. Its agent has had one turn.
 PROGRAM = """
@@ -55,6 +59,55 @@ async def test_results_events_and_messages_stay(tmp_path: Path) -> None:
         assert service.rollouts.state(rollout) == state and service.rollouts.list().rollouts == [state]
         async with service.rollouts.gateway(rollout) as gateway:  # started again for this
             assert len(await gateway.samples(rollout)) == 1
+
+
+def begun(rollout: str) -> RolloutState:
+    about = {"task_id": "t", "agent": "shell", "model_key": KEY, "model": "m", "mode": "exact"}
+    return RolloutState(rollout_id=rollout, status="running", stage="result", started=100.0, **about)
+
+
+GRADED = ("outcome", {"kind": "graded", "reward": 0.5, "resolved": None})
+DONE = ("stage", {"stage": "done", "status": "timed out", "class": "graded", "reward": 0.5})
+KILLED: list[tuple[list[tuple[str, dict[str, Json]]], tuple[str, str | None, float | None]]] = [
+    ([], ("error", "infrastructure fault", None)),
+    ([GRADED], ("error", "graded", 0.5)),
+    ([GRADED, DONE], ("timed out", "graded", 0.5)),
+    ([("stage", {"stage": "done", "status": "cancelled", "class": None, "reward": None})], ("cancelled", None, None)),
+    ([("outcome", {"kind": "?", "reward": "much"})], ("error", "infrastructure fault", None)),
+]
+
+
+async def test_a_grade_that_was_recorded_outlives_the_process(tmp_path: Path) -> None:
+    books = Books(tmp_path / "service")
+    for n, (told, _) in enumerate(KILLED):
+        books.put(begun(f"r{n}"), "place")
+        happened = [("queued", {}), ("opened", {}), *told]
+        for cursor, (kind, data) in enumerate(happened, 1):
+            books.add(f"r{n}", Event(cursor=cursor, time=100.0 + cursor, kind=kind, data=data))
+    books.close()
+    async with served(data=tmp_path) as service:
+        for n, (told, known) in enumerate(KILLED):
+            result, state = await service.rollouts.finalize(f"r{n}"), service.rollouts.state(f"r{n}")
+            assert (result.status, result.kind, result.reward) == known == (state.status, state.kind, state.reward)
+            assert (result.error is not None) == (result.status == "error") and result.done
+            assert result.error is not None or "ended before its result was made" in result.notes[0]
+            assert result.wall_s == 2.0 + len(told)
+            assert (await service.all_events(f"r{n}"))[-1].data["reward"] == known[2]
+
+
+def test_what_is_forgotten_is_forgotten_whole(tmp_path: Path) -> None:
+    books = Books(tmp_path / "service")
+    for rollout in ("a", "b"):
+        books.put(begun(rollout), "place")
+        books.add(rollout, Event(cursor=1, time=1.0, kind="queued"))
+    with sqlite3.connect(tmp_path / "service" / "service.db") as db:
+        db.execute("CREATE TRIGGER t BEFORE DELETE ON rollouts WHEN OLD.id = 'b' BEGIN SELECT RAISE(ABORT, 'no'); END")
+    with pytest.raises(StoreError):
+        books.forget(["a", "b"])
+    assert len(list(books.states())) == 2 and len(books.page("a", 0, 9)) == 1
+    books.forget(["a"])
+    assert [state.rollout_id for state, _ in books.states()] == ["b"] and books.page("a", 0, 9) == []
+    books.close()
 
 
 async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> None:

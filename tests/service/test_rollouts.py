@@ -333,7 +333,8 @@ async def test_the_oldest_are_removed() -> None:
         assert [one.rollout_id for one in service.rollouts.list().rollouts] == [second.rollout_id]
         with pytest.raises(NotFound):
             await service.rollouts.finalize(first.rollout_id)
-        assert [path for path in (service.data / "service").rglob("*") if first.rollout_id in path.name] == []
+        kept = service.data / "service"
+        await until(lambda: not [path for path in kept.rglob("*") if first.rollout_id in path.name], 120)
         assert (service.rollouts.left(second.rollout_id) / "work" / "x").exists()
 
 
@@ -360,6 +361,45 @@ async def test_a_full_disk_costs_neither_events_nor_the_result(monkeypatch: pyte
         assert (result.status, result.turn_count) == ("finished", 1)
         assert await service.rollouts.finalize(result.rollout_id) == result
         assert len((await service.rollouts.messages(result.rollout_id)).messages) == 2
+
+
+async def test_what_found_the_disk_full_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: Books, *_: object) -> None:
+        raise StoreError("the disk is full")
+
+    async with served(data=tmp_path) as service:
+        with monkeypatch.context() as full:
+            full.setattr(Books, "write", write)
+            first = await service.rollouts.run(service.asked('ask("Hi")', test_script="true"))
+        assert list((tmp_path / "service" / "results").iterdir()) == []
+        await service.rollouts.run(service.asked())
+        said = await service.rollouts.messages(first.rollout_id)
+        assert (tmp_path / "service" / "results" / f"{first.rollout_id}.json").exists()
+        with monkeypatch.context() as full:
+            full.setattr(Books, "write", write)
+            last = await service.rollouts.run(service.asked())
+    async with served(data=tmp_path) as service:
+        assert [await service.rollouts.finalize(one.rollout_id) for one in (first, last)] == [first, last]
+        assert await service.rollouts.messages(first.rollout_id) == said and first.reward == 1.0
+
+
+async def test_what_cannot_be_forgotten_keeps_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: Books, *_: object) -> None:
+        raise StoreError("the disk is full")
+
+    async with served(keep=1) as service:
+        with monkeypatch.context() as full:
+            full.setattr(Books, "forget", forget)
+            first, second = [await service.rollouts.run(service.asked()) for _ in range(2)]
+            await until(lambda: not service.rollouts.list("running").rollouts, 120)
+        assert await service.rollouts.finalize(first.rollout_id) == first
+        third = await service.rollouts.run(service.asked())
+        await until(lambda: len(service.rollouts.list().rollouts) == 1, 120)
+        assert [one.rollout_id for one in service.rollouts.list().rollouts] == [third.rollout_id]
+        with pytest.raises(NotFound):
+            await service.rollouts.finalize(second.rollout_id)
 
 
 # ── other modes ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -91,12 +91,17 @@ class Books:
         return [msgspec.json.decode(event, type=Event) for (event,) in rows]
 
     def forget(self, rollouts: Sequence[str]) -> None:
+        """All of them or, with a `StoreError`, none."""
         with _kept():
             self._db.execute("BEGIN")
-            for rollout in rollouts:
-                self._db.execute("DELETE FROM events WHERE rollout = ?", (rollout,))
-                self._db.execute("DELETE FROM rollouts WHERE id = ?", (rollout,))
-            self._db.execute("COMMIT")
+            try:
+                for rollout in rollouts:
+                    self._db.execute("DELETE FROM events WHERE rollout = ?", (rollout,))
+                    self._db.execute("DELETE FROM rollouts WHERE id = ?", (rollout,))
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
 
     # ── files; these block, and are for threads ─────────────────────────────────────────────────────────────────
 

@@ -17,6 +17,7 @@ from turngate.service.asked import MOST_BYTES, MOST_SCRIPT
 from turngate.service.catalog import Catalog, Endpoint
 
 Size = Annotated[int, msgspec.Meta(ge=0)]  # 0: no bound
+Bytes = Annotated[int, msgspec.Meta(ge=MOST_BYTES + MOST_SCRIPT)]  # as many as one caller may give
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -51,9 +52,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     agent_options: dict[str, dict[str, str]] = {}  # per agent
     running: Annotated[int, msgspec.Meta(ge=1)] = 8  # rollouts at once
     queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # that wait, at most; one more is refused
-    queued_bytes: Annotated[int, msgspec.Meta(ge=MOST_BYTES + MOST_SCRIPT)] = (
-        2_000_000_000  # of what callers gave to all that run or wait; on disk, and more is refused
-    )
+    queued_bytes: Bytes = 2_000_000_000  # of what callers gave to all that run or wait, on disk; more is refused
     starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # sandboxes made at once; left out, twice the cores
     grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # graded at once; left out, the cores
     most_agent_timeout_s: Positive = 3600.0  # the longest that a caller may ask for

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from turngate.errors import TurngateError
 from turngate.rollout.collect import spelled
-from turngate.rollout.outcome import Outcome
+from turngate.rollout.outcome import Outcome, Status
 from turngate.service import report
 from turngate.service.asked import Asked
 from turngate.service.live import Live
 from turngate.service.result import Event, RolloutResult, RolloutState, Trouble
+from turngate.tasks.grading.grade import Class
 
 log = logging.getLogger("turngate")
 LOST = "lost: the service ended while this rollout ran; what was recorded until then is at its gateway"
+
+UNSHOWN = "the service ended before its result was made: how it was graded is known, and its turns are at its gateway"
 
 
 def settled(live: Live, work: asyncio.Task[Outcome], outcome: Outcome | None, failed_at: str) -> RolloutState:
@@ -78,24 +82,54 @@ def broken(live: Live, error: BaseException) -> tuple[RolloutState, RolloutResul
 
 
 def lost(state: RolloutState, events: list[Event]) -> RolloutState:
-    """What ran when the process was killed: as far as its events tell. Its time is counted up to the last of them."""
+    """What ran when the process was killed: as far as its events tell. Its time is counted up to the last of them. A grade that was
+    recorded stands; what else a result has is lost."""
     turns = [event.data for event in events if event.kind == "turn"]
     stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
     opened = any(event.kind == "opened" for event in events)
     stage = stages[-1] if stages else state.stage
+    told = _decided(events)
     return msgspec.structs.replace(
         state,
         done=True,
         stage="done",
-        status="error",
-        kind="infrastructure fault",
+        status=told.status,
+        kind=told.kind,
+        reward=told.reward,
         turns=len(turns),
         sampled_tokens=sum(int(turn.get("sampled_tokens", 0)) for turn in turns),
         wall_s=round(max(0.0, (events[-1].time if events else state.started) - state.started), 3),
         session=state.rollout_id if opened else "",
-        error=Trouble(boundary="gateway", stage=stage, message=LOST),
+        error=Trouble(boundary="gateway", stage=stage, message=LOST) if told.status == "error" else None,
         gateway="",
     )
+
+
+class _Decided(msgspec.Struct, frozen=True):
+    """How a rollout ended, where its events tell that."""
+
+    status: Status = "error"
+    kind: Class | None = "infrastructure fault"
+    reward: float | None = None
+
+
+def _decided(events: list[Event]) -> _Decided:
+    """The `outcome` that its gateway recorded says how it was graded; stage `done` how its agent ended, too."""
+    found = _Decided()
+    for event in events:
+        if event.kind == "stage" and event.data.get("stage") == "done":
+            known = {
+                "status": event.data.get("status"),
+                "kind": event.data.get("class"),
+                "reward": event.data.get("reward"),
+            }
+        elif event.kind == "outcome":
+            known = {"status": found.status, "kind": event.data.get("kind"), "reward": event.data.get("reward")}
+        else:
+            continue
+        with suppress(msgspec.ValidationError):  # a gateway elsewhere may be of another version
+            found = msgspec.convert(known, _Decided)
+    return found
 
 
 def state_of(result: RolloutResult, begun: RolloutState) -> RolloutState:

@@ -94,6 +94,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._places: dict[str, str] = {}  # of their gateways
         self._lost: dict[str, list[str]] = {}  # sessions that may still be open, by their gateway's place
         self._unwritten: dict[str, tuple[RolloutResult, list[Said]]] = {}  # where the disk was full
+        self._catching_up = asyncio.Lock()
         self._folder = Path(config.data).absolute() / "service"
         self._closing = False
         self._newest = 0  # what the newest id begins with
@@ -126,6 +127,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._closing = True
         await asyncio.gather(*(self.abort(rollout, "the service is being stopped") for rollout in list(self._live)))
         await asyncio.gather(*self._lives)
+        if self._books is not None:
+            await self._caught_up()
+            for rollout in self._unwritten:
+                log.error("the result of rollout %s is lost: it could not be written", rollout)
         await self._agents.close()
         if self._gateways is not None:
             await self._gateways.close()
@@ -372,7 +377,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await asyncio.wait([ending])
         if (error := ending.exception()) is not None:
             await self._ended_anyhow(live, error)
-        await self._removed_oldest()
+        await self._removed_oldest()  # which may make room
+        await self._caught_up()
 
     async def _finished(self, live: Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
         """Nothing here that is only for showing may cost the outcome."""
@@ -557,7 +563,8 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             state = endings.state_of(finished, state)
         else:
             state = endings.lost(state, events)
-            result = report.ended(state, None, None, store.left(rollout), self.config.clamp)
+            notes = () if state.error is not None else (endings.UNSHOWN,)
+            result = report.ended(state, None, None, store.left(rollout), self.config.clamp, notes)
             await asyncio.to_thread(store.write, result, ())
         if not events or events[-1].kind != "ended":
             facts = {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
@@ -577,14 +584,30 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     async def _removed_oldest(self) -> None:
         surplus = list(self._ended)[: max(0, len(self._ended) - self.config.keep)]
+        if not surplus:
+            return
+        try:
+            self._store.forget(surplus)
+        except StoreError as error:  # what is remembered keeps its files; there is a next time
+            log.error("the oldest rollouts could not be removed: %s", error.message)
+            return
         for rollout in surplus:
             del self._ended[rollout], self._places[rollout]
             self._unwritten.pop(rollout, None)
-        if surplus:
-            with _logged(surplus[0]):
-                self._store.forget(surplus)
-            for rollout in surplus:
-                await asyncio.to_thread(self._store.clear, rollout)
+        for rollout in surplus:
+            await asyncio.to_thread(self._store.clear, rollout)
+
+    async def _caught_up(self) -> None:
+        """What is only in memory is written down as soon as there is room."""
+        async with self._catching_up:
+            for rollout, kept in list(self._unwritten.items()):
+                try:
+                    await asyncio.to_thread(self._store.write, *kept)
+                    if (state := self._ended.get(rollout)) is not None:
+                        self._store.put(state, self._places[rollout])
+                except StoreError:  # it was told when it happened
+                    return
+                self._unwritten.pop(rollout, None)
             if self._gateways is not None:
                 await self._gateways.forget(self._remembered)
 
