@@ -20,6 +20,8 @@ _BESIDE = (
     "tests/service/test_abort",
     "tests/service/test_restart",
     "tests/service/test_many",
+    "tests/service/test_own",
+    "tests/service/test_direct",
     "tests/tasks/grading",
     "tests/tasks/test_prove",
     "tests/batch",

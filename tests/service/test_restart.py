@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.service.kit import served
 
 async def main(data, root):
-    async with served(data=Path(data), root=Path(root)) as service:
+    async with served(data=Path(data), root=Path(root), running=1) as service:
         rollout = service.rollouts.start(service.asked('ask("Hi")\\ntime.sleep(600)', upload_files={"a": "b"}))
         waiting = service.rollouts.start(service.asked())
         while service.rollouts.state(rollout).turns < 1:
