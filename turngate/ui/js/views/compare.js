@@ -111,7 +111,7 @@ function drawn(sides, toFirst, whole) {
     const apart = first !== null && i === first;
     const label = i === 0 ? "Beginning" : `Turn ${i}`;
     const where = apart
-      ? `: ${what.toLowerCase()}${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}`
+      ? `: the ${what.toLowerCase()}${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}`
       : "";
     pair.append(el("div.pair-mark", { tabindex: "-1", class: apart ? "is-first" : "", text: `${label}${where}` }));
     const differ = apartAt(left[i], right[i]);
