@@ -36,13 +36,13 @@ class BlockingClient:
         """The arguments are those of `Client`."""
         self._client = Client(model, **where)
         self._loop = LoopThread()
+        _at_exit()
+        _OPEN.add(self)
         try:
             self._loop.run(self._client.__aenter__())
         except BaseException:
-            self._loop.close()
+            self.close()  # whole: an interrupt may have come when it had just been opened
             raise
-        _at_exit()
-        _OPEN.add(self)
 
     def __enter__(self) -> BlockingClient:
         return self
