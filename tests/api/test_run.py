@@ -155,7 +155,8 @@ def test_a_script_that_is_interrupted_or_ends_too_early_leaves_nothing(
     nap = NAP.replace("66", "67", 1)
     file = tmp_path / "script.py"
     sleeps = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{nap}'])")
-    begun = f"import turngate as tg\nclient = tg.open({scripted(tmp_path, ['Hello.'])!r}, **{AGENT!r})\n"
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background has it ignored
+    begun = f"{heard}import turngate as tg\nclient = tg.open({scripted(tmp_path, ['Hello.'])!r}, **{AGENT!r})\n"
     if how == "interrupted":
         rest = f"""
             try:

@@ -109,6 +109,8 @@ def process(*arguments: str | Path, columns: int = 0, **env: str) -> Iterator[Pr
         reading, writing = os.pipe()
 
     def own_terminal() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):  # `nohup`, and shells in the background, have them ignored
+            signal.signal(number, signal.SIG_DFL)
         if columns:
             fcntl.ioctl(writing, termios.TIOCSCTTY, 0)
 

@@ -102,8 +102,9 @@ def over_http(folder: Path) -> Iterator[Server]:
 
 def listening(running: Process) -> str:
     """The URL that it says that it serves."""
-    running.says("/mcp")
-    return next(word for word in running.output.split() if word.endswith("/mcp"))
+    running.says("serves MCP on")
+    running.says("/mcp\n")
+    return next(word for word in running.output.split() if word.startswith("http") and word.endswith("/mcp"))
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
-from turngate import __version__, logs
+from turngate import __version__
 from turngate.cli import options
 from turngate.errors import ConfigError, TurngateError
 
@@ -120,6 +120,7 @@ def serve(
     """Start the gateway."""
     overrides = {name: value for name, value in locals().items() if name != "config"}
     overrides["engine_url"] = engine_url or None
+    from turngate import logs
     from turngate.config import load
 
     settings = _or_exit(lambda: load(config, overrides))
@@ -549,7 +550,7 @@ def tasks_check(
 @contextmanager
 def _told(log_format: str, asked: bool) -> Iterator[None]:
     """Log lines and spans of a command that runs rollouts."""
-    from turngate import spans
+    from turngate import logs, spans
 
     if log_format not in ("text", "json"):
         raise ConfigError(f"log_format: {log_format!r} is neither text nor json", param="log_format")

@@ -193,8 +193,17 @@ class Batch:
 
     # ── the whole ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def _opened(self) -> Ledger:
+        """Being cancelled meanwhile leaves nothing locked."""
+        opening = asyncio.ensure_future(asyncio.to_thread(Ledger.opened, self._plan.folder))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await to_the_end(_let_go(opening))
+            raise
+
     async def run(self) -> BatchResult:
-        ledger = self._ledger = await asyncio.to_thread(Ledger.opened, self._plan.folder)
+        ledger = self._ledger = await self._opened()
         beside = [asyncio.create_task(self._closing.run())]
         try:
             await self._agreed(ledger)
@@ -873,3 +882,9 @@ async def _gone(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()
+
+
+async def _let_go(opening: asyncio.Future[Ledger]) -> None:
+    await asyncio.wait([opening])
+    if opening.exception() is None:
+        await opening.result().close()
