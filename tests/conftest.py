@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import kit
+from turngate import logs
 from turngate.render import Renderer, Tokenizer
 
 # Heavy, but each looks after its own things only: two may run at a time.
@@ -76,6 +77,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
             if place.startswith(_ALONE):
                 item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture(autouse=True)
+def _keys_of_one_test_are_words_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_kept_out", set(logs._kept_out))
 
 
 @pytest.fixture(autouse=True)
