@@ -33,6 +33,7 @@ import msgspec
 
 from turngate.control import STALE
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
+from turngate.rollout import wishes
 from turngate.rollout.client import GatewayClient, Refused, Unreachable
 from turngate.rollout.closing import Closing
 from turngate.rollout.gates import Gates, Ticket
@@ -45,6 +46,7 @@ from turngate.rollout.plan import BatchPlan, differences, group_name, stream
 from turngate.rollout.summary import Summary, summed_up
 from turngate.rollout.tally import Tally, Watch
 from turngate.rollout.wayout import WayOut
+from turngate.rollout.wishes import Asked
 from turngate.sandboxes.posix import to_the_end
 from turngate.store.outcome import Recorded
 from turngate.tasks.task import Task
@@ -80,13 +82,6 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complete(self) -> bool:
         return len(self.finished) == self.summary.overall.wanted
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    """Somebody wants a rollout to be tried again, after the attempt that was its last."""
-
-    rollout: str
-    attempt: int
 
 
 class _Todo(msgspec.Struct, frozen=True):
@@ -284,8 +279,8 @@ class Batch:
         """What an earlier run has left: outcomes that the gateway lacks are recorded there, finished rollouts count, attempts whose end
         nobody saw are ended."""
         known = ledger.known
-        wishes = await self._wishes_left() if known.attempts else {}
-        taken = await self._reopened(wishes)
+        asked_for = await self._wishes_left() if known.attempts else {}
+        granted = await self._reopened(asked_for)
         for finished in list(known.finished.values()):
             self._count(finished)
         for late in list(known.unrecorded.values()):
@@ -293,8 +288,8 @@ class Batch:
         for begun in list(known.open.values()):
             await asyncio.to_thread(self._remove_work, begun.session)
             await self._closed(begun, "lost", "its runner ended before it did")
-        for seq, asked in wishes.items():
-            await self._tell_asker(seq, *(_taken(asked) if seq in taken else (False, self._no_retry(asked))))
+        for seq, asked in asked_for.items():
+            await self._tell_asker(seq, *(asked.granted() if seq in granted else (False, self._no_retry(asked))))
         self.tally.before = self.tally.done
         if self.tally.before:
             self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
@@ -303,7 +298,7 @@ class Batch:
 
     # ── what others ask of it ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _wishes_left(self) -> dict[int, _Asked]:
+    async def _wishes_left(self) -> dict[int, Asked]:
         """What was asked for while nobody listened, by its place in the stream. A gateway that does not answer is found out by others."""
         try:
             async with asyncio.timeout(_BACK_S):
@@ -311,23 +306,14 @@ class Batch:
         except TimeoutError:
             return {}
 
-    async def _caught_up(self) -> dict[int, _Asked]:
-        """The wishes that nobody has said yes or no to. To read only a part would be to act on one that was refused."""
-        left: dict[int, _Asked] = {}
-        heard = 0
-        async for event in self._gateway.events(stream(self._batch), wait=False):
-            heard = event["seq"]
-            if (asked := _asked(event)) is not None:
-                left[heard] = asked
-            elif (answered := _answered(event)) is not None:
-                left.pop(answered, None)
-        self._heard = heard
-        return left
+    async def _caught_up(self) -> dict[int, Asked]:
+        found, self._heard = await wishes.left(self._gateway, self._batch)
+        return found
 
-    async def _reopened(self, wishes: Mapping[int, _Asked]) -> set[int]:
+    async def _reopened(self, asked_for: Mapping[int, Asked]) -> set[int]:
         """Which of them are granted: rollouts that are done again, before anybody counts them as finished."""
         taken = set()
-        for seq, asked in wishes.items():
+        for seq, asked in asked_for.items():
             if asked.rollout in self._books.known.finished and not self._no_retry(asked):
                 await self._books.add(Reopened(rollout=asked.rollout, attempt=asked.attempt, at=now()))
                 self._note(f"{asked.rollout}: is tried again, as somebody asked")
@@ -344,20 +330,20 @@ class Batch:
                         self._consider(seq, asked)
                 async for event in self._gateway.events(stream(self._batch), self._heard or 0):
                     self._heard = event["seq"]
-                    if (asked_now := _asked(event)) is not None:
+                    if (asked_now := wishes.asked(event)) is not None:
                         self._consider(event["seq"], asked_now)
             except TurngateError as error:
                 log.debug("nobody can ask this batch for retries now: %s", error.message)
             await asyncio.sleep(_LISTEN_S)
 
-    def _consider(self, seq: int, asked: _Asked) -> None:
+    def _consider(self, seq: int, asked: Asked) -> None:
         """Beside the listening: an attempt may take its time to end. The batch does not end before the wish is decided."""
         self._under_way += 1
         task = asyncio.create_task(self._answer(seq, asked))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer(self, seq: int, asked: _Asked) -> None:
+    async def _answer(self, seq: int, asked: Asked) -> None:
         """The page shows an attempt as over a little before the ledger has it, and a cancelled one while its agent is being ended."""
         try:
             if not await self._over_within(_SOON_S, asked):
@@ -373,7 +359,7 @@ class Batch:
             await self._change()
         await self._tell_asker(seq, taken, message)
 
-    async def _over_within(self, limit_s: float | None, asked: _Asked) -> bool:
+    async def _over_within(self, limit_s: float | None, asked: Asked) -> bool:
         """Whether the attempt is settled, as far as it will be."""
         try:
             async with asyncio.timeout(limit_s), self._changed:
@@ -382,10 +368,10 @@ class Batch:
             return False
         return True
 
-    def _is_at_work(self, asked: _Asked) -> bool:
+    def _is_at_work(self, asked: Asked) -> bool:
         return self._at_work.get(asked.rollout) == asked.attempt
 
-    async def _decided(self, asked: _Asked) -> tuple[bool | None, str]:
+    async def _decided(self, asked: Asked) -> tuple[bool | None, str]:
         """What is answered, once it is true. None: a later run decides."""
         if self._is_at_work(asked):
             return None, _ENDING
@@ -394,13 +380,10 @@ class Batch:
         if not self._goes_on:
             return None, _ENDING
         await to_the_end(self._begin_again(self._books.known.finished[asked.rollout]))
-        return _taken(asked)
+        return asked.granted()
 
     async def _tell_asker(self, seq: int, taken: bool | None, message: str) -> None:
-        """Where the gateway cannot be told, the wish is still there, unanswered."""
-        with suppress(TurngateError):
-            told = {"retry": seq, "taken": taken, "message": message}
-            await self._gateway.announce(stream(self._batch), "note", told)
+        await wishes.answer(self._gateway, self._batch, seq, taken, message)
 
     async def _begin_again(self, one: Finished) -> None:
         self._wished.add(one.rollout)
@@ -412,7 +395,7 @@ class Batch:
         self._note(f"{one.rollout}: is tried again, as somebody asked")
         await self._change()
 
-    def _no_retry(self, asked: _Asked) -> str:
+    def _no_retry(self, asked: Asked) -> str:
         """Why a rollout is not tried again; empty: it can be."""
         known = self._books.known
         late = known.unrecorded.get(asked.rollout)
@@ -753,26 +736,6 @@ class Batch:
     def _books(self) -> Ledger:
         assert self._ledger is not None, "it is opened before there is anything to write"
         return self._ledger
-
-
-def _asked(event: Json) -> _Asked | None:
-    if event["kind"] != "retry":
-        return None
-    try:
-        return msgspec.convert(event["data"], _Asked)
-    except msgspec.ValidationError:  # of somebody else's making
-        return None
-
-
-def _answered(event: Json) -> int | None:
-    """The wish that was granted or refused. What was put off is still to be answered."""
-    data = event["data"] if event["kind"] == "note" else {}
-    seq = data.get("retry")
-    return seq if isinstance(seq, int) and isinstance(data.get("taken"), bool) else None
-
-
-def _taken(asked: _Asked) -> tuple[bool, str]:
-    return True, f"it is tried again, as attempt {asked.attempt + 1}"
 
 
 def _message(outcome: Outcome) -> str:

@@ -153,17 +153,4 @@ def state_of(result: RolloutResult, begun: RolloutState) -> RolloutState:
 
 def unfinished(state: RolloutState) -> RolloutResult:
     """A result that says how far it is."""
-    return RolloutResult(
-        rollout_id=state.rollout_id,
-        task_id=state.task_id,
-        agent=state.agent,
-        model_key=state.model_key,
-        model=state.model,
-        mode=state.mode,
-        done=False,
-        status=state.status,
-        wall_s=state.wall_s,
-        turn_count=state.turns,
-        sampled_tokens=state.sampled_tokens,
-        session=state.session,
-    )
+    return msgspec.structs.replace(report.bare(state, None, ()), done=False)
