@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import tomllib
 from pathlib import Path
 
@@ -17,25 +18,38 @@ from tests import kit as gateways
 from tests.agents_real.kit import agent, call, says
 from tests.mcp import kit
 from tests.mcp.kit import KEY, MODEL, asked
+from tests.mcp.test_tools import ROW
 from turngate.agents.launch import Launch, plan
 from turngate.rollout.playbook import Playbook, Scene
+from turngate.service.tools import TOOLS
 
 PROMPT = "Try the rollouts, please."
-WITHIN_S = 60.0
+WITHIN_S = 120.0
+
+
+ORDER = asked('open("a.txt", "w").write(ask("Hi"))', test_script="grep -q Hello a.txt")
+ORDER["instruction"] = re.sub(
+    r"\{(\w+)\}", r"{ \1 }", ORDER["instruction"]
+)  # so that it is no placeholder of the playbook's
+ONE: dict[str, object] = {"rollout_id": "{rollout}"}  # that was started
+# Every tool, with what it is called with.
+CALLS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("list_endpoints", {}),
+    ("start_rollout", ORDER),
+    ("finalize_rollout", {**ONE, "wait_s": 40, "logprobs": False}),
+    ("get_state", ONE),
+    ("get_messages", ONE),
+    ("subscribe_events", ONE),
+    ("abort_rollout", ONE),  # which changes nothing about one that has ended
+    ("run_rollout", {**ORDER, "task_id": "at-once", "logprobs": False}),
+    ("run_swe_rollout", {"task": ROW, "model_key": MODEL}),
+    ("list_rollouts", {}),
+)
 
 
 def _scene() -> Scene:
-    def tool(name: str, **arguments: object) -> object:
-        return call(f"mcp__turngate__{name}", **arguments)
-
-    order = asked('open("a.txt", "w").write(ask("Hi"))', test_script="grep -q Hello a.txt")
-    steps = (
-        says("I look what there is.", tool("list_endpoints")),  # type: ignore[arg-type]
-        says("", tool("start_rollout", **order)),  # type: ignore[arg-type]
-        says("", tool("finalize_rollout", rollout_id="{rollout}", wait_s=40, logprobs=False)),  # type: ignore[arg-type]
-        says("All done."),
-    )
-    return Scene(PROMPT, steps, finds={"rollout": r'"rollout_id":"([^"]+)"'})
+    steps = [says("", call(f"mcp__turngate__{name}", **arguments)) for name, arguments in CALLS]
+    return Scene(PROMPT, (*steps, says("All done.")), finds={"rollout": r'"rollout_id":"([^"]+)"'})
 
 
 def _claude(server: kit.Server, home: Path, launch: Launch) -> list[str]:
@@ -68,7 +82,7 @@ SET_UP = {"claude-code": _claude, "codex": _codex}
 
 
 @pytest.mark.parametrize("name", SET_UP)
-async def test_a_real_agent_runs_a_rollout(server: kit.Server, name: str, tmp_path: Path) -> None:
+async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_path: Path) -> None:
     spec, installed = agent(name)
     async with gateways.gateway(Playbook(gateways.renderer(), [_scene()]), max_context=200_000) as gateway:
         session = await gateway.open()
@@ -103,8 +117,24 @@ async def test_a_real_agent_runs_a_rollout(server: kit.Server, name: str, tmp_pa
                 await process.wait()
         heard = [gateways.tokenizer().decode(node["ids"]) for node in (await gateway.trace(session.id))["nodes"]]
     assert process.returncode == 0 and "All done." in said.decode(), said.decode()
-    [endpoints] = [text for text in heard if '"endpoints":[' in text]
+
+    def told(mark: str) -> list[str]:
+        return [text for text in heard if mark in text]
+
+    assert {name for name, _ in CALLS} == set(TOOLS)
+    [endpoints] = told('"endpoints":[')
     assert MODEL in endpoints
-    [result] = [text for text in heard if '"workdir_files":' in text]
-    assert '"status":"finished"' in result and '"a.txt":"Hello."' in result
-    assert '"reward":1' in result
+    results = told('"workdir_files":')
+    for result in results[:2]:  # of finalize_rollout and run_rollout
+        assert '"status":"finished"' in result and '"a.txt":"Hello."' in result
+        assert '"reward":1' in result
+    assert '"task_id":"at-once"' in results[1]
+    assert ROW["instance_id"] in results[2] and "docker" in results[2]  # which this server's sandbox is not
+    [messages] = told('"messages":[')
+    assert "Hello." in messages
+    [events] = told('"events":[')
+    assert '"kind":"queued"' in events and '"kind":"ended"' in events
+    [listing] = told('"rollouts":[')
+    assert "at-once" in listing
+    states = [text for text in told('"started":') if text is not listing]
+    assert len(states) == 2 and all('"stage":"done"' in text for text in states)  # of get_state and abort_rollout
