@@ -47,6 +47,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: int = 1  # processes that share the sessions
     durability: Literal["process", "disk"] = "process"  # a turn survives a kill of the process, or of the machine
     idle_s: float = 24 * 3600  # sessions unused for this long are sealed
+    rest_s: float = 60.0  # sessions unused for this long leave memory, until their next call; 0: they stay
     event_days: float = 0.0  # events older than this are removed; 0: they stay as long as their session
     alive_s: float = 10.0  # a sign of life when nothing was sent for this long
     max_body_mb: float = 64.0  # largest request, in megabytes
@@ -64,6 +65,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("idle_s", "alive_s", "max_body_mb", "engine_silence_s", "engine_ranks"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} must be more than 0", param=name)
+        if not self.rest_s >= 0:
+            raise ConfigError(f"rest_s: {self.rest_s} must be 0 (never) or more", param="rest_s")
         if not 1 <= self.workers <= 256:
             raise ConfigError(
                 f"workers: {self.workers} is not between 1 and 256; one per core is the most that helps",

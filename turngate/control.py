@@ -23,6 +23,7 @@ from turngate.fence import Fence, Pause
 from turngate.hosttools import HostTools
 from turngate.logs import hidden
 from turngate.metrics import Metrics
+from turngate.rest import Rest
 from turngate.shown import Looks
 from turngate.slots import ALONE, Place, new_secret
 from turngate.store.beside import NewEvent, happened
@@ -32,7 +33,7 @@ from turngate.trace.roles import roles
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.signals import faults
 from turngate.trace.tools import checked
-from turngate.trace.tree import Sampled
+from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Message, Mode, Sampling
 
 log = logging.getLogger("turngate")
@@ -58,6 +59,7 @@ class Control:
         models: tuple[str, ...] = (),
         vocabulary: str = "",
         idle_s: float = 24 * 3600,
+        rest_s: float = 60.0,
         event_days: float = 0.0,
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
@@ -84,6 +86,7 @@ class Control:
         self._metrics = metrics or Metrics()
         self._started = time.time()
         self._live: dict[str, Session] = {}
+        self.rest = Rest(store, self._live, rest_s)
         self._by_secret: dict[bytes, str] = {
             secret: session_id for session_id, secret, _ in store.open_sessions() if place.owns(session_id)
         }
@@ -104,6 +107,11 @@ class Control:
     def open_count(self) -> int:
         """How many sessions of this worker's are open."""
         return len(self._secret_of)
+
+    @property
+    def resting_count(self) -> int:
+        """How many of those have nothing of their trace in memory."""
+        return len(self._secret_of) - sum(not session.at_rest for session in self._live.values())
 
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
         """A new session and its secret, which is shown here and never again."""
@@ -194,13 +202,20 @@ class Control:
 
     async def show(self, session_id: str) -> dict[str, Json]:
         session = self._live.get(session_id)
-        if session is None:  # its trace is not in memory, and need not be after this
-            session = await self.looks.at(session_id, lambda shown: shown.session)
-        return self.described(session)
+        if session is not None and not session.at_rest:
+            return self.described(session)
+        # Its trace is not in memory, and need not be after this.
+        stored = await self.looks.at(session_id, lambda shown: shown.session)
+        session = self._live.get(session_id)
+        if session is not None and not session.at_rest:  # by now it is, and may know more
+            return self.described(session)
+        return self.described(session or stored, stored.trace)
 
-    def described(self, session: Session) -> dict[str, Json]:
+    def described(self, session: Session, trace: Trace | None = None) -> dict[str, Json]:
+        """`trace`: as it was read for this, where it is not in memory."""
         outcomes = self._store.outcomes.of(session.key, session.key)
-        role_of = roles(session.trace)
+        trace = trace or session.trace
+        role_of = roles(trace)
         counts: dict[str, int] = {}
         for role in role_of.values():
             counts[role] = counts.get(role, 0) + 1
@@ -209,13 +224,13 @@ class Control:
             "stop": session.stop,
             "turns": session.turns,
             "sampled_tokens": session.sampled_tokens,
-            "tokens": session.trace.tokens(),
+            "tokens": trace.tokens(),
             "in_flight": session.in_flight,
             "last_error": session.last_error,
             "unheard_s": round(session.unheard.seconds, 3),
             "last_used": session.last_used,
             "roles": counts,
-            "forks": [{"node": n.id, "cause": n.info.cause} for n in session.trace.nodes if n.info.cause is not None],
+            "forks": [{"node": n.id, "cause": n.info.cause} for n in trace.nodes if n.info.cause is not None],
         }
 
     async def seal(self, session_id: str, stop: str = "") -> Session:
@@ -226,7 +241,12 @@ class Control:
         return await self._end(session_id, "cancelled", "cancelled")
 
     async def delete(self, session_id: str) -> None:
-        session = await self._end(session_id, "cancelled", "deleted")
+        try:
+            session = await self._end(session_id, "cancelled", "deleted")
+        except StoreError:
+            if session_id in self._live:
+                raise
+            session = _ended(self._row(session_id))  # its trace is damaged: a reason to be rid of it
         async with session.ending_lock:
             self._store.delete_session(session.key, happened(session_id, "deleted", {}))
             self._forget(session)
@@ -282,18 +302,19 @@ class Control:
         return session
 
     def _forget(self, session: Session) -> None:
-        self._live.pop(session.id, None)
+        if self._live.pop(session.id, None) is not None:
+            self.rest.ended(session)
         digest = self._secret_of.pop(session.id, None)
         if digest is not None:
             self._by_secret.pop(digest, None)
 
     def undelivered(self, session: Session, node_id: int) -> None:
         """The turn is stored, but the agent was gone when its last byte was to be sent."""
-        for node in reversed(session.trace.nodes):
+        for node in () if session.at_rest else reversed(session.trace.nodes):
             if node.id == node_id and isinstance(node, Sampled):
                 node.delivered = False
-                self._store.mark_undelivered(session.key, node_id)
-                return
+                break
+        self._store.mark_undelivered(session.key, node_id)
 
     def notify(self, session: Session, kind: str, data: dict[str, Any]) -> None:
         """Called by the pipeline for each turn, which is written with its event already, and for each limit."""
@@ -315,7 +336,7 @@ class Control:
 
     async def stop(self) -> None:
         """The gateway goes down: calls in flight record what they have, and their agents are told to come back."""
-        await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.in_flight or s.asking))
+        await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
     async def close(self) -> None:
         """Nothing goes on by itself any more; the store may be closed."""
@@ -326,10 +347,12 @@ class Control:
         await asyncio.to_thread(self.looks.close)
 
     async def expire_idle(self) -> None:
-        """Runs for as long as the gateway: seals sessions that nobody used for a while, and removes what is too old to keep."""
+        """Runs for as long as the gateway: puts sessions to rest that nobody used for a moment, seals those that nobody used for a
+        while, and removes what is too old to keep."""
         pruned = 0.0
         while True:
-            await asyncio.sleep(min(30.0, self._idle_s / 4))
+            await asyncio.sleep(min(self.rest.every_s, self._idle_s / 4))
+            await self.rest.sweep(time.time())
             if self._event_s and self._place.number == 0 and time.time() - pruned > _PRUNE_S:
                 pruned = time.time()
                 self._prune(pruned - self._event_s)
@@ -348,7 +371,7 @@ class Control:
 
     def idle(self, now: float) -> list[str]:
         """Sessions that nobody used for too long. The clock of one that was not called since the start runs from there."""
-        unused = [s for s in self._live.values() if not s.in_flight and not s.asking]
+        unused = [s for s in self._live.values() if not s.busy]
         live = [s.id for s in unused if now - s.last_used > self._idle_s]
         unseen = [s for s in self._secret_of if s not in self._live] if now - self._started > self._idle_s else []
         return live + unseen
@@ -451,7 +474,7 @@ class Control:
 
     async def _cancel_stale(self, bounds: list[tuple[str, int | None]], version: int) -> None:
         """Whoever runs such a rollout learns of it from the stream of events, and can begin another one at once."""
-        for session_id in list(self._secret_of):
+        for session_id, secret in list(self._secret_of.items()):
             await asyncio.sleep(0)  # there may be thousands, and turns go on meanwhile
             try:
                 live = self._live.get(session_id)
@@ -459,10 +482,17 @@ class Control:
                 config = live.config if live is not None else row.config if row is not None else None
                 group = None if config is None else group_of(config)
                 oldest = None if group is None else oldest_allowed(group, bounds, version)
-                if oldest is not None and is_stale(self.find(session_id), oldest):
+                stale = oldest is not None and await self._is_stale(session_id, oldest)
+                if stale and self._secret_of.get(session_id) == secret:  # it is still open, and still this one
                     await self._end(session_id, "cancelled", STALE)
             except TurngateError as error:
                 log.warning("session %s could not be looked at for its age: %s", session_id, error.message)
+
+    async def _is_stale(self, session_id: str, oldest: int) -> bool:
+        live = self._live.get(session_id)
+        if live is not None and not live.at_rest:
+            return is_stale(live, oldest)
+        return await self.looks.at(session_id, lambda shown: is_stale(shown.session, oldest))
 
     def _row(self, session_id: str) -> SessionRow:
         row = self._store.find(session_id)

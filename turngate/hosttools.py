@@ -42,6 +42,7 @@ class HostTools:
         session.require_open()
         tool = self.find(session, name)
         arguments = await _arguments(tool, body)
+        session.require_open()  # that may have taken a while
         session.last_used = time.time()
         mark = repeat[:MARK_LIMIT]
         known = self._calls.repeated(session.key, mark) if mark else None

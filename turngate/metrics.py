@@ -52,6 +52,7 @@ FAMILIES = (
         about="Workers that did not; theirs is missing here.",
     ),
     Family(name="turngate_sessions_open", kind="gauge", about="Sessions that are open."),
+    Family(name="turngate_sessions_resting", kind="gauge", about="Of those, how many have no trace in memory."),
     Family(name="turngate_sessions_opened_total", kind="counter", labels=("mode",), about="Sessions opened."),
     Family(
         name="turngate_sessions_ended_total",

@@ -208,7 +208,8 @@ class Turns:
         names = (session.config.model,) if session.config.model else self._settings.models
         if names and call.model and call.model not in names and not alias(session.config.signals, call.model):
             raise NotFound(
-                f"model: {call.model!r} does not exist here; this session serves {', '.join(names)}", param="model"
+                f"model: {call.model[:200]!r} does not exist here; this session serves {', '.join(names)}",
+                param="model",
             )
         self._journal.require_writable()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
+import time
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ def follow(agent: Agent, reply: Reply, text: str) -> None:
         agent.messages.append({"role": "user", "content": text})
 
 
-async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int) -> None:
+async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int, rests: bool) -> None:
+    """`rests`: its trace leaves memory before each step."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         async with World.of(folder, renderer) as world:
@@ -95,7 +97,10 @@ async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int) -> N
             first = await agent.call(turn_of(renderer, "text", "ok", draw))
             follow(agent, first, "next")
             for kind, reply_kind, text in steps:
-                await step(agent, renderer, kind, turn_of(renderer, reply_kind, text, draw), text, draw)
+                before = len(agent.session.trace.nodes)
+                if rests:
+                    assert await world.gateway.control.rest.sweep(time.time() + 1e6) == 1
+                await step(agent, kind, turn_of(renderer, reply_kind, text, draw), text, draw, before)
             check(agent.session, [g.prompt for g in world.engine.received])
             live = agent.session
             stored = world.gateway.store.load(world.gateway.store.find(agent.session_id))
@@ -105,8 +110,7 @@ async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int) -> N
             check(stored, [g.prompt for g in world.engine.received])
 
 
-async def step(agent: Agent, renderer: Any, kind: str, turn: Turn, text: str, draw: random.Random) -> None:
-    before = len(agent.session.trace.nodes)
+async def step(agent: Agent, kind: str, turn: Turn, text: str, draw: random.Random, before: int) -> None:
     if kind == "two at once":
         other = Turn([*turn.ids])
         replies = await asyncio.gather(agent.call(turn), agent.call(other, stream=True))
@@ -153,8 +157,8 @@ def test_random_conversations_stay_exact(name: str, renderers: Any) -> None:
     renderer = renderers(name)
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-    @given(st.lists(STEPS, min_size=1, max_size=10), st.integers(0, 2**32))
-    def run(steps: list[tuple[str, str, str]], seed: int) -> None:
-        asyncio.run(play(renderer, steps, seed))
+    @given(st.lists(STEPS, min_size=1, max_size=10), st.integers(0, 2**32), st.booleans())
+    def run(steps: list[tuple[str, str, str]], seed: int, rests: bool) -> None:
+        asyncio.run(play(renderer, steps, seed, rests))
 
     run()

@@ -376,6 +376,10 @@ async def test_a_damaged_trace_is_refused_and_never_handed_out(tmp_path: Path) -
         with pytest.raises(openai.InternalServerError):
             await g.ask(session.key, HI)
         assert not g.engine.received
+        assert (await g.admin.delete(f"/admin/sessions/{session.id}")).is_success, "it can be got rid of"
+        assert g.rows("SELECT count(*) FROM sessions") == g.rows("SELECT count(*) FROM nodes") == [(0,)]
+        with pytest.raises(openai.AuthenticationError):
+            await g.ask(session.key, HI)
 
 
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────

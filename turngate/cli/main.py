@@ -91,6 +91,9 @@ def serve(
         Optional[str], typer.Option(help="process or disk: what kind of crash a recorded turn survives. [process]")
     ] = None,
     idle_s: Annotated[Optional[float], typer.Option(help="Seal sessions unused for this long. [86400]")] = None,
+    rest_s: Annotated[
+        Optional[float], typer.Option(help="Sessions unused for this long leave memory, until their next call. [60]")
+    ] = None,
     event_days: Annotated[Optional[float], typer.Option(help="Remove events older than this. [0: keep them]")] = None,
     alive_s: Annotated[Optional[float], typer.Option(help="Seconds of silence before a sign of life. [10]")] = None,
     max_body_mb: Annotated[Optional[float], typer.Option(help="Largest request. [64]")] = None,

@@ -110,6 +110,7 @@ class Gateway:
             models=(config.model,) if config.model and self.engine is not None else (),
             vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
             idle_s=config.idle_s,
+            rest_s=config.rest_s,
             event_days=config.event_days,
             log_turns=config.log_turns,
             release=self.engine.release if self.engine is not None else lambda session_id: None,

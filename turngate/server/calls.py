@@ -18,7 +18,7 @@ import msgspec
 from turngate.control import Control
 from turngate.dialects import Dialect, Verb, Wire
 from turngate.dialects.known import Frames, Known
-from turngate.errors import Conflict, Stopping, TurngateError
+from turngate.errors import Conflict, Stopping, StoreError, TurngateError
 from turngate.logs import about
 from turngate.metrics import Measured, Metrics
 from turngate.server.asgi import (
@@ -35,8 +35,9 @@ from turngate.server.asgi import (
 )
 from turngate.server.auth import Auth
 from turngate.spans import tracing
-from turngate.trace.session import Session
+from turngate.trace.session import CallError, Session
 from turngate.trace.signals import read
+from turngate.trace.tree import Trace
 from turngate.turn import Turns
 from turngate.types import Alive, Call, Done, ReplyEvent
 
@@ -84,7 +85,7 @@ class ModelCalls:
         self._max_body = max_body
         self._alive_s = alive_s
         self._frames = Frames()
-        self._known: WeakKeyDictionary[Session, dict[str, Known]] = WeakKeyDictionary()  # by dialect
+        self._known: WeakKeyDictionary[Trace, dict[str, Known]] = WeakKeyDictionary()  # by dialect
 
     async def serve(
         self,
@@ -142,8 +143,15 @@ class ModelCalls:
                 measured.span.end()
 
     def _known_to(self, session: Session, dialect: Dialect) -> Known:
-        """What the session has sent before in this dialect, so that only what is new has to be read."""
-        known = self._known.setdefault(session, {})
+        """What the session has sent before in this dialect, so that only what is new has to be read. It leaves memory with the trace."""
+        if session.status != "open":
+            # It ended while this call was sent. The call will be refused, and nobody needs the trace for that.
+            return Known(dialect, self._frames)
+        try:
+            known = self._known.setdefault(session.trace, {})
+        except StoreError as error:  # who runs the agent has to know that it was not at fault
+            session.last_error = CallError(error.boundary, error.kind, error.message)
+            raise
         if dialect.name not in known:
             known[dialect.name] = Known(dialect, self._frames)
         return known[dialect.name]

@@ -67,6 +67,7 @@ class Probe:
         looked: Looked = {
             "turngate_workers": [((), 1)],
             "turngate_sessions_open": [((), gateway.control.open_count)],
+            "turngate_sessions_resting": [((), gateway.control.resting_count)],
             "turngate_engines": [(("up",), up), (("down",), len(health) - up)] if health else [],
             "turngate_fence_version": [((), gateway.fence.version)],
             "turngate_fence_paused": [((), int(gateway.fence.paused))],

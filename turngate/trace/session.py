@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -87,7 +88,10 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 
 class Session:
-    """A live session. Counters follow from the trace, so that a reloaded session has the same ones."""
+    """A live session. Counters follow from the trace, so that a reloaded session has the same ones.
+
+    Between two calls its trace may be at rest: out of memory, until somebody asks for it.
+    """
 
     def __init__(self, session_id: str, key: int, config: SessionConfig, opened: float) -> None:
         self.id = session_id
@@ -97,7 +101,8 @@ class Session:
         self.last_used = opened
         self.status: Status = "open"
         self.stop = ""  # why it ended, or which limit was met
-        self.trace = Trace()
+        self._trace: Trace | None = Trace()
+        self._wake: Callable[[], Trace] = Trace
         self.turns = 0
         self.aborted = 0  # calls that were cut short after something was sampled: it may have been read
         self.sampled_tokens = 0
@@ -116,6 +121,28 @@ class Session:
         self.limits_told: set[str] = set()  # that a call has met
         self.live_tokens = 0  # sampled by calls in flight, not stored yet
         self.vocabulary = ""  # digest of the tokenizer it is recorded with
+
+    @property
+    def trace(self) -> Trace:
+        if self._trace is None:
+            self._trace = self._wake()
+        return self._trace
+
+    @property
+    def at_rest(self) -> bool:
+        return self._trace is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way, to the model or to a tool of the host."""
+        return bool(self.in_flight or self.asking)
+
+    def rest(self, wake: Callable[[], Trace]) -> None:
+        """Let the trace go. Everything of it is stored, as `wake` will find it; nobody is in the middle of a call."""
+        assert not self.busy
+        if self._trace is not None:
+            self._trace.cut()
+        self._trace, self._wake = None, wake
 
     def count(self, turn: Sampled) -> None:
         """Take a stored turn into account."""

@@ -187,7 +187,9 @@ class Trace:
                 same = next(n for n in range(size) if n >= len(reading.raws) or reading.raws[n] != tip.raws[n])
                 while node is not None and node.count > same:
                     node = node.parent
-            if node is not None and node.count > best[1]:
+                if isinstance(node, Sampled) and _has_double(node):
+                    node = node.parent  # what the bytes do not tell is decided by meaning, as without them
+            if node is not None and node.count >= best[1]:
                 best = (node, node.count)
         return best
 
@@ -273,6 +275,18 @@ class Trace:
                 return context
         return None
 
+    def cut(self) -> None:
+        """Nobody needs it any more. Its nodes hold each other: left alone, they would stay until the collector looks at everything, which
+        a gateway has it do hardly ever. Whoever still holds a node finds its way to the root."""
+        for node in self.nodes:
+            node.children.clear()
+        for root in self.roots:
+            del root.root  # which is itself
+        self.nodes, self.roots, self._tips = [], [], []
+
+    def __del__(self) -> None:
+        self.cut()  # one that was read for a look, say
+
     def turns(self) -> Iterator[Sampled]:
         return (node for node in self.nodes if isinstance(node, Sampled))
 
@@ -326,7 +340,7 @@ def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
     """The answers to `context` that the message at `at` repeats, likeliest first.
 
     Answers of one meaning may differ in their call ids, their very words or their reasoning, which decide as far as the agent kept
-    them; else it is the one it last got.
+    them; else it is the one that was followed by what follows here, else the one it last got.
     """
     message = reading.assistant(at) if context.children else None
     if message is None:
@@ -338,9 +352,20 @@ def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
         if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _respelled(message, s.info))
     ]
 
-    def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, int]:
+    def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, bool, int]:
         named = turn.info.exact == exact
         said = turn.info.meaning == reading.meaning(at)  # some endpoints give the same ids again and again
-        return (named and said, named, digest != b"" and turn.info.reasoning == digest, turn.delivered, turn.id)
+        reasoned = digest != b"" and turn.info.reasoning == digest
+        return (named and said, named, reasoned, _goes_on(turn, reading, at + 1), turn.delivered, turn.id)
 
-    return sorted(same, key=likelihood, reverse=True)
+    return sorted(same, key=likelihood, reverse=True) if len(same) > 1 else same
+
+
+def _goes_on(turn: Sampled, reading: Reading, at: int) -> bool:
+    """Whether what the request says after this turn was said after it before."""
+    known = (c for c in turn.children if c.info.preamble == reading.preamble and 0 < c.added <= len(reading) - at)
+    return any(context.info.meanings == reading.meanings(at, at + context.added) for context in known)
+
+
+def _has_double(turn: Sampled) -> bool:
+    return any(other is not turn and other.info.meaning == turn.info.meaning for other in turn.parent.children)
