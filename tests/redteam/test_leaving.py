@@ -81,6 +81,24 @@ async def test_everything_is_laid_down_and_nothing_else(walled: Ground, tmp_path
     assert len(listed) == 4 and "l ./b -> a" in listed and "l ./tool -> /usr/bin/env" in listed
 
 
+STALE = """
+printf 'def total(prices):\n    return 0 * sum(prices)\n' >prices.py; mkdir deep; cp -p prices.py deep/prices.py
+for folder in . deep; do
+  (cd $folder && cp -p prices.py "$HOME/old" && python3 -c 'import prices' && sed -i s/0/1/ prices.py && touch -r "$HOME/old" prices.py)
+done
+python3 -c 'import prices; assert prices.total([2]) == 0' && ls __pycache__ deep/__pycache__
+"""
+
+
+async def test_what_python_remembers_of_an_older_source_is_not_graded(walled: Ground, tmp_path: Path) -> None:
+    """The source was changed in the same second, and is as long: Python takes the cache for its own."""
+    task = kit.scripted(tmp_path / "task")
+    work = await worked(task, walled, STALE, tmp_path / "work")
+    assert (work.folder / "__pycache__").is_dir() and (work.folder / "deep" / "__pycache__").is_dir()
+    found = await kit.graded(task, work, walled)
+    assert (found.kind, found.reward) == ("graded", 1.0), found.log
+
+
 async def test_an_agent_that_removes_its_folder_left_nothing(walled: Ground, tmp_path: Path) -> None:
     task = kit.scripted(tmp_path / "task")
     work = await worked(task, walled, 'rm -rf "$PWD"/* "$PWD"/.[!.]*', tmp_path / "work")

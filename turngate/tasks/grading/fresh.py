@@ -35,6 +35,7 @@ KEEP = 32_000_000  # bytes of a grader's output: its beginning and its end
 PIDS = 1024  # the most processes of a grader, where nobody says
 CREATE_S = 900.0  # images may have to be built
 STEP_S = 600.0  # for one of our own steps in the sandbox
+CACHE = "__pycache__"
 SCRATCH = "grading"  # the kind of our folders on the host
 SPARE_S = 1800.0  # of a sandbox's life, beyond what the grader has
 SYSTEM = 'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # first: a PATH may lead into the agent's work
@@ -111,12 +112,16 @@ async def lay(
 ) -> tuple[str, ...]:
     """The working folder becomes what the agent left: deletions too, and all but `.git` where the work has none.
 
+    Python's caches are no work, and may not be of it: one that was made in the second in which its source was changed is taken for the
+    new source's, if that is as long as the old one was. A right answer would be graded by the wrong one's code.
+
     `exclude`: what of the work stays behind. `held`: files of the fresh folder that stay as they are. Returns what could not be laid.
     """
     ours = await put(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
     spared = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # no name is "/"
     rest = await step(sandbox, _CLEAR, sandbox.workdir, ours, spared)
     left_behind = {*exclude, *held, *await asyncio.to_thread(_in_the_way, folder, held)}
+    left_behind |= await asyncio.to_thread(_caches, folder)
     notes: tuple[str, ...] = ()
     try:
         await sandbox.upload(folder, sandbox.workdir, exclude=left_behind)
@@ -141,6 +146,15 @@ def _in_the_way(folder: Path, held: Sequence[str]) -> set[str]:
             place = folder / parent
             if str(parent) != "." and (place.is_symlink() or (place.exists() and not place.is_dir())):
                 found.add(str(parent))
+    return found
+
+
+def _caches(folder: Path) -> set[str]:
+    found = set()
+    for where, below, _ in os.walk(folder):
+        if CACHE in below:
+            found.add((Path(where) / CACHE).relative_to(folder).as_posix())
+            below.remove(CACHE)
     return found
 
 

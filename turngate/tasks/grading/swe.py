@@ -43,7 +43,6 @@ TAKEN_FOR_PYTEST = frozenset({"pytest", "pytest.py", "_pytest", "_pytest.py", "p
 TAKEN_FOR_PYTHON = frozenset(
     {"encodings", "codecs.py", "io.py", "abc.py", "site.py", "os.py", "stat.py", "posixpath.py"}
 ) | {"genericpath.py", "_collections_abc.py", "_sitebuiltins.py", "zipimport.py", "warnings.py"}
-CACHE = "__pycache__"
 ADDED_ENDINGS = (".pth", ".egg-link", ".pyc")
 TEST_FOLDERS = ("test", "tests")
 # They hold other things as well: the agent's, unless what they say to pytest changed.
@@ -240,7 +239,7 @@ async def _laid(
 
 
 def _cached(path: str) -> bool:
-    return CACHE in PurePosixPath(path).parts
+    return fresh.CACHE in PurePosixPath(path).parts
 
 
 async def _listed(sandbox: Sandbox) -> set[str]:
