@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from turngate.agents import install, spec
@@ -134,3 +135,17 @@ def test_the_systems_own_node_is_not_mounted(monkeypatch: pytest.MonkeyPatch, tm
     assert install.node_here() is None
     monkeypatch.setattr(install.shutil, "which", lambda name: "/usr/bin/env")
     assert install.node_here() is None
+
+
+def test_a_python_agent_is_compiled_for_the_python_that_runs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(install, "_run", lambda what, argv, say, **how: ran.append([str(word) for word in argv]))
+    monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
+    mini = spec.find("mini-swe-agent").spec
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for python in (here, "3.7"):
+        made = msgspec.structs.replace(mini.install, python=python)
+        install._install_pip(msgspec.structs.replace(mini, install=made), tmp_path, quiet)
+    assert [argv[:3] for argv in ran[2:]] == [["python3.7", "-m", "compileall"]] and ran[2][-1] == str(tmp_path)
