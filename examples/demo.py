@@ -1,4 +1,4 @@
-"""`make demo`: an unmodified agent gets better, on two cores, in about ten minutes.
+"""`make demo`: an unmodified agent gets better, on two cores, in seven to ten minutes.
 
 The agent is mini-SWE-agent as it is on PyPI, the model SmolLM2-135M-Instruct (also from PyPI), the tasks are errands in a folder, and the
 host decides what each was worth. The agent runs in a sandbox and takes Turngate for its model provider; Turngate records what was

@@ -17,16 +17,18 @@ import numpy as np
 import pytest
 
 from tests.engines.local_kit import model, torch  # skips where there is no torch
-from tests.kit import Running, gateway, tokenizer
+from tests.kit import Running, gateway, tokenizer, until
 from turngate.engines.local import LocalEngine, Model
 from turngate.errors import ConfigError
 from turngate.feed import FeedConfig
+from turngate.fence import Pause
 from turngate.rollout.client import GatewayClient
 from turngate.store.outcome import Recorded
 from turngate.trainers.feed import Feed, Row, RowSpan
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Learner, NotTheSame, Settings, Step, Trainer, batches, of_version, packed
 from turngate.trainers.local.loss import Terms, clipped_share, divergence, divisor, loss
+from turngate.types import Json
 
 VOCABULARY = tokenizer().vocab_size
 N = 4
@@ -221,6 +223,28 @@ async def test_a_model_learns_what_is_rewarded() -> None:
     } == {0}
     assert all(step.measured.difference is not None and step.measured.difference < 1e-3 for step in steps)
     assert not any(step.measured.refused for step in steps)
+
+
+async def test_a_call_under_way_during_an_update_is_recorded_as_of_both_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would be compared with weights that have not sampled all of it."""
+    async with lived() as here:
+        session = await here.g.open(sampling={"min_tokens": 150})
+        calls, paused = [], here.client.pause
+
+        async def pause(mode: Pause) -> Json:
+            calls.append(asyncio.create_task(here.g.ask(session.key, "Hi", max_tokens=150)))
+            await until(lambda: here.engine._worker._drawn.max() > 20)
+            return await paused(mode)
+
+        monkeypatch.setattr(here.client, "pause", pause)
+        [step] = await _trained(here, 1)
+        [call] = calls
+        await call
+        [turn] = await here.g.turns(session.id)
+        assert step.version == 1 and len(turn["ids"]) == 150
+        assert (turn["version_start"], turn["version_end"]) == (0, 1)
 
 
 async def test_a_group_without_a_signal_changes_nothing() -> None:
