@@ -18,7 +18,9 @@ from gauntlet.trial import Trial
 
 CELL_LIMIT_S = 600.0
 WARM_UP = (2, 3)  # sessions and turns that are not counted, for each dialect, streamed and not
-LIVE = {20: 24, 100: 6}  # sessions that stay open while memory is measured, by their turns
+LIVE = {20: (48, 48), 100: (2, 6)}  # by turns: sessions that pay for buffers and caches, then those that are counted
+NOISE_MB = 0.05  # growth below this is noise
+LATER_S = 80.0  # how long those are left alone until memory is looked at once more
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,16 @@ class Costs:
     session_mb: dict[int, float] = field(
         default_factory=dict
     )  # by turns: what each further session that stays open adds
+    later_mb: dict[int, float] = field(default_factory=dict)  # what is left of that when nobody used it for a while
     cells: list[Cost] = field(default_factory=list)
     trouble: str = ""
+    before_mb: float = 0.0  # before the sessions that are counted
+
+    def session(self, turns: int) -> float | None:
+        return self.session_mb.get(turns)
+
+    def later(self, turns: int) -> float | None:
+        return self.later_mb.get(turns)
 
     def cell(self, wanted: Cell) -> Cost | None:
         return next((cost for cost in self.cells if cost.cell == wanted and not cost.trouble), None)
@@ -102,6 +112,10 @@ async def measure(
         for trial in _able(trials, found):
             say(f"memory of {trial.gateway.name} at {turns} turns")
             await _memory(trial, found[trial.gateway.name], turns)
+        say(f"memory at {turns} turns, {LATER_S:.0f} seconds later")
+        await asyncio.sleep(LATER_S)
+        for trial in _able(trials, found):
+            _later(trial, found[trial.gateway.name], turns)
     for cell in cells(shapes, dialects):
         for repeat in range(repeats):
             for trial in _able(trials, found):
@@ -127,17 +141,24 @@ async def _warm_up(trial: Trial, dialects: Sequence[str]) -> None:
 
 
 async def _memory(trial: Trial, costs: Costs, turns: int) -> None:
-    """After a first batch, which also pays for buffers and caches."""
-    sessions, batch = LIVE.get(turns, 8), 2
+    """Two at a time, none of which ends."""
+    first, sessions = LIVE.get(turns, (2, 8))
     try:
         async with asyncio.timeout(CELL_LIMIT_S):
-            await _side_by_side(trial, trial.gateway.dialects[0], False, batch, turns)
-            before = memory_mb(trial.pid)
-            for _ in range(sessions // batch):
-                await _side_by_side(trial, trial.gateway.dialects[0], False, batch, turns)
-            grown = memory_mb(trial.pid) - before
-            costs.session_mb[turns] = max(0.0, grown) / (sessions // batch * batch)
+            for _ in range(first // 2):
+                await _side_by_side(trial, trial.gateway.dialects[0], False, 2, turns)
+            costs.before_mb = memory_mb(trial.pid)
+            for _ in range(sessions // 2):
+                await _side_by_side(trial, trial.gateway.dialects[0], False, 2, turns)
+            costs.session_mb[turns] = max(0.0, memory_mb(trial.pid) - costs.before_mb) / sessions
     except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
+        costs.trouble = f"{type(error).__name__}: {error}"
+
+
+def _later(trial: Trial, costs: Costs, turns: int) -> None:
+    try:
+        costs.later_mb[turns] = max(0.0, memory_mb(trial.pid) - costs.before_mb) / LIVE.get(turns, (2, 8))[1]
+    except CannotStart as error:
         costs.trouble = f"{type(error).__name__}: {error}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gauntlet.costs import Cell, Cost, Costs
+from gauntlet.costs import LATER_S, NOISE_MB, Cell, Cost, Costs
 from gauntlet.run import Result
 from gauntlet.score import Score, total
 from gauntlet.trial import Rollout
@@ -179,6 +179,8 @@ def memory(results: Sequence[Result]) -> str:
     for turns in _turns(results):
         cells = [_of(result).session_mb.get(turns) for result in able]
         rows.append([f"a session of {turns} turns", *(DASH if mb is None else f"{mb:.2f}" for mb in cells)])
+        cells = [_of(result).later_mb.get(turns) for result in able]
+        rows.append([f"the same, {LATER_S:.0f} s later", *(DASH if mb is None else f"{mb:.2f}" for mb in cells)])
     return _markdown(("MB", *(result.gateway for result in able)), rows)
 
 
@@ -208,18 +210,22 @@ def compare(results: Sequence[Result], ours: str) -> list[str]:
         if found:
             lines.append(f"CPU per turn beside {kind}, worst cell: {min(found)[1]}")
             lines += [f"  {told}" for _, told in found]
+    exact_peers = [result for result in _peers(results, ours) if records(result) == "exact tokens"]
     for turns in _turns(results):
-        mb = own.costs.session_mb.get(turns)
-        theirs = [
-            (_of(result).session_mb[turns], result.gateway)
-            for result in _peers(results, ours)
-            if turns in _of(result).session_mb and records(result) == "exact tokens"
-        ]
-        if mb is not None and theirs:
-            least, name = min(theirs)
-            times = f"{least / mb:.1f} times" if mb > 0 else "no growth"
-            lines.append(f"memory of a session of {turns} turns: {ours} {mb:.2f} MB, {name} {least:.2f} MB, {times}")
+        for when, of in (("", Costs.session), (f", {LATER_S:.0f} s later", Costs.later)):
+            mb = of(own.costs, turns)
+            theirs = sorted((held, peer.gateway) for peer in exact_peers if (held := of(_of(peer), turns)) is not None)
+            if mb is not None and theirs:
+                told = [f"{name} {held:.2f} MB ({_times(held, mb)})" for held, name in theirs]
+                lines.append(f"memory of a session of {turns} turns{when}: {ours} {mb:.2f} MB, {', '.join(told)}")
     return lines
+
+
+def _times(theirs: float, ours: float) -> str:
+    """How much more; nothing where both are too little to tell."""
+    if max(theirs, ours) < NOISE_MB:
+        return "both next to nothing"
+    return f"{theirs / ours:.1f} times" if ours >= NOISE_MB else f"ours is below {NOISE_MB} MB"
 
 
 def _peers(results: Sequence[Result], ours: str) -> list[Result]:
@@ -289,6 +295,7 @@ def as_json(results: Sequence[Result], about: dict[str, str], *, rollouts: bool 
                 if result.part(dialect, streamed).rollouts
             ],
             "base_mb": round(_of(result).base_mb, 1),
+            "later_mb": {str(turns): round(mb, 3) for turns, mb in _of(result).later_mb.items()},
             "session_mb": {str(turns): round(mb, 3) for turns, mb in _of(result).session_mb.items()},
             "costs": [_cost(cost) for cost in _of(result).cells],
         }

@@ -18,11 +18,11 @@ CHAT, STREAMED = Cell("chat", False, Shape(16, 20)), Cell("chat", True, Shape(16
 ABOUT = {"date": "2026-01-01", "machine": "a machine", "python": "3.11", "command": "make gauntlet"}
 
 
-def result(name: str, kept: int, whole_ms: float, streamed_ms: float, mb: float) -> Result:
+def result(name: str, kept: int, whole_ms: float, streamed_ms: float, mb: float, later: float = 0.01) -> Result:
     score = Score(rollouts=1, finished=1, turns=2, captured=2, trained=kept, exact=kept, wanted=100, learned=kept)
     rollouts = [Rollout("append-only", "chat", streamed, score) for streamed in (False, True)]
     cells = [Cost(CHAT, [whole_ms + 5, whole_ms], [3.0, 1.0, 2.0]), Cost(STREAMED, [streamed_ms], [2.0])]
-    return Result(name, "", ("chat",), True, rollouts=rollouts, costs=Costs(100, {20: mb}, cells))
+    return Result(name, "", ("chat",), True, rollouts=rollouts, costs=Costs(100, {20: mb}, {20: later}, cells))
 
 
 OURS, EXACT, RELAY = result("turngate", 100, 1, 2, 0.1), result("rllm", 100, 8, 8, 0.5), result("litellm", 0, 6, 3, 0.2)
@@ -38,7 +38,16 @@ def test_the_best_repeat_counts_and_the_worst_cell_is_named() -> None:
     told = report.compare(ALL, "turngate")
     assert "exact tokens, worst cell: chat streamed 16x20: turngate 2.00 ms, rllm 8.00 ms, 4.0 times" in told[0]
     assert "only relays, worst cell: chat streamed 16x20: turngate 2.00 ms, litellm 3.00 ms, 1.5 times" in told[3]
-    assert told[-1] == "memory of a session of 20 turns: turngate 0.10 MB, rllm 0.50 MB, 5.0 times"
+    assert told[-2:] == [
+        "memory of a session of 20 turns: turngate 0.10 MB, rllm 0.50 MB (5.0 times)",
+        "memory of a session of 20 turns, 80 s later: turngate 0.01 MB, rllm 0.01 MB (both next to nothing)",
+    ]
+    more = [OURS, result("openenv", 100, 8, 8, 0.5, 0.6), result("verifiers", 100, 8, 8, 0.02)]
+    assert report.compare(more, "turngate")[-2:] == [
+        "memory of a session of 20 turns: turngate 0.10 MB, verifiers 0.02 MB (0.2 times), openenv 0.50 MB (5.0 times)",
+        "memory of a session of 20 turns, 80 s later: turngate 0.01 MB, verifiers 0.01 MB (both next to nothing), "
+        "openenv 0.60 MB (ours is below 0.05 MB)",
+    ]
 
 
 def test_who_did_not_run_has_a_line_that_says_so() -> None:
