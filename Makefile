@@ -52,7 +52,7 @@ parts: $(READY)
 # First what can run side by side, and whatever those tests record is proven; then what needs the machine for itself.
 test: check parts
 	@$(BIN)/python -m pytest -q -n 2 -m "not real" -p tests.verify.everywhere
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "real and not alone" -p tests.verify.everywhere
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "real and not alone" -p tests.verify.everywhere
 	@$(BIN)/python -m pytest -q -m alone -p tests.verify.everywhere
 
 check: $(READY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,35 @@ from tests import kit
 from turngate import logs
 from turngate.render import Renderer, Tokenizer
 
-# Heavy, but each looks after its own things only: two may run at a time.
+gc.set_threshold(50_000, 50, 50)  # a sixth of the time of the fast tests went into looking through what stays
+
+# Heavy, but each looks after its own things only: two files may run at a time. What takes longest comes first, so that neither of two
+# workers is left alone with it at the end.
+_LONGEST = (
+    "tests/trainers/test_trl",
+    "tests/real",
+    "tests/agents_real",
+    "tests/trainers/test_demo",
+    "tests/environment",
+    "tests/trainers/test_verifiers",
+    "tests/trainers/test_grpo_crash",
+    "tests/secrets",
+    "tests/deploy/test_image",
+    "tests/page",
+    "tests/tasks",
+    "tests/swe",
+)
 _BESIDE = (
+    "tests/real",
+    "tests/agents_real",
+    "tests/sandboxes/test_contract",
+    "tests/sandboxes/test_docker",
+    "tests/sandboxes/test_e2b",
+    "tests/sandboxes/test_huggingface",
+    "tests/sandboxes/test_places",
+    "tests/sandboxes/test_relay",
+    "tests/sandboxes/test_tunnel",
+    "tests/sandboxes/test_wayout",
     "tests/page/",
     "tests/api/test_run",
     "tests/api/test_docs",
@@ -44,16 +72,17 @@ _BESIDE = (
     "tests/trainers/test_demo",
     "tests/deploy/test_image",
 )
-# These count what is on the machine, kill servers, or need all of it.
+# These count what is on the machine, kill what they find, or need all of it.
 _ALONE = (
     "tests/batch/test_storm",
     "tests/crash",
     "tests/feed/test_crash",
     "tests/redteam",  # fork bombs
     "tests/workers",
-    "tests/sandboxes",
-    "tests/real",
-    "tests/agents_real",
+    "tests/sandboxes/test_attacks",
+    "tests/sandboxes/test_escape",
+    "tests/sandboxes/test_isolation",
+    "tests/sandboxes/test_limits",
     "tests/gauntlet/test_turngate",
 )
 _LIGHT = (
@@ -77,6 +106,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
             if place.startswith(_ALONE):
                 item.add_marker(pytest.mark.alone)
+    items.sort(key=lambda item: _rank(item.path.relative_to(root).as_posix()))
+
+
+def _rank(place: str) -> int:
+    return next((at for at, begin in enumerate(_LONGEST) if place.startswith(begin)), len(_LONGEST))
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +34,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Model]]:
+    """The server of a model. It stays until the end: files of tests come one by one, and each wants all models."""
+    running: dict[str, Model] = {}
+    with ExitStack() as stack:
+
+        def started(name: str) -> Model:
+            if name not in running:
+                log = tmp_path_factory.mktemp("vllm") / "log"
+                running[name] = stack.enter_context(serving(name, MODELS[name], log))
+            return running[name]
+
+        yield started
+
+
 @pytest.fixture(scope="session", params=list(MODELS))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    with serving(request.param, MODELS[request.param], tmp_path_factory.mktemp("vllm") / "log") as model:
-        yield model
+def model(request: pytest.FixtureRequest, server: Callable[[str], Model]) -> Model:
+    return server(request.param)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]
         steps = [
             (draw.choice(KINDS), draw.choice(SAID), f"{draw.choice(TEXTS)} {n}") for n in range(draw.randrange(1, 9))
         ]
-        asyncio.run(play(renderers(name), steps, seed))
+        asyncio.run(play(renderers(name), steps, seed, rests=bool(seed % 2)))
     assert len(verified) == 12
     assert all({f.part for f in found.findings} >= {"structure", "rows", "render", "replay"} for found in verified)
 

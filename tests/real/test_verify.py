@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.real.conftest import Model, model  # noqa: F401
+from tests.real.conftest import Model
 from tests.real.test_vllm import Gateway, converse, gateway  # noqa: F401
 from tests.verify.kit import tampering, wrong
 from turngate.verdicts import stored_rows
