@@ -177,9 +177,9 @@ def memory(results: Sequence[Result]) -> str:
     able = [result for result in results if result.costs is not None and result.costs.session_mb]
     rows = [["once it is ready", *(f"{_of(result).base_mb:.0f}" for result in able)]]
     for turns in _turns(results):
-        cells = [_of(result).session_mb.get(turns) for result in able]
+        cells = [_of(result).session(turns) for result in able]
         rows.append([f"a session of {turns} turns", *(DASH if mb is None else f"{mb:.2f}" for mb in cells)])
-        cells = [_of(result).later_mb.get(turns) for result in able]
+        cells = [_of(result).later(turns) for result in able]
         rows.append([f"the same, {LATER_S:.0f} s later", *(DASH if mb is None else f"{mb:.2f}" for mb in cells)])
     return _markdown(("MB", *(result.gateway for result in able)), rows)
 

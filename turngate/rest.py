@@ -21,6 +21,7 @@ from turngate.trace.tree import Trace
 
 _AT_ONCE = 16  # sessions that are put to rest before turns go on: each takes a tenth of a millisecond and more
 _GIVE_BACK_S = 10.0  # between two times: it makes turns wait
+_LEAST_S = 0.01  # between two sweeps, however soon sessions are to rest
 
 
 class Rest:
@@ -35,7 +36,7 @@ class Rest:
     @property
     def every_s(self) -> float:
         """How often it is worth a look."""
-        return min(30.0, self._rest_s / 4)
+        return min(30.0, max(_LEAST_S, self._rest_s / 4))
 
     def ended(self, session: Session) -> None:
         self._over.append(session)
