@@ -150,7 +150,7 @@ def _texts(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
 
 _RELAYS = ("host", "content-length", "connection", "transfer-encoding", "x-turngate-attempt")
 _RELAYS_KEY = re.compile(r"[0-9a-f]{32}")  # an Idempotency-Key that the relay gave, where the agent gave none
-_KEY = re.compile(r"tg-[0-9A-Za-z_-]{43}")
+_KEY = re.compile(r"tg-[0-9A-Za-z_-]{43,}")
 _ARCH = re.compile(r"\b(x64|x86_64|arm64|aarch64)\b")
 _TIMES = ("created", "created_at", "completed_at")
 _UNORDERED = ("client_metadata", "provider_specific_fields")  # codex and mini-swe-agent write them out as they come

@@ -228,6 +228,6 @@ def test_a_file_is_as_the_tool_would_write_it(name: str) -> None:
 def test_a_file_tells_nothing_about_who_recorded_it(name: str) -> None:
     text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
     assert not re.findall(
-        r"tg-[0-9A-Za-z_-]{20,}|Bearer (?!REDACTED)\S+|/tmp/tg-\S*|/root/\S*|/home/(?!user/)\w\S*", text
+        r"tg-[0-9A-Za-z_-]{20,}|Bearer (?!REDACTED\b)\S+|/tmp/tg-\S*|/root/\S*|/home/(?!user/)\w\S*", text
     )
     assert '"x-api-key": "REDACTED"' in text or '"x-goog-api-key": "REDACTED"' in text or "Bearer REDACTED" in text

@@ -16,9 +16,10 @@ from tests.agents_real import kit as agents
 from tests.golden import recording
 from tests.golden.recording import Json
 from tools.record_golden import Elided, Heard, Steady, listening
+from turngate.slots import new_secret
 
 ROOT = Path(__file__).parents[2]
-KEY = "tg-" + "aB3_" * 10 + "xyz"
+KEY = new_secret("some-session")
 
 
 def heard(body: Json, headers: Mapping[str, str] = {}, reply: Json = None) -> Heard:
