@@ -16,9 +16,9 @@ import msgspec
 
 from turngate.errors import ConfigError
 from turngate.trainers.export import atif, dpo, rejection, rows, sft, slime, verl
-from turngate.trainers.export.base import Choices, Format, Left
+from turngate.trainers.export.base import Choices, Format
 from turngate.trainers.export.files import Unwritable, written
-from turngate.trainers.export.source import Source, Wanted
+from turngate.trainers.export.source import Left, Source, Wanted
 
 FORMATS: Mapping[str, Format] = {
     format.name: format

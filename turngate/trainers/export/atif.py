@@ -16,10 +16,10 @@ import numpy as np
 
 from turngate.trace.sample import Sample, Span
 from turngate.trace.tree import Context, Sampled, path
-from turngate.trainers.export.base import Choices, Left, Record, only
+from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.rows import about
-from turngate.trainers.export.source import Group, Rollout
+from turngate.trainers.export.source import Group, Left, Rollout
 from turngate.trainers.export.words import Said, as_object, conversation, tools
 from turngate.types import Json, Message
 

@@ -1,8 +1,7 @@
-"""What a format is, what can be chosen, and what is counted as left out."""
+"""What a format is, and what can be chosen."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol
 
@@ -11,7 +10,7 @@ import msgspec
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
 from turngate.trainers.export.files import Layout
-from turngate.trainers.export.source import Group, Wanted
+from turngate.trainers.export.source import Group, Left, Wanted
 from turngate.types import Json
 
 Form = Literal["", "messages", "completions", "tokens"]
@@ -32,20 +31,6 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     margin: float = 0.0  # by which the rewards of a pair differ, and more
     pairs: int = 4  # of a group at most
     prompt_ids: bool = False  # of every step, whole
-
-
-class Left:
-    """What was left out, and why."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def out(self, why: str, count: int = 1) -> None:
-        self._counts[why] += count
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts.most_common())
 
 
 class Format(Protocol):

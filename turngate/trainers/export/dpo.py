@@ -19,9 +19,9 @@ import numpy as np
 from turngate.errors import ConfigError
 from turngate.trace.sample import Sample
 from turngate.trace.tree import Sampled, path
-from turngate.trainers.export.base import Choices, Left, Record, only
+from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
-from turngate.trainers.export.source import Group, Rollout
+from turngate.trainers.export.source import Group, Left, Rollout
 from turngate.trainers.export.usable import usable
 from turngate.trainers.export.words import conversation, spoken, tools
 from turngate.types import Json

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from turngate.trace.advantage import weight
-from turngate.trainers.export.base import Choices, Left, Record, only
+from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.cut import FILLED, UNEQUAL, cut
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.rows import about, versions
-from turngate.trainers.export.source import Group, Rollout
+from turngate.trainers.export.source import Group, Left, Rollout
 from turngate.trainers.export.usable import usable
 
 _COLUMNS = {

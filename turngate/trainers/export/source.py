@@ -6,13 +6,14 @@ group and whether it is wanted; traces are read one group at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -23,11 +24,22 @@ from turngate.trace.sample import Sample, samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Node, Sampled
 
-if TYPE_CHECKING:
-    from turngate.trainers.export.base import Left
-
 _PAGE = 500
 _recorded = msgspec.json.Decoder(Recorded)
+
+
+class Left:
+    """What was left out, and why."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def out(self, why: str, count: int = 1) -> None:
+        self._counts[why] += count
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(self._counts.most_common())
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from turngate.trace.advantage import is_too_large
-from turngate.trainers.export.base import Left
-from turngate.trainers.export.source import Group, Rollout
+from turngate.trainers.export.source import Group, Left, Rollout
 
 TOO_LARGE = "its reward is too large to reckon with"
 

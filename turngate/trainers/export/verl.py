@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from turngate.trace.advantage import weight
-from turngate.trainers.export.base import Choices, Left, Record, only
+from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.cut import FILLED, UNEQUAL, cut
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.rows import about, versions
-from turngate.trainers.export.source import Group
+from turngate.trainers.export.source import Group, Left
 from turngate.trainers.export.usable import usable
 
 _COLUMNS = {
