@@ -273,6 +273,40 @@ async def test_training_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     assert [(step.first, step.last) for step in more] == [(n, n) for n in range(1, 6)]
 
 
+async def test_whoever_goes_on_may_choose_other_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    chosen = Settings(groups=1, learning_rate=1e-3, betas=(0.8, 0.9), weight_decay=0.1)
+    async with lived(tmp_path / "data") as here:
+        await _trained(here, 2, folder=folder, settings=Settings(groups=1, learning_rate=1e-5))
+    async with lived(tmp_path / "data") as here:
+        trainer = _trainer(here, folder, chosen)
+        await trainer.restore()
+        [group] = trainer.learner.optimizer.param_groups
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.8, 0.9), 0.1)
+        assert trainer.earlier_rate == 1e-5
+        memory = trainer.learner.optimizer.state[group["params"][0]]
+        assert float(memory["step"]) == 2 and float(memory["exp_avg_sq"].abs().sum()) > 0
+        await _trained(here, 3, folder=folder, settings=chosen)
+    found = checkpoint.newest(folder)
+    assert found is not None
+    assert found.restore(model(vocabulary=VOCABULARY), Learner(_model(), Settings()).optimizer) == 1e-3
+
+
+@pytest.mark.parametrize("change", [{"hidden": 16}, {"layers": 1}, {"layers": 3}])
+async def test_a_checkpoint_of_another_model_is_told_as_such(tmp_path: Path, change: dict[str, int]) -> None:
+    async with lived() as here:
+        await _trained(here, 1, folder=tmp_path)
+    found = checkpoint.newest(tmp_path)
+    other = model(vocabulary=VOCABULARY, **change)
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    with pytest.raises(
+        ConfigError, match=r"model_folder: .* of another shape .*--model-folder .*, or choose another --out"
+    ):
+        assert found is not None
+        found.restore(other, Learner(other, Settings()).optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("moment", ["before the checkpoint", "after the checkpoint"])
 async def test_a_kill_around_the_checkpoint_trains_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str

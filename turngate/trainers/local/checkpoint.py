@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -38,17 +39,31 @@ class Checkpoint(msgspec.Struct, frozen=True):
     folder: Path
     state: State
 
-    def restore(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
-        """Weights and the optimizer's memory, into those that are there."""
+    def restore(self, model: Model, optimizer: torch.optim.Optimizer) -> float:
+        """Weights and the optimizer's memory, into those that are there. How the optimizer was set up when it was made stays: whoever
+        goes on may have chosen otherwise. The learning rate that the checkpoint was made with."""
         try:
             weights = load_file(self.folder / "model.safetensors")
             memory = torch.load(self.folder / _OPTIMIZER, weights_only=True)
+            self._fits(model, weights)
             with torch.no_grad():
                 for name, own in named(model):
                     own.copy_(weights[name])
-            optimizer.load_state_dict(memory)
-        except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": memory["state"]})
+            return float(memory["param_groups"][0]["lr"])
+        except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
             raise ConfigError(f"checkpoint: {self.folder} cannot be gone on from ({error})", param="out") from None
+
+    def _fits(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
+        own, there = ({name: tuple(one.shape) for name, one in given} for given in (named(model), weights.items()))
+        for name in {**own, **there}:
+            if own.get(name) != there.get(name):
+                raise ConfigError(
+                    f"model_folder: its model is of another shape than the one in {self.folder} ({name}: {own.get(name, 'none')}, "
+                    f"there {there.get(name, 'none')}); go on with the --model-folder that the run began with, or choose another "
+                    "--out folder",
+                    param="model_folder",
+                )
 
 
 def newest(folder: Path) -> Checkpoint | None:

@@ -310,8 +310,8 @@ class Trainer:
         async with await Feed.open(gateway, "name", FeedConfig(n=8), after=trainer.state.number, mark=trainer.state.mark) as feed:
             await trainer.run(feed, steps=20)
 
-    `folder` is where its checkpoints are; the newest one there is gone on from, weights included. None: it keeps none, and commits after
-    every step. `every`: steps between checkpoints; the last step always has one.
+    `folder` is where its checkpoints are; the newest one there is gone on from, weights included, but with these settings. None: it keeps
+    none, and commits after every step. `every`: steps between checkpoints; the last step always has one.
     """
 
     def __init__(
@@ -329,6 +329,7 @@ class Trainer:
         self.learner = Learner(engine.model, settings)
         self.state = State()
         self.steps: list[Step] = []
+        self.earlier_rate: float | None = None  # the learning rate that the checkpoint it goes on from was made with
         self._gateway = gateway
         self._settings = settings
         self._folder = folder
@@ -347,7 +348,7 @@ class Trainer:
             version = present if self._folder is None else present + 1
         if found is not None:
             async with self.engine.updating(version):
-                await asyncio.to_thread(found.restore, self.engine.model, self.learner.optimizer)
+                self.earlier_rate = await asyncio.to_thread(found.restore, self.engine.model, self.learner.optimizer)
             self.steps = [msgspec.convert(one, Step, strict=False) for one in found.state.history]
             self._saved = found.state.step
         self.state = msgspec.structs.replace(state, version=version)
