@@ -1,16 +1,132 @@
-"""`turngate train`: what is wrong is told before anything is made."""
+"""`turngate train`: a run that is gone on with, and what is wrong is told before anything is made."""
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
+import sys
 from pathlib import Path
 
+import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.engines import local_kit  # noqa: F401  # skips where there is no torch
+from tests import kit
+from tests.batch.kit import AGENT
+from tests.cli.kit import ran, refused
+from tests.engines import local_kit  # skips where there is no torch
 from turngate.cli import app
+from turngate.cli.train import Came, kept, summed_up
+from turngate.engines.local.weights import save
+from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.trainers.local import report
+from turngate.trainers.local.grpo import Measured, Step
+from turngate.trainers.local.training import Shares
 
 TASKS = f"{Path(__file__).parents[2] / 'examples' / 'train' / 'errands.py'}:training"
+GUESSES = "from tests.batch.kit import task\n\n\ndef some():\n    return [task('well-0')]\n"
+
+
+def model_folder(folder: Path, hidden: int = local_kit.SHAPE.hidden) -> Path:
+    """A model of random weights that speaks the built-in tokenizer."""
+    made = local_kit.model(vocabulary=kit.tokenizer().vocab_size, hidden=hidden)
+    shape = made.shape
+    save(made, folder)
+    config = {
+        "model_type": shape.kind,
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head,
+        "rms_norm_eps": shape.epsilon,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": shape.tied,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str | Path]:
+    """A run that takes seconds; what is said after these words counts."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "guesses.py").write_text(GUESSES)
+    agent = ["--agent", "shell", "--set", f"command=exec {sys.executable} -I -S {tmp_path / 'agent.py'}"]
+    model: list[str | Path] = ["--model-folder", model_folder(tmp_path / "model"), "--tokenizer", BUILTIN_TOKENIZER]
+    size = ["--n", "2", "--groups", "1", "--steps", "2", "--sandbox", "local"]
+    return ["train", *agent, "--tasks", f"{tmp_path / 'guesses.py'}:some", *model, *size, "--out", tmp_path / "out"]
+
+
+def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str | Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = ran(*words)
+    assert first.exit_code == 0 and "learning rate" not in first.output, first.output
+
+    told = refused(*words, "--steps", "3", "--n", "4")
+    assert told == (
+        f"--n: was 2, is now 4. {out} holds a run that was begun otherwise: go on with its --n, or choose another --out folder"
+    )
+    told = refused(*words, "--steps", "3", "--model-folder", model_folder(tmp_path / "other"))
+    assert "--model-folder: was model, is now other." in told and "or choose another --out folder" in told
+    told = refused(*words, "--steps", "3", "--temperature", "0.5", "--seed", "3")
+    assert "go on with its --seed and --temperature or --max-turns, or choose another --out folder" in told
+
+    more = ran(*words, "--steps", "3", "--learning-rate", "0.002")
+    assert more.exit_code == 0, more.output
+    assert more.output.count("learning rate 0.002 from step 3 on; the checkpoint was made with 1e-05\n") == 1
+    again = ran(*words, "--steps", "3", "--learning-rate", "0.1")
+    assert "nothing is trained" in again.output and "learning rate" not in again.output, again.output
+
+    shutil.move(out / "checkpoints", tmp_path / "away")
+    told = refused(*words, "--steps", "2")
+    assert told.startswith(f"steps: 2 is too few: {out / 'rollouts'} holds the rollouts of more, and ")
+    assert "has no checkpoint;" in told and "go on with --steps 3 or more, or choose another --out folder" in told
+    assert ran(*words, "--steps", "3").exit_code == 0
+
+
+def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Path], tmp_path: Path) -> None:
+    held_out = ["--held-out", f"{tmp_path / 'guesses.py'}:some", "--steps", "1"]
+    assert ran(*words, *held_out).exit_code == 0
+    told = refused(*words, *held_out, "--held-out-n", "2")
+    assert told.startswith("--held-out-n: was 1, is now 2.") and "go on with its --held-out-n, or choose" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--every", "0"], "every: 0 must be at least 1"),
+        (["--held-out-n", "0"], "held_out_n: 0 must be at least 1"),
+        (["--held-out", "nope"], "held_out: there is no nope; give a task folder"),
+        (["--tasks", "nope"], "tasks: there is no nope; give a task folder"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named(words: list[str | Path], given: list[str], expected: str) -> None:
+    assert refused(*words, *given).startswith(expected)
+    assert not Path(words[-1]).exists()
+
+
+def step(number: int, tokens: int) -> Step:
+    measured = Measured(
+        rows=1, tokens=1, loss=0.0, entropy=0.0, divergence=0.0, clipped=0.0, compared=0, difference=None, largest=None,
+        refused=(), signal=True,
+    )  # fmt: skip
+    return Step(
+        step=number, version=number, first=number, last=number, reward=1.0, rewards=(1.0,), passed=1.0, excluded=0, stale=0,
+        measured=measured, gradient=0.0, seconds={}, sampled_tokens=tokens,
+    )  # fmt: skip
+
+
+def test_a_run_that_goes_on_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
+    share = Shares(whole=10.0, training=1.0, sampling=1.0, turngate=1.0)
+    came = Came(steps=(step(1, 9000), step(2, 50)), shares=(share,), before=None, after=None, seconds=60.0)
+    told = Console(file=io.StringIO(), width=200)
+    summed_up(came, told)
+    assert "50 sampled tokens, 5 per second" in told.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 steps, 2 rollouts, 1.0 minutes from step 2 on" in kept(came, tmp_path, "t").read_text()
 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:

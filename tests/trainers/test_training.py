@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from examples import demo
 from tests import kit
 from tests.batch.kit import plan
 from tests.engines.local_kit import model  # skips where there is no torch
@@ -62,6 +63,16 @@ async def test_a_finished_run_goes_on_when_more_steps_are_asked_for(root: Path) 
     assert numbers(more) == [(1, 1), (2, 2), (3, 3)] and more[0] == first[0]
 
 
+async def test_a_data_folder_of_another_run_is_told_as_such(root: Path) -> None:
+    async with placed(root / "data") as place:
+        await train(place, goal(root, 1, "well-0"), root / "out", "")
+        with pytest.raises(ConfigError, match=r"^n: was 2, is now 4; .*: go on as it was, or choose another --out"):
+            await train(place, goal(root, 1, "well-0", n=4), root / "new", "")
+    async with placed(root / "empty") as place:
+        with pytest.raises(ConfigError, match=r"^data: .* the 1 steps of the checkpoint; give the --data that"):
+            await train(place, goal(root, 2, "well-0"), root / "out", "")
+
+
 async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
     made = asyncio.Event()
 
@@ -92,7 +103,16 @@ async def test_agents_that_come_to_nothing_keep_no_trainer_waiting(root: Path) -
 def test_what_nothing_could_be_learnt_from_is_refused_at_once(root: Path) -> None:
     with pytest.raises(ConfigError, match="n: a group of one has nobody to be compared with"):
         goal(root, 1, "well-0", n=1)
+    with pytest.raises(ConfigError, match="every: 0 must be at least 1"):
+        goal(root, 1, "well-0", every=0)
     fine = goal(root, 1, "well-0").batch
     ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
     with pytest.raises(ConfigError, match="tasks: 'well-0' has no grader"):
         Goal(batch=msgspec.structs.replace(fine, tasks=(ungraded,)), steps=1)
+
+
+def test_the_fast_demo_promises_what_the_whole_one_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "better" not in demo.TOO_SHORT and f"{demo.STEPS} updates" in demo.TOO_SHORT
+    with pytest.raises(SystemExit):
+        demo.options(["--help"])
+    assert "two to three minutes" in capsys.readouterr().out

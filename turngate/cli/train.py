@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ from turngate.cli.run import INTERRUPTED, Chosen, chosen_agent, heeded, positive
 from turngate.cli.terminal import Showing, say
 from turngate.cli.terminal import console as new_console
 from turngate.config import ServeConfig
-from turngate.errors import ConfigError
+from turngate.errors import ConfigError, TaskError
+from turngate.rollout import ledger
 from turngate.rollout.batch import BatchResult
 from turngate.rollout.gates import Bounds
-from turngate.rollout.plan import BatchPlan
+from turngate.rollout.plan import BatchPlan, differences
 from turngate.rollout.tally import Tally
 from turngate.sandboxes import backend
 from turngate.tasks.task import Task
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads would spin while agents want the cores
 try:
-    from turngate.trainers.local import report
+    from turngate.trainers.local import checkpoint, report
     from turngate.trainers.local.grpo import Settings, Step
     from turngate.trainers.local.training import Clocked, Goal, Place, Shares, Told, evaluate, opened, train
 except ModuleNotFoundError as error:
@@ -55,6 +57,24 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     held_out: tuple[Task, ...] = ()
     held_out_n: int = 1
 
+    def __post_init__(self) -> None:
+        if self.held_out_n < 1:
+            raise ConfigError(f"held_out_n: {self.held_out_n} must be at least 1", param="held_out_n")
+
+    def evaluation(self) -> BatchPlan | None:
+        """Of the held-out tasks, if there are any. It is done in two folders: before and after."""
+        if not self.held_out:
+            return None
+        return msgspec.structs.replace(self.goal.batch, tasks=self.held_out, n=self.held_out_n, name="held-out")
+
+    @property
+    def before(self) -> Path:
+        return self.folder / "before"
+
+    @property
+    def after(self) -> Path:
+        return self.folder / f"after-{self.goal.steps}"
+
 
 class Came(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it."""
@@ -68,6 +88,11 @@ class Came(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rewards(self) -> list[float | None]:
         return [step.reward for step in self.steps]
+
+    @property
+    def made(self) -> tuple[Step, ...]:
+        """The steps of this run, without those that a checkpoint told of."""
+        return self.steps[len(self.steps) - len(self.shares) :]
 
     def compared(self) -> list[report.Compared]:
         found = [report.gain(self.rewards)]
@@ -85,11 +110,7 @@ async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
     began = time.monotonic()
     before = after = None
     shares: list[Shares] = []
-    held_out = (
-        msgspec.structs.replace(run.goal.batch, tasks=run.held_out, n=run.held_out_n, name="held-out")
-        if run.held_out
-        else None
-    )
+    held_out = run.evaluation()
 
     def stepped(step: Step, share: Shares) -> None:
         shares.append(share)
@@ -97,11 +118,12 @@ async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
 
     if held_out is not None:
         watching.phase("held-out tasks, before", held_out.total)
-        plan = msgspec.structs.replace(held_out, folder=run.folder / "before")
+        plan = msgspec.structs.replace(held_out, folder=run.before)
         before = await evaluate(place, plan, watching.see)
         watching.say(f"held-out tasks, before: {_score(before)}")
     watching.phase("training", run.goal.steps * run.goal.settings.groups * run.goal.batch.n)
-    steps = await train(place, run.goal, run.folder, run.model_folder, Told(rollouts=watching.see, step=stepped))
+    told = Told(rollouts=watching.see, step=stepped, note=partial(watching.say, style="yellow"))
+    steps = await train(place, run.goal, run.folder, run.model_folder, told)
     if not shares:
         watching.say(
             f"the run has made {len(steps)} steps already, so nothing is trained, whatever else was changed; ask for more --steps to go on",
@@ -109,7 +131,7 @@ async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
         )
     if held_out is not None:
         watching.phase("held-out tasks, after", held_out.total)
-        plan = msgspec.structs.replace(held_out, folder=run.folder / f"after-{run.goal.steps}")
+        plan = msgspec.structs.replace(held_out, folder=run.after)
         after = await evaluate(place, plan, watching.see)
         watching.say(f"held-out tasks, after:  {_score(after)}")
     return Came(steps=tuple(steps), shares=tuple(shares), before=before, after=after, seconds=time.monotonic() - began)
@@ -221,13 +243,16 @@ def summed_up(came: Came, console: Console) -> None:
             f"{name} {sum(getattr(share, name) for share in came.shares) / whole:.0%}"
             for name in ("agents", "sampling", "training", "turngate")
         )
-        tokens = sum(step.sampled_tokens for step in came.steps)
+        tokens = sum(step.sampled_tokens for step in came.made)
         say(console, f"time of the steps: {spent}; {tokens:,} sampled tokens, {tokens / whole:.0f} per second", "dim")
 
 
 def kept(came: Came, folder: Path, title: str) -> Path:
     """The picture and the numbers as files. Where the picture is."""
-    note = f"{len(came.steps)} steps, {sum(len(step.rewards) for step in came.steps)} rollouts, {came.seconds / 60:.1f} minutes"
+    note = f"{len(came.steps)} steps, {sum(len(step.rewards) for step in came.steps)} rollouts"
+    if came.made:
+        since = "" if came.made == came.steps else f" from step {came.made[0].step} on"
+        note += f", {came.seconds / 60:.1f} minutes{since}"
     picture = folder / "reward.svg"
     picture.write_text(report.svg(title, came.rewards, came.compared(), note))
     (folder / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(came.steps)))
@@ -240,6 +265,7 @@ def kept(came: Came, folder: Path, title: str) -> Path:
 def ordered(given: Mapping[str, Any]) -> int:
     """Train what the flags of `turngate train` ask for. The exit code."""
     run = _run(given)
+    _goes_on(run)
     console = new_console()
     came = asyncio.run(stoppable(_opened(run, console, given["data"]), console, STOPPING))
     if came is None:
@@ -253,7 +279,8 @@ def ordered(given: Mapping[str, Any]) -> int:
 
 
 def _run(given: Mapping[str, Any]) -> Run:
-    wanted = tuple(tasks.read(given["tasks"]))
+    wanted = _tasks(given, "tasks")
+    held_out = _tasks(given, "held_out") if given["held_out"] else ()
     model_folder = Path(given["model_folder"])
     if not (model_folder / "config.json").is_file():
         raise ConfigError(f"model_folder: {model_folder} holds no model (config.json)", param="model_folder")
@@ -283,9 +310,67 @@ def _run(given: Mapping[str, Any]) -> Run:
         model_folder=model_folder,
         tokenizer=Path(given["tokenizer"] or model_folder),
         max_context=given["context_tokens"],
-        held_out=tuple(tasks.read(given["held_out"])) if given["held_out"] else (),
+        held_out=held_out,
         held_out_n=given["held_out_n"],
     )
+
+
+def _tasks(given: Mapping[str, Any], option: str) -> tuple[Task, ...]:
+    try:
+        return tuple(tasks.read(given[option]))
+    except TaskError as error:
+        raise TaskError(f"{option}: {error.message.removeprefix('task: ')}", param=option) from None
+
+
+# By what the ledger of a batch calls it, the option of `turngate train` that it comes from.
+_OPTIONS = {
+    "agent's description": "agent",
+    "model": "model-folder",
+    "session": "temperature or --max-turns",
+    "context_tokens": "context-tokens",
+}
+_HELD_OUT = {**_OPTIONS, "tasks": "held-out", "n": "held-out-n"}
+
+
+def _goes_on(run: Run) -> None:
+    """What cannot be gone on with is told before anything is started."""
+    evaluation = run.evaluation()
+    if evaluation is not None:
+        for folder in (run.before, run.after):
+            _begun(msgspec.structs.replace(evaluation, folder=folder), _HELD_OUT, run.folder)
+    goal, found = run.goal, checkpoint.newest(run.folder / "checkpoints")
+    trained = 0 if found is None else found.state.step
+    if trained >= goal.steps:  # nothing will be
+        return
+    plan = goal.plan()
+    rounds = _begun(plan, _OPTIONS, run.folder)
+    if rounds > plan.rounds:
+        least = (rounds - 1) * len(plan.tasks) // goal.settings.groups + 1
+        there = "has no checkpoint" if found is None else f"has only step {trained}"
+        raise ConfigError(
+            f"steps: {goal.steps} is too few: {plan.folder} holds the rollouts of more, and {run.folder / 'checkpoints'} {there}; bring "
+            f"back what is missing there, go on with --steps {least} or more, or choose another --out folder",
+            param="steps",
+        )
+
+
+def _begun(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
+    """How many rounds of it have begun. Refused where its folder holds another batch."""
+    if not (plan.folder / ledger.NAME).exists():
+        return 0
+    known = ledger.read(plan.folder)
+    if known.head is None:
+        return 0
+    changed = [one.partition(": ") for one in differences(known.head, plan.terms(), plan.digests())]
+    if changed:
+        told = [(options.get(name, name), how) for name, _, how in changed]
+        raise ConfigError(
+            f"{'; '.join(f'--{name}: {how}' for name, how in told)}. {out} holds a run that was begun otherwise: go on with its "
+            f"{' and '.join(f'--{name}' for name in dict(told))}, or choose another --out folder",
+            param="out",
+        )
+    finished = (*known.finished.values(), *(late.finished for late in known.unrecorded.values()))
+    return 1 + max((one.round for one in finished), default=0)
 
 
 async def _opened(run: Run, console: Console, data: str) -> Came | None:

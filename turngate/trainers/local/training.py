@@ -22,16 +22,17 @@ import msgspec
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.local import LocalEngine
-from turngate.errors import ConfigError, TurngateError
+from turngate.errors import ConfigError, Conflict, TurngateError
 from turngate.rollout.batch import BatchResult, run_batch
-from turngate.rollout.client import GatewayClient
+from turngate.rollout.client import GatewayClient, Refused
 from turngate.rollout.pace import Ahead
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.tally import Tally
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.posix import to_the_end
 from turngate.server.run import embedded
-from turngate.trainers.feed import Feed, FeedConfig
+from turngate.trainers.feed import Feed, FeedConfig, OtherFeed
+from turngate.trainers.local.checkpoint import State
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 
 FEED = "grpo"
@@ -52,8 +53,9 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     every: int = 1  # steps between checkpoints
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"steps: {self.steps} must be at least 1", param="steps")
+        for name in ("steps", "every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} must be at least 1", param=name)
         if self.batch.n == 1 and self.feed_config().advantage != "none":
             raise ConfigError("n: a group of one has nobody to be compared with; give at least 2", param="n")
         for task in self.batch.tasks:
@@ -79,6 +81,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
     rollouts: Callable[[Tally], None] = lambda tally: None
     step: Callable[[Step, Shares], None] = lambda step, shares: None
+    note: Callable[[str], None] = lambda text: None
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,9 +171,12 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
     if trainer.state.step >= goal.steps:
         return trainer.steps
     pace = Ahead(goal.ahead or goal.settings.groups, trained=trainer.state.number)
-    state = trainer.state
-    feed = await Feed.open(place.gateway, FEED, goal.feed_config(), after=state.number, mark=state.mark)
-    async with feed:
+    rate = goal.settings.learning_rate
+    if trainer.earlier_rate not in (None, rate):
+        told.note(
+            f"learning rate {rate:g} from step {trainer.state.step + 1} on; the checkpoint was made with {trainer.earlier_rate:g}"
+        )
+    async with await _feed(place.gateway, goal.feed_config(), trainer.state) as feed:
         running = asyncio.create_task(
             run_batch(goal.plan(), place.gateway, place.wayout, told.rollouts, pace=pace), name="agents"
         )
@@ -188,6 +194,29 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
                 task.cancel()
             await to_the_end(_ended(running, training, trainer, feed))
     return trainer.steps
+
+
+async def _feed(gateway: GatewayClient, config: FeedConfig, state: State) -> Feed:
+    try:
+        return await Feed.open(gateway, FEED, config, after=state.number, mark=state.mark)
+    except OtherFeed:
+        raise ConfigError(
+            f"data: this data folder has not recorded the {state.step} steps of the checkpoint; give the --data that they were made with, "
+            "or choose another --out folder",
+            param="data",
+        ) from None
+    except Refused as error:
+        if error.answered != Conflict.status:
+            raise
+        known = msgspec.structs.asdict((await gateway.show_feed(FEED)).config)
+        asked = msgspec.structs.asdict(config)
+        changed = "; ".join(
+            f"{name}: was {known[name]}, is now {asked[name]}" for name in asked if known[name] != asked[name]
+        )
+        raise ConfigError(
+            f"{changed}; the data folder has recorded another training run: go on as it was, or choose another --out folder (and --data)",
+            param="data",
+        ) from None
 
 
 async def _ended(
