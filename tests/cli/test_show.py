@@ -14,6 +14,7 @@ import pytest
 from tests.cli.kit import process, ran, refused
 from tests.kit import Running, calls, gateway, result, say, spelled, tokenizer, tool, user
 from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.store.outcome import Recorded
 
 EVIL = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxt.exe\u202c [bold]x[/] :bomb: \x00\r\x08 <b>"
 
@@ -124,6 +125,28 @@ async def test_after_the_gateway_has_gone(data: Path) -> None:
 
 
 # ── roles and branches ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_outcome_that_is_damaged_is_shown_as_such_with_all_the_rest(g: Running, data: Path) -> None:
+    session = await conversed(g)
+    await g.seal(session)
+    g.app.control.record(session, Recorded(kind="graded", reward=1.0))
+    with g.app.store._writing() as db:
+        db.execute("UPDATE outcomes SET outcome='{'")
+    text = await shown("last", "--data", data)
+    assert "outcome its outcome is damaged on disk" in text and "It says hello." in text
+    told = json.loads(await shown("last", "--data", data, "--json"))["summary"]
+    assert (told["outcome"], told["damaged"]) == (None, "its outcome is damaged on disk")
+
+
+async def test_settings_that_are_damaged_hide_no_other_session(g: Running, data: Path) -> None:
+    session, newer = await conversed(g), await conversed(g)
+    with g.app.store._writing() as db:
+        db.execute("UPDATE sessions SET config='{' WHERE id=?", (session,))
+    assert f"session {newer}" in await shown("last", "--data", data)
+    done = await asyncio.to_thread(ran, "show", session, "--data", data)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"session {session}: its settings are damaged on disk" in done.stderr
 
 
 async def branched(g: Running) -> str:

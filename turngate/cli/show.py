@@ -24,6 +24,7 @@ from turngate.fence import Fence
 from turngate.render import Tokenizer, find
 from turngate.rollout.client import GatewayClient, Refused, admin_key_given
 from turngate.shown import encode_array, read
+from turngate.store.outcome import DAMAGED
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
 
@@ -85,10 +86,13 @@ def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
     try:
         control = Control(store, Fence(0), Events(store))
         known = store.find(wanted)
-        session_id = wanted if known else _chosen(wanted, [row.id for row in store.sessions(limit=10_000)])
+        session_id = wanted if known else _chosen(wanted, store.ids(10_000))
         shown = read(store, session_id)
         trace = shown.trace()
-        view = _view(_plain(control.described(shown.session)), _plain(trace), _plain(shown.samples(keep_empty=True)))
+        summary = control.described(shown.session)
+        if store.outcomes.damaged(shown.session.key, shown.session.key):  # all else is shown
+            summary["damaged"] = DAMAGED
+        view = _view(_plain(summary), _plain(trace), _plain(shown.samples(keep_empty=True)))
         return view, store.setting(f"tokenizer:{trace['vocabulary']}")
     finally:
         store.close()
@@ -198,7 +202,7 @@ def _head(view: View, console: Console) -> None:
         ("model", config.get("model", "") or "any"),
         ("turns", f"{summary['turns']} ({roles})" if roles else "0"),
         ("tokens", f"{summary['tokens']} stored, {summary['sampled_tokens']} sampled"),
-        ("outcome", _outcome(summary.get("outcome"))),
+        ("outcome", summary.get("damaged") or _outcome(summary.get("outcome"))),
     ]
     for name, value in lines:
         if value:

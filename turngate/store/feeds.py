@@ -14,7 +14,8 @@ import time
 import msgspec
 
 from turngate.store.beside import Connected, happened, insert_event
-from turngate.store.outcome import Recorded
+from turngate.store.outcome import DAMAGED, Recorded, read
+from turngate.types import Json
 
 FEED_TABLES = """
 CREATE TABLE IF NOT EXISTS feeds (
@@ -129,7 +130,7 @@ class FeedLog:
             whose = (feed, name, n, prefix)
             # An outcome that was recorded or replaced since has its place among those that came later, whatever the clock says.
             old = db.execute(
-                "SELECT recorded, session, id, outcome,"
+                "SELECT recorded, session, id, CAST(outcome AS BLOB),"
                 " EXISTS (SELECT 1 FROM later WHERE later.feed=?1 AND later.session=outcomes.session)"
                 " FROM outcomes JOIN sessions ON sessions.key=session WHERE (recorded, session)>(?2, ?3)"
                 " ORDER BY recorded, session LIMIT ?4",
@@ -143,7 +144,8 @@ class FeedLog:
                 db.execute("UPDATE filling SET recorded=?, session=? WHERE feed=?", (recorded, session, feed))
                 return True
             new = db.execute(
-                "SELECT place, session, id, outcome FROM later WHERE feed=? ORDER BY place LIMIT ?", (feed, most)
+                "SELECT place, session, id, CAST(outcome AS BLOB) FROM later WHERE feed=? ORDER BY place LIMIT ?",
+                (feed, most),
             ).fetchall()
             for place, key, known_as, outcome in new:
                 if key is not None:
@@ -215,10 +217,10 @@ class FeedLog:
 
     def members(self, feed: int, number: int) -> list[Member]:
         """Of one delivery, in the order in which they were recorded."""
-        query = "SELECT session, id, team, outcome FROM rolled WHERE feed=? AND number=? ORDER BY place"
+        query = "SELECT session, id, team, CAST(outcome AS BLOB) FROM rolled WHERE feed=? AND number=? ORDER BY place"
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()
-        return [Member(key, name, group, _recorded(outcome)) for key, name, group, outcome in rows]
+        return [Member(key, name, group, read(outcome) or _unknown(group)) for key, name, group, outcome in rows]
 
     def take_over(self, name: str) -> FeedRow | None:
         """A new reader, with a token of its own. None: there is no such feed."""
@@ -252,10 +254,14 @@ def _take(
 ) -> None:
     """One rollout into one feed, and a number for its group if that is complete now."""
     key, name, n, prefix = feed
-    recorded = _recorded(outcome)
+    recorded = read(outcome)
+    faulty = recorded is not None and recorded.kind == "infrastructure fault"
+    if recorded is None:  # its group would wait for it for ever: it is entered without a reward, and so never trained
+        recorded = _unknown(*_told(db, session))
+        outcome = msgspec.json.encode(recorded, order="sorted")
     # One that is there already either waits, and is replaced, or has a number, after which nothing about it changes.
     db.execute("DELETE FROM rolled WHERE feed=? AND session=? AND number IS NULL", (key, session))
-    if recorded.kind == "infrastructure fault" or not recorded.group.startswith(prefix):
+    if faulty or not recorded.group.startswith(prefix):
         return
     added = db.execute(
         "INSERT OR IGNORE INTO rolled (feed, session, id, team, outcome) VALUES (?,?,?,?,?)",
@@ -288,5 +294,19 @@ def _number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:
     return int(number)
 
 
-def _recorded(outcome: bytes) -> Recorded:
-    return msgspec.json.decode(outcome, type=Recorded)
+def _unknown(group: str, task: str = "") -> Recorded:
+    """What stands for an outcome that is damaged on disk."""
+    return Recorded(kind="infrastructure fault", message=DAMAGED, group=group, task=task)
+
+
+def _told(db: sqlite3.Connection, session: int) -> tuple[str, str]:
+    """The group and the task of a session, as its runner told when it opened it; empty where that is damaged too."""
+    row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
+    try:
+        config: Json = None if row is None else msgspec.json.decode(row[0])
+    except (msgspec.DecodeError, ValueError):
+        config = None
+    metadata: Json = config.get("metadata") if isinstance(config, dict) else None
+    told = [metadata.get(name) if isinstance(metadata, dict) else None for name in ("group", "task")]
+    group, task = (value if isinstance(value, str) else "" for value in told)
+    return group, task

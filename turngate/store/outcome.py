@@ -13,6 +13,8 @@ from turngate.types import Json
 Class = Literal["graded", "agent failed", "invalid task", "infrastructure fault"]
 NO_REWARD: tuple[Class, ...] = ("invalid task", "infrastructure fault")  # nobody judged the agent's work
 LARGEST = 256 * 1024  # bytes of an outcome
+DAMAGED = "its outcome is damaged on disk"
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make the decoder raise
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,3 +55,14 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if len(written) > LARGEST:
             raise BadRequest(f"data: the outcome has {len(written)} bytes, the limit is {LARGEST}", param="data")
         return written
+
+
+_recorded = msgspec.json.Decoder(Recorded)
+
+
+def read(written: bytes) -> Recorded | None:
+    """As it was recorded. None: it is damaged on disk."""
+    try:
+        return _recorded.decode(written)
+    except _UNREADABLE:
+        return None

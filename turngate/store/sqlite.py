@@ -26,6 +26,7 @@ from turngate.slots import ALONE, Place
 from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, also
 from turngate.store.feeds import FEED_TABLES, FeedLog
 from turngate.store.lock import lock
+from turngate.store.outcome import DAMAGED
 from turngate.store.survey import Survey
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
@@ -78,6 +79,7 @@ log = logging.getLogger("turngate")
 _context_info = msgspec.msgpack.Decoder(ContextInfo)
 _sampled_info = msgspec.msgpack.Decoder(SampledInfo)
 _encode_info = msgspec.msgpack.Encoder().encode
+_DAMAGED_SETTINGS = "its settings are damaged on disk"
 
 
 class SessionRow(msgspec.Struct, frozen=True):
@@ -91,6 +93,7 @@ class SessionRow(msgspec.Struct, frozen=True):
     status: Status
     stop: str
     vocabulary: str
+    damaged: str = ""  # what of it cannot be read, in a listing; whoever asks for that one session is refused
 
 
 class NewTurn(msgspec.Struct, frozen=True):
@@ -167,17 +170,19 @@ class Store:
                 f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
                 param="data",
             )
-        store._add_tables(version)
+        store._add_tables(version, looking=True)
         store._mutex = threading.Lock()
         store._checkpoints = None
         store._lock_file = None
         store._shared = False
         return store
 
-    def _add_tables(self, version: int = SCHEMA_VERSION) -> None:
+    def _add_tables(self, version: int = SCHEMA_VERSION, *, looking: bool = False) -> None:
         self.events = EventLog(self._writing, self._reading)
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
-        self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
+        self.outcomes = Outcomes(
+            self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS, looking=looking
+        )
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.survey = Survey(self._reading)
 
@@ -265,29 +270,40 @@ class Store:
         return next(self._rows("WHERE secret=?", (secret,)), None)
 
     def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Newest first."""
+        """Newest first. One that is damaged is among them and marked, also in the metadata that a listing shows."""
         wheres, values = ["key < ?"], [before if before is not None else 2**62]
         parameters: list[object] = list(values)
         if status is not None:
             wheres.append("status = ?")
             parameters.append(status)
-        return list(self._rows(f"WHERE {' AND '.join(wheres)} ORDER BY key DESC LIMIT ?", (*parameters, limit)))
+        where = f"WHERE {' AND '.join(wheres)} ORDER BY key DESC LIMIT ?"
+        rows = list(self._rows(where, (*parameters, limit), marked=True))
+        damaged = self.outcomes.damaged(rows[-1].key, rows[0].key) if rows else set()
+        return [row if row.key not in damaged or row.damaged else _marked(row, DAMAGED) for row in rows]
+
+    def ids(self, limit: int) -> list[str]:
+        """Of sessions, newest first; also of those that are damaged."""
+        with self._reading() as db:
+            return [session for (session,) in db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,))]
 
     def open_sessions(self) -> list[tuple[str, bytes, float]]:
         """Id, secret digest and time of opening of each session that is still open."""
         with self._reading() as db:
             return db.execute("SELECT id, secret, opened FROM sessions WHERE status='open'").fetchall()
 
-    def _rows(self, where: str, values: Sequence[object]) -> Iterator[SessionRow]:
+    def _rows(self, where: str, values: Sequence[object], *, marked: bool = False) -> Iterator[SessionRow]:
+        """`marked`: those whose settings are damaged too, rather than an error."""
+        columns = "key, id, CAST(config AS BLOB), opened, closed, status, stop, vocabulary"
         with self._reading() as db:
-            rows = db.execute(
-                f"SELECT key, id, config, opened, closed, status, stop, vocabulary FROM sessions {where}", values
-            ).fetchall()
+            rows = db.execute(f"SELECT {columns} FROM sessions {where}", values).fetchall()
         for key, session_id, config, *rest in rows:
             try:
                 settings = msgspec.json.decode(config, type=SessionConfig)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise StoreError(f"session {session_id}: its settings are damaged on disk ({error})") from None
+                if not marked:
+                    raise StoreError(f"session {session_id}: {_DAMAGED_SETTINGS} ({error})") from None
+                yield _marked(SessionRow(key, session_id, SessionConfig(), *rest), _DAMAGED_SETTINGS)
+                continue
             yield SessionRow(key, session_id, settings, *rest)
 
     def commit(self, turns: Iterable[NewTurn]) -> None:
@@ -512,6 +528,11 @@ _INSERT_CONTEXT = f"INSERT OR IGNORE {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?)"
 _INSERT_SAMPLED = (
     f"INSERT {_INTO_NODES} SELECT ?1,?2,?3,?4,?5,?6,?7,?8,?9 WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?1)"
 )
+
+
+def _marked(row: SessionRow, damaged: str) -> SessionRow:
+    config = msgspec.structs.replace(row.config, metadata={**row.config.metadata, "damaged": damaged})
+    return msgspec.structs.replace(row, config=config, damaged=damaged)
 
 
 def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
