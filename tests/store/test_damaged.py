@@ -1,0 +1,129 @@
+"""One row of the store that is damaged on disk: its own session is refused or marked, and no other suffers for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.feed.kit import Trained, training
+from turngate.errors import StoreError
+from turngate.feed import FeedConfig
+from turngate.store.outcome import Recorded
+from turngate.store.sqlite import Store
+from turngate.trainers.feed import Delivery, Feed
+
+NO_TEXT = "CAST(x'7bff' AS TEXT)"  # not even a string
+
+
+def damage(t: Trained, table: str, cell: str, session: str, written: str = "'{'") -> None:
+    """`written`: as SQL."""
+    key = "key" if table == "sessions" else "session"
+    with t.g.app.store._writing() as db:
+        change = f"UPDATE {table} SET {cell}={written} WHERE {key}=(SELECT key FROM sessions WHERE id=?)"
+        assert db.execute(change, (session,)).rowcount == 1
+
+
+async def listed(t: Trained, limit: int = 100) -> dict[str, Any]:
+    answer = await t.g.admin.get(f"/admin/sessions?limit={limit}")
+    assert answer.status_code == 200, answer.text
+    return {session["id"]: session for session in answer.json()["sessions"]}
+
+
+async def delivered(t: Trained, config: FeedConfig) -> Delivery | None:
+    async with await Feed.open(t.client, "f", config) as feed:
+        return await feed.next(5)
+
+
+# ── outcomes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("written", ["'{'", "'{}'", "x'ff'", NO_TEXT, "5"])
+async def test_a_damaged_outcome_is_an_error_of_its_session_alone_until_it_is_recorded_again(written: str) -> None:
+    async with training() as t:
+        bad, good = await t.rollout(1.0), await t.rollout(0.5)
+        damage(t, "outcomes", "outcome", bad, written)
+        answer = await t.g.admin.get(f"/admin/sessions/{bad}")
+        assert answer.status_code == 503
+        said = answer.json()["error"]["message"]
+        assert said.startswith(f"session {bad}: its outcome is damaged on disk; record it again with PUT ")
+        assert (await t.client.show(good))["outcome"]["reward"] == 0.5
+        assert (await t.g.admin.get(f"/admin/sessions/{bad}/trace")).status_code == 200
+        for limit in (2, 100):
+            found = await listed(t, limit)
+            assert list(found) == [good, bad]
+            assert found[bad]["outcome"] is None and found[good]["outcome"]["reward"] == 0.5
+            assert found[bad]["config"]["metadata"] == {"group": "g", "damaged": "its outcome is damaged on disk"}
+            assert "damaged" not in found[good]["config"]["metadata"]
+        await t.client.record(bad, Recorded(kind="graded", reward=0.25), replace=True)
+        assert (await t.client.show(bad))["outcome"]["reward"] == 0.25
+
+
+async def test_whoever_only_looks_sees_the_rest_of_a_session_whose_outcome_is_damaged() -> None:
+    async with training() as t:
+        bad = await t.rollout(1.0)
+        damage(t, "outcomes", "outcome", bad)
+        store = t.g.app.store
+        with pytest.raises(StoreError, match=f"session {bad}: its outcome is damaged on disk"):
+            store.outcomes.of(1, 1)
+        looking = Store.reading(store.path.parent)
+        try:
+            assert looking.outcomes.of(1, 1) == {} and looking.outcomes.damaged(1, 1) == {1}
+            assert looking.outcomes.read(1, 1) == {1: None}
+        finally:
+            looking.close()
+
+
+@pytest.mark.parametrize("written", ["'{'", NO_TEXT])
+async def test_a_feed_excludes_a_rollout_whose_outcome_is_damaged_and_does_not_wait_for_it(written: str) -> None:
+    async with training() as t:
+        bad, good, other = await t.rollout(1.0), await t.rollout(0.5), await t.rollout(0.0)
+        damage(t, "outcomes", "outcome", bad, written)
+        found = await delivered(t, FeedConfig(n=3, advantage="none", from_start=True, groups="g"))
+        assert found is not None
+        assert [rolled.session for rolled in found.rollouts] == [bad, good, other]
+        assert [rolled.advantage for rolled in found.rollouts] == [None, 0.5, 0.0]
+        assert "its outcome is damaged on disk" in found.rollouts[0].excluded
+        assert not any(rolled.excluded for rolled in found.rollouts[1:])
+
+
+async def test_a_feed_takes_a_damaged_rollout_for_one_of_no_group_where_nothing_tells_its_group() -> None:
+    async with training() as t:
+        bad = await t.rollout(1.0)
+        damage(t, "outcomes", "outcome", bad)
+        damage(t, "sessions", "config", bad)
+        found = await delivered(t, FeedConfig(n=3, from_start=True))
+        assert found is not None and found.group == "" and len(found.rollouts) == 1
+        assert "damaged on disk" in found.rollouts[0].excluded
+
+
+async def test_what_a_feed_has_noted_of_a_rollout_may_be_damaged_too() -> None:
+    async with training() as t:
+        bad, good = await t.rollout(1.0), await t.rollout(0.5)
+        config = FeedConfig(n=2, advantage="none", from_start=True)
+        async with await Feed.open(t.client, "f", config) as feed:
+            damage(t, "rolled", "outcome", bad)
+            found = await feed.next(5)
+        assert found is not None and found.group == "g"
+        assert [rolled.session for rolled in found.rollouts] == [bad, good]
+        assert "its outcome is damaged on disk" in found.rollouts[0].excluded and found.rollouts[1].advantage == 0.5
+
+
+# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("written", ["'{'", "'[]'", "x'ff'", NO_TEXT, "5"])
+async def test_damaged_settings_take_no_listing_along(written: str) -> None:
+    async with training() as t:
+        bad, good = await t.rollout(1.0), await t.rollout(0.5)
+        damage(t, "sessions", "config", bad, written)
+        for limit in (2, 100):
+            found = await listed(t, limit)
+            assert list(found) == [good, bad]
+            assert found[bad]["config"]["metadata"] == {"damaged": "its settings are damaged on disk"}
+            assert found[bad]["outcome"]["reward"] == 1.0 and "damaged" not in found[good]["config"]["metadata"]
+        assert list(await listed(t, 1)) == [good]
+        answer = await t.g.admin.get(f"/admin/sessions/{bad}")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"].startswith(f"session {bad}: its settings are damaged on disk (")
+        assert t.g.app.store.ids(10) == [good, bad]
