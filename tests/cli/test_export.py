@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.kit import ran, refused
+from tests.cli.kit import process, ran, refused
 from tests.kit import gateway, say
+from turngate.engines.scripted import MADE_UP
 
 
 async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_path: Path) -> None:
@@ -47,3 +48,54 @@ def test_what_does_not_fit_is_refused_by_the_name_of_its_flag(more: list[str], l
     words = ["export", "rows", "--data", tmp_path / "nothing", "--out", tmp_path / "x.jsonl", *more]
     assert refused(*words).startswith(line)
     assert list(tmp_path.iterdir()) == []
+
+
+async def _recorded(data: Path, count: int) -> list[str]:
+    async with gateway([say("Hello.")] * count, data=data) as g:
+        sessions = []
+        for _ in range(count):
+            session = await g.open()
+            await g.ask(session.key, "Hi.")
+            await g.seal(session.id)
+            sessions.append(session.id)
+    return sessions
+
+
+async def test_log_probabilities_that_are_made_up_are_noted(tmp_path: Path) -> None:
+    await _recorded(tmp_path / "data", 2)
+    words = ["--data", tmp_path / "data", "--out", tmp_path / "out.jsonl"]
+    for format in ("rows", "verl", "slime"):
+        assert f"note      2 rollouts: {MADE_UP}" in ran("export", format, *words).stdout
+    assert json.loads(ran("export", "rows", *words, "--json").stdout)["notes"] == [f"2 rollouts: {MADE_UP}"]
+    assert MADE_UP not in ran("export", "sft", *words).stdout
+
+
+async def test_what_was_in_a_folder_is_told(tmp_path: Path) -> None:
+    one, other = await _recorded(tmp_path / "data", 2)
+    folder = tmp_path / "trajectories"
+    words = ["export", "atif", "--data", tmp_path / "data", "--out", folder]
+    assert f"→ {folder}\n" in ran(*words, "--session", one).stdout
+    assert f"→ {folder} (1 other file there before, and kept)\n" in ran(*words, "--session", other).stdout
+    assert f"→ {folder} (2 files there replaced)\n" in ran(*words).stdout
+
+
+@pytest.mark.parametrize("spelled", [["--out", "{}/"], ["--out={}/"]])
+async def test_a_slash_at_the_end_is_a_folder_and_replaces_no_file(tmp_path: Path, spelled: list[str]) -> None:
+    await _recorded(tmp_path / "data", 1)
+    out = tmp_path / "rows.jsonl"
+    out.write_text("before")
+    words = [word.format(out) for word in spelled]
+    with process("export", "rows", "--data", tmp_path / "data", *words) as one:
+        one.until(lambda: "leave out the / at its end" in one.output)
+    with process("export", "atif", "--data", tmp_path / "data", *words) as one:
+        one.until(lambda: "is a file, and a folder is asked for" in one.output)
+    assert out.read_text() == "before"
+
+
+async def test_filters_that_leave_nothing_are_named(tmp_path: Path) -> None:
+    await _recorded(tmp_path / "data", 1)
+    words = ["export", "rows", "--data", tmp_path / "data", "--out", tmp_path / "out.jsonl"]
+    for more in (["--min-reward", "5"], ["--resolved"], ["--session", "nope"], ["--unscored", "drop"]):
+        assert refused(*words, *more).startswith(f"data: none of 1 rollout there fits {' '.join(more)}; ask for others")
+    assert "so nothing is written; left out: 1 × it is of no group" in refused(words[0], "dpo", *words[2:])
+    assert not (tmp_path / "out.jsonl").exists()

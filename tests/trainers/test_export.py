@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.kit import Heard, Opened, Running, calls, gateway, result, say, tokenizer, tool, user
+from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError
 from turngate.shown import encode_array
 from turngate.store.outcome import Recorded
@@ -75,6 +76,15 @@ class Recording:
         if out.is_dir():
             return [json.loads(path.read_text()) for path in sorted(out.iterdir())], done
         return [json.loads(line) for line in out.read_text().splitlines()], done
+
+    def damage(self, table: str, cell: str, name: str, written: object) -> None:
+        """On disk, of one rollout."""
+        key = "key" if table == "sessions" else "session"
+        with sqlite3.connect(self.data / "turngate.db") as db:
+            which = f"{key}=(SELECT key FROM sessions WHERE id=?)"
+            changed = db.execute(f"UPDATE {table} SET {cell}=? WHERE {which}", (written, self.ids[name]))
+            assert changed.rowcount == 1
+        db.close()
 
     def samples(self, session: str) -> list[Any]:
         """The rows of a session as the gateway's own API tells them."""
@@ -218,7 +228,8 @@ async def test_what_may_not_be_reinforced_may_be_imitated_if_that_is_asked_for(m
         await made.ended(session, 1.0)
     only = {"sessions": (session.id,)}
     for format in ("rows", "sft", "verl", "slime"):
-        assert made.export(format, **only)[0] == [], "its distribution was not the policy's own"
+        with pytest.raises(ConfigError, match=r"no record comes of 1 rollout, .*1 × nothing of it may be trained"):
+            made.export(format, **only)  # its distribution was not the policy's own
     for form in ("messages", "completions", "tokens"):
         [record] = made.export("sft", form=form, imitate=True, **only)[0]
         assert record["session"] == session.id
@@ -230,7 +241,8 @@ async def test_a_turn_that_was_cut_short_is_not_imitated(made: Recording) -> Non
         session = await made.rollout("short")
         await made.ask(session, [*ASKED], "Once upon", close=False)
         await made.ended(session, 1.0)
-    assert made.export("sft", imitate=True, sessions=(session.id,))[0] == []
+    with pytest.raises(ConfigError, match="no record comes of 1 rollout"):
+        made.export("sft", imitate=True, sessions=(session.id,))
 
 
 async def test_rejection_keeps_what_earned_it(made: Recording) -> None:
@@ -276,13 +288,18 @@ async def test_rollouts_whose_prompts_differ_make_no_pair(made: Recording) -> No
     assert [count for why, count in done.left_out.items() if "prompts differ" in why] and pairs
 
 
-def test_where_there_are_no_pairs_it_is_said_why(made: Recording) -> None:
-    pairs, done = made.export("dpo", margin=5.0)
-    assert not pairs and not done.replaced
-    assert any("--margin" in why for why in done.left_out)
-    alone, done = made.export("dpo", sessions=(made.ids["good"],))
-    assert not alone and done.replaced
-    assert any("two different rewards" in why for why in done.left_out)
+def test_where_there_are_no_pairs_it_is_said_why_and_nothing_is_replaced(made: Recording) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no record comes of 5 rollouts, .*1 × pairs .* less than 5 \(--margin\) apart"
+    ):
+        made.export("dpo", margin=5.0)
+    assert list(made.out.iterdir()) == []
+    (made.out / "out.jsonl").write_text("before")
+    with pytest.raises(ConfigError, match="1 × groups without two different rewards"):
+        made.export("dpo", sessions=(made.ids["good"],))
+    with pytest.raises(ConfigError, match="left out: 1 × its reward is not known"):
+        made.export("dpo", sessions=(made.ids["unscored"],), groups=("run.t",))
+    assert (made.out / "out.jsonl").read_text() == "before"
 
 
 # ── other trainers ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -487,7 +504,10 @@ def _nested(levels: int) -> Any:
         ("rows", ".jsonl", {"form": "tokens"}, "as: means nothing for rows; leave out --as"),
         ("verl", ".jsonl", {"prompt_ids": True}, "prompt_ids: means nothing for verl; leave out --prompt-ids"),
         ("dpo", ".jsonl", {"pairs": 0}, "pairs: 0 must be at least 1"),
-        ("rows", ".jsonl", {"groups": ("nobody",)}, "data: no rollout there is wanted"),
+        ("rows", ".jsonl", {"groups": ("nobody",)}, "data: none of 7 rollouts there fits --group nobody; ask for"),
+        ("rows", ".jsonl", {"min_reward": 5.0, "resolved": True}, "none of 7 .* fits --min-reward 5 --resolved; ask"),
+        ("rows", ".jsonl", {"sessions": ("a", "z*")}, r"none of 7 .* fits --session a --session z\*; ask for others"),
+        ("atif", "", {"tasks": ("u",), "unscored": "drop"}, "none of 7 .* fits --task u --unscored drop; ask for"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -540,3 +560,75 @@ def test_a_damaged_trace_is_left_out_and_told(made: Recording) -> None:
     assert {made.name(row["session"]) for row in rows} == {"good", "forked"}
     assert done.left_out["its trace is damaged on disk"] == 1
     assert np.isclose([r["advantage"] for r in rows if made.name(r["session"]) == "good"], 1.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("written", ["{", "{}", b"\xff", 5])
+def test_a_damaged_outcome_is_left_out_and_told(made: Recording, written: Any) -> None:
+    made.damage("outcomes", "outcome", "bad", written)
+    for format in ("rows", "sft", "verl", "slime", "atif", "rejection"):
+        records, done = made.export(format)
+        assert records and made.ids["bad"] not in json.dumps(records)
+        assert done.left_out["its outcome is damaged on disk"] == 1
+    assert "its outcome is damaged on disk" not in made.export("rows", sessions=(made.ids["good"],))[1].left_out
+    with pytest.raises(ConfigError, match=r"none of 7 rollouts .*; left out: 1 × its outcome is damaged on disk"):
+        made.export("rows", sessions=(made.ids["bad"],))
+
+
+@pytest.mark.parametrize("written", ["{", b"\xff"])
+def test_damaged_settings_are_left_out_and_told(made: Recording, written: Any) -> None:
+    made.damage("sessions", "config", "bad", written)
+    records, done = made.export("rows")
+    assert {made.name(one["session"]) for one in records} == {"good", "forked", "unscored", "fault"}
+    assert done.left_out["its settings are damaged on disk"] == 1
+    assert "its settings are damaged on disk" not in made.export("rows", sessions=(made.ids["good"],))[1].left_out
+
+
+def test_all_that_is_there_may_be_left_out(made: Recording) -> None:
+    with sqlite3.connect(made.data / "turngate.db") as db:
+        db.execute("UPDATE sessions SET config='{'")
+    db.close()
+    with pytest.raises(ConfigError, match="none of 7 rollouts there is taken; left out: 7 × its settings are damaged"):
+        made.export("rows")
+
+
+@pytest.mark.parametrize("field", ["groups", "tasks", "sessions"])
+def test_one_name_alone_is_not_taken_letter_by_letter(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{field}: 'zz\*' is one name; give a tuple of them, \('zz\*',\)"):
+        Wanted(**{field: "zz*"})
+
+
+def test_paths_may_be_text_and_a_slash_at_the_end_is_a_folder(made: Recording) -> None:
+    out = f"{made.out}/rows.jsonl"
+    assert export(str(made.data), out, Choices(format="rows")).out == Path(out)
+    before = Path(out).read_bytes()
+    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl/ is the name of a folder, and rows are one file"):
+        export(str(made.data), f"{out}/", Choices(format="rows"))
+    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl is a file, and a folder is asked for"):
+        export(str(made.data), f"{out}/", Choices(format="atif"))
+    assert Path(out).read_bytes() == before
+    assert export(str(made.data), f"{made.out}/v1.0/", Choices(format="atif")).records == 5
+    assert len(list((made.out / "v1.0").iterdir())) == 5
+
+
+def test_trajectories_that_were_there_before_are_counted(made: Recording) -> None:
+    _, first = made.export("atif", "", sessions=(made.ids["good"],))
+    assert (first.replaced, first.replaced_files, first.other_files) == (False, 0, 0)
+    _, second = made.export("atif", "", sessions=(made.ids["bad"],))
+    assert (second.replaced, second.replaced_files, second.other_files) == (False, 0, 1)
+    _, third = made.export("atif", "", sessions=(made.ids["good"], made.ids["forked"]))
+    assert (third.replaced, third.replaced_files, third.other_files) == (True, 1, 1)
+
+
+async def test_log_probabilities_that_the_scripted_engine_made_up_are_noted(made: Recording) -> None:
+    for format in ("rows", "verl", "slime", "atif"):
+        [note] = made.export(format, sessions=(made.ids["good"], made.ids["forked"]))[1].notes
+        assert note == f"2 rollouts: {MADE_UP}"
+    assert made.export("verl")[1].notes == (f"4 rollouts: {MADE_UP}",)  # and not the one that is left out
+    assert made.export("sft")[1].notes == ()  # it has none
+    async with made.serving() as g:
+        session = await g.open()
+        turn = say("As sampled.")
+        made.answers.append(msgspec.structs.replace(turn, logprobs=[-0.25] * len(turn.ids)))
+        await g.ask(session.key, ASKED)
+        await g.seal(session.id)
+    assert made.export("rows", sessions=(session.id,))[1].notes == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -49,7 +50,7 @@ def ordered(given: Mapping[str, Any]) -> None:
         pairs=given["pairs"],
         prompt_ids=given["prompt_ids"],
     )
-    done = export(Path(given["data"]), given["out"], choices)
+    done = export(given["data"], _as_typed(given["out"]), choices)
     if given["as_json"]:
         print(msgspec.json.encode(done, enc_hook=str).decode())
     else:
@@ -59,12 +60,28 @@ def ordered(given: Mapping[str, Any]) -> None:
 def tell(done: Exported) -> None:
     console = new_console()
     of = f"{_count(done.rollouts, 'rollout')} in {_count(done.groups, 'group')}"
-    name = f"{done.out}{' (what was there is replaced)' if done.replaced else ''}"
-    say(console, f"{_count(done.records, 'record')} of {of} → {name}", "" if done.records else "yellow")
+    say(console, f"{_count(done.records, 'record')} of {of} → {done.out}{_before(done)}")
+    for note in done.notes:
+        say(console, f"  note      {note}", "yellow")
     for why, count in done.left_out.items():
         say(console, f"  left out  {count} × {one_line(why)}", "yellow")
     for what in done.lost:
         say(console, f"  lost      {what}", "dim")
+
+
+def _before(done: Exported) -> str:
+    """What was there already."""
+    if not done.out.is_dir():
+        return " (what was there is replaced)" if done.replaced else ""
+    facts = [f"{_count(done.replaced_files, 'file')} there replaced"] if done.replaced_files else []
+    facts += [f"{_count(done.other_files, 'other file')} there before, and kept"] if done.other_files else []
+    return f" ({'; '.join(facts)})" if facts else ""
+
+
+def _as_typed(out: Path) -> Path | str:
+    """With the / at its end, by which a folder is meant: a Path has lost it."""
+    words = (word.removeprefix("--out=") for word in sys.argv)
+    return next((word for word in words if word.endswith("/") and Path(word) == out), out)
 
 
 def _count(number: int, noun: str) -> str:

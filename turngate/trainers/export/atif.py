@@ -39,6 +39,9 @@ class Atif:
     def lost(self, choices: Choices) -> tuple[str, ...]:
         return ("images and other parts that are no text, and log-probabilities of turns that lack some",)
 
+    def scored(self, record: Record) -> str:
+        return str(record["session_id"])
+
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         for rollout in group.wanted:
             if not rollout.branches:

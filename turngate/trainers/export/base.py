@@ -50,6 +50,9 @@ class Format(Protocol):
 
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]: ...
 
+    def scored(self, record: Record) -> str:
+        """The session whose log-probabilities a record has; empty: it has none."""
+
     def lost(self, choices: Choices) -> tuple[str, ...]:
         """What the format has no place for."""
 

@@ -72,11 +72,16 @@ class Dpo:
             gone,
         )
 
+    def scored(self, record: Record) -> str:
+        return ""
+
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         if not group.name:
             left.out("it is of no group, so there is none to compare it with", len(group.wanted))
             return
-        scored = [one for one in usable(group, left) if one.reward is not None]
+        rollouts = list(usable(group, left))
+        scored = [one for one in rollouts if one.reward is not None]
+        left.out("its reward is not known, so it is neither better nor worse", len(rollouts) - len(scored))
         if len({one.reward for one in scored}) < 2:
             left.out("groups without two different rewards: nothing is better than something else", bool(scored))
             return

@@ -37,6 +37,8 @@ class Unwritable(Exception):
 
 class File(ABC):
     records = 0
+    replaced = 0  # files that were there before under the same name
+    others = 0  # files of other records that were there before, and stay
 
     @abstractmethod
     def add(self, record: Mapping[str, Json]) -> None: ...
@@ -46,10 +48,15 @@ class File(ABC):
 
 
 @contextmanager
-def written(out: Path, layout: Layout) -> Iterator[File]:
-    """A file under its name when the block ends well, and nothing otherwise."""
-    if not out.suffix and layout.folder:
-        yield _Folder(_made(out), layout.folder)
+def written(out: Path, layout: Layout, *, folder: bool = False) -> Iterator[File]:
+    """A file under its name when the block ends well, and nothing otherwise. `folder`: a folder was asked for."""
+    if folder and not layout.folder:
+        raise ConfigError(
+            f"out: {out}/ is the name of a folder, and {layout.what} are one file; leave out the / at its end",
+            param="out",
+        )
+    if layout.folder and (folder or not out.suffix or out.is_dir()):
+        yield _Folder(out, layout.folder)
         return
     if out.suffix not in (".jsonl", ".parquet"):
         more = ", or a folder's name" if layout.folder else ""
@@ -60,6 +67,7 @@ def written(out: Path, layout: Layout) -> Iterator[File]:
     if out.is_dir():
         raise ConfigError(f"out: {out} is a folder", param="out")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    was_there = out.is_file()
     try:
         with _opened(unfinished) as raw:
             file = _Parquet(raw, layout.columns) if out.suffix == ".parquet" else _Lines(raw)
@@ -70,6 +78,7 @@ def written(out: Path, layout: Layout) -> Iterator[File]:
             raw.flush()
             os.fsync(raw.fileno())
         unfinished.replace(out)
+        file.replaced = int(was_there)
     except OSError as error:
         raise ConfigError(f"out: {out} cannot be written ({error.strerror or error})", param="out") from None
     finally:
@@ -134,14 +143,20 @@ class _Lines(File):
 
 
 class _Folder(File):
-    """Each file is whole or not there; those of records that came before a failure stay."""
+    """Each file is whole or not there; those of records that came before a failure stay. The folder is made for the first of them."""
 
     def __init__(self, folder: Path, named_after: str) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"out: {folder} is a file, and a folder is asked for; choose another name", param="out")
         self._folder = folder
         self._named_after = named_after
+        self._before = {path.name for path in folder.glob("*.json")}
+        self.others = len(self._before)
 
     def add(self, record: Mapping[str, Json]) -> None:
         name = named(str(record[self._named_after]))
+        if not self.records:
+            _made(self._folder)
         unfinished = self._folder / f".{name}.{os.getpid()}.unfinished"
         try:
             with _opened(unfinished) as file:
@@ -152,6 +167,9 @@ class _Folder(File):
         finally:
             unfinished.unlink(missing_ok=True)
         self.records += 1
+        if f"{name}.json" in self._before:
+            self.replaced += 1
+            self.others -= 1
 
     def close(self) -> None:
         pass

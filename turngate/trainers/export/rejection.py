@@ -31,6 +31,9 @@ class Rejection:
     def lost(self, choices: Choices) -> tuple[str, ...]:
         return Sft().lost(choices)
 
+    def scored(self, record: Record) -> str:
+        return ""
+
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         found = list(usable(group, left, untrained=choices.imitate, reckoned=False))
         if choices.keep == "best" and group.name:

@@ -55,6 +55,9 @@ class Rows:
     def lost(self, choices: Choices) -> tuple[str, ...]:
         return ("branches in which nothing may be trained, and the words behind the ids",)
 
+    def scored(self, record: Record) -> str:
+        return str(record["session"])
+
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         every = [*group.wanted, *group.others]
         # As a feed counts: a rollout of which nothing can be trained has no say.

@@ -58,6 +58,9 @@ class Sft:
             "log-probabilities and policy versions",
         )
 
+    def scored(self, record: Record) -> str:
+        return ""
+
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         for rollout in usable(group, left, untrained=choices.imitate, reckoned=False):
             yield from examples(rollout, choices, left)

@@ -52,6 +52,9 @@ class Slime:
             "what was sampled after the last trained token",
         )
 
+    def scored(self, record: Record) -> str:
+        return str(record["metadata"]["session"])
+
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         for rollout in usable(group, left):
             for row in rollout.rows:

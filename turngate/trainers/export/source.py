@@ -18,14 +18,13 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import ConfigError, StoreError
-from turngate.store.outcome import NO_REWARD, Recorded
+from turngate.store.outcome import DAMAGED, NO_REWARD, Recorded
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.sample import Sample, samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Node, Sampled
 
 _PAGE = 500
-_recorded = msgspec.json.Decoder(Recorded)
 
 
 class Left:
@@ -35,11 +34,15 @@ class Left:
         self._counts: Counter[str] = Counter()
 
     def out(self, why: str, count: int = 1) -> None:
-        self._counts[why] += count
+        if count:
+            self._counts[why] += count
 
     @property
     def counts(self) -> dict[str, int]:
         return dict(self._counts.most_common())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} × {why}" for why, count in self.counts.items())
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,27 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     resolved: bool = False  # only those
     unscored: Literal["keep", "drop"] = "keep"  # those whose reward is not known
     unfinished: bool = False  # also sessions that are open, or were cancelled
+
+    def __post_init__(self) -> None:
+        for field in ("groups", "tasks", "sessions"):
+            if isinstance(given := getattr(self, field), str):
+                raise ConfigError(f"{field}: {given!r} is one name; give a tuple of them, ({given!r},)", param=field)
+
+    @property
+    def filters(self) -> list[str]:
+        """Those that are given, as flags."""
+        names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
+        return [
+            *(f"--{flag} {pattern}" for flag, patterns in names for pattern in patterns),
+            *([] if self.min_reward is None else [f"--min-reward {self.min_reward:g}"]),
+            *(["--resolved"] if self.resolved else []),
+            *(["--unscored drop"] if self.unscored == "drop" else []),
+        ]
+
+    def may_fit(self, row: SessionRow, outcome: Recorded | None) -> bool:
+        """One that is damaged: as far as it is known."""
+        named = ((group_of(row, outcome), self.groups), (task_of(row, outcome), self.tasks))
+        return _like(row.id, self.sessions) and all(not name or _like(name, patterns) for name, patterns in named)
 
     def fits(self, row: SessionRow, outcome: Recorded | None) -> bool:
         reward = None if outcome is None else outcome.reward
@@ -140,6 +164,7 @@ class Source(AbstractContextManager["Source"]):
         self._wanted = wanted
         self._left = left
         self._whole = whole
+        self._seen = 0  # sessions that are there, wanted or not
         self._store = Store.reading(data)
 
     def __exit__(
@@ -150,9 +175,7 @@ class Source(AbstractContextManager["Source"]):
     def groups(self) -> Iterator[Group]:
         found = self._index()
         if not any(fits for members in found.values() for _, fits in members):
-            raise ConfigError(
-                "data: no rollout there is wanted; ask for others, or look with `turngate show`", param="data"
-            )
+            raise ConfigError(f"data: {self._nothing()}", param="data")
         for (name, _), members in found.items():
             if not any(fits for _, fits in members):
                 continue
@@ -167,9 +190,14 @@ class Source(AbstractContextManager["Source"]):
         newest_first = []
         while page := self._store.sessions(before=before, limit=_PAGE):
             before = page[-1].key
-            outcomes = self._store.outcomes.of(page[-1].key, page[0].key)
+            outcomes = self._store.outcomes.read(page[-1].key, page[0].key)
+            self._seen += len(page)
             for row in page:
-                outcome = None if row.key not in outcomes else _recorded.decode(outcomes[row.key])
+                outcome = outcomes.get(row.key)
+                if row.damaged:
+                    if self._wanted.may_fit(row, outcome):
+                        self._left.out(row.damaged)
+                    continue
                 fits = self._wanted.fits(row, outcome)
                 if row.status != "sealed" and not self._wanted.unfinished:
                     if fits:
@@ -185,13 +213,31 @@ class Source(AbstractContextManager["Source"]):
         if row is None:  # it was deleted meanwhile
             self._left.out("its session was deleted meanwhile")
             return None
-        outcome = self._store.outcomes.of(key, key).get(key)
+        outcomes = self._store.outcomes.read(key, key)
+        outcome = outcomes.get(key)
+        if outcome is None and outcomes:  # since it was looked at first
+            self._left.out(DAMAGED)
+            return None
         try:
             session = self._store.load(row)
         except StoreError:
             self._left.out("its trace is damaged on disk")
             return None
-        return Rollout(self._store, row, session, None if outcome is None else _recorded.decode(outcome))
+        return Rollout(self._store, row, session, outcome)
+
+    def _nothing(self) -> str:
+        """Why nothing is left to write."""
+        if not self._seen:
+            return "no rollout was recorded there; give the --data folder of a gateway that served some"
+        filters, left = self._wanted.filters, str(self._left)
+        if not filters:
+            return f"none of {counted(self._seen)} there is taken; left out: {left}"
+        hint = f"left out: {left}" if left else "ask for others, or look with `turngate show`"
+        return f"none of {counted(self._seen)} there fits {' '.join(filters)}; {hint}"
+
+
+def counted(rollouts: int) -> str:
+    return f"{rollouts:,} rollout{'' if rollouts == 1 else 's'}"
 
 
 def group_of(row: SessionRow, outcome: Recorded | None) -> str:

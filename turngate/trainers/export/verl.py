@@ -38,6 +38,9 @@ class Verl:
     def lost(self, choices: Choices) -> tuple[str, ...]:
         return (FILLED, UNEQUAL, "what was sampled after the last trained token")
 
+    def scored(self, record: Record) -> str:
+        return str(record["extra_fields"]["session"])
+
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         for rollout in usable(group, left):
             for row in rollout.rows:
