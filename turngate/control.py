@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,10 @@ class Control:
             raise BadRequest(
                 f"model: this gateway serves {', '.join(self._models)}, not {config.model!r}", param="model"
             )
+        if config.max_tokens is not None and config.max_tokens < 1:
+            raise BadRequest(
+                f"max_tokens: {config.max_tokens} must be 1 or more; leave it out for no limit", param="max_tokens"
+            )
         _check_sampling(config)
         for field, wrong in faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
@@ -205,33 +210,38 @@ class Control:
         if session is not None and not session.at_rest:
             return self.described(session)
         # Its trace is not in memory, and need not be after this.
-        stored = await self.looks.at(session_id, lambda shown: shown.session)
-        session = self._live.get(session_id)
-        if session is not None and not session.at_rest:  # by now it is, and may know more
+        try:
+            stored = await self.looks.at(session_id, lambda shown: shown.session)
+        except StoreError:
+            if (session := self._live.get(session_id)) is None:
+                raise
             return self.described(session)
+        session = self._live.get(session_id)
+        if session is not None and (not session.at_rest or session.key != stored.key):
+            return self.described(
+                session
+            )  # by now its trace is in memory, and may know more; or another one has its id
         return self.described(session or stored, stored.trace)
 
     def described(self, session: Session, trace: Trace | None = None) -> dict[str, Json]:
-        """`trace`: as it was read for this, where it is not in memory."""
+        """`trace`: as it was read for this, where it is not in memory. Where it cannot be read back, the rest is told."""
         outcomes = self._store.outcomes.of(session.key, session.key)
-        trace = trace or session.trace
-        role_of = roles(trace)
-        counts: dict[str, int] = {}
-        for role in role_of.values():
-            counts[role] = counts.get(role, 0) + 1
-        return {
+        told = {
             **self._summary(self._row(session.id), outcomes.get(session.key)),
             "stop": session.stop,
             "turns": session.turns,
             "sampled_tokens": session.sampled_tokens,
-            "tokens": trace.tokens(),
             "in_flight": session.in_flight,
             "last_error": session.last_error,
             "unheard_s": round(session.unheard.seconds, 3),
             "last_used": session.last_used,
-            "roles": counts,
-            "forks": [{"node": n.id, "cause": n.info.cause} for n in trace.nodes if n.info.cause is not None],
         }
+        try:
+            trace = trace or session.trace
+        except StoreError as error:
+            return {**told, "tokens": None, "roles": None, "forks": None, "unreadable": error.message}
+        forks = [{"node": n.id, "cause": n.info.cause} for n in trace.nodes if n.info.cause is not None]
+        return {**told, "tokens": trace.tokens(), "roles": dict(Counter(roles(trace).values())), "forks": forks}
 
     async def seal(self, session_id: str, stop: str = "") -> Session:
         """End a session; calls in flight are aborted. Sealing twice is fine."""

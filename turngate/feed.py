@@ -36,7 +36,7 @@ from turngate.trace.tree import Sampled
 from turngate.types import Json
 
 Cut = Literal["train", "mask", "exclude"]
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 LONGEST_WAIT_S = 60
 MOST = 64  # deliveries in one answer
 PAGE_BYTES = 32_000_000  # an answer that has so many gets no further delivery; a single one may be larger
@@ -145,11 +145,7 @@ class Feeds:
 
     async def open(self, name: str, config: FeedConfig) -> FeedView:
         """The feed of that name, which is made if there is none. When it is told, it has all that it begins with."""
-        if not NAME.fullmatch(name):
-            raise BadRequest(
-                "name: must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
-                param="name",
-            )
+        check_name(name)
         written = msgspec.json.encode(config)
         row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
         if (known := _config(row)) != config:
@@ -404,6 +400,14 @@ def _wire_row(row: Sample, share: float) -> WireRow:
         spans=row.spans,
         weight=share,
     )
+
+
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"name: {name[:200]!r} must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
+            param="name",
+        )
 
 
 def group_of(config: SessionConfig) -> str | None:

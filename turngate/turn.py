@@ -17,6 +17,7 @@ that the server collected. Whatever way it ends, what was sampled is recorded: a
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -49,6 +50,7 @@ from turngate.trace.session import CallError, LimitMet, Session, farewell
 from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
 from turngate.types import (
+    ABOVE_ZERO,
     NEUTRAL,
     Call,
     CallDelta,
@@ -66,6 +68,8 @@ from turngate.types import (
     type_of_ids,
     type_of_logprobs,
 )
+
+log = logging.getLogger("turngate")
 
 T = TypeVar("T")
 # Tokens that come with the end of a turn and are told together with it: one write less. More of them are told before, so that the end waits
@@ -117,11 +121,20 @@ class Draft:
             self.logprobs.extend(logprobs)
 
     def scores(self) -> Logprobs | None:
-        """The log-probabilities as they are kept: not a number where the engine gave none."""
+        """The log-probabilities as they are kept: not a number where the engine gave none, or one that none can be."""
         given = self.logprobs
-        if given is not None and None in given:
+        if given is None:
+            return None
+        if None in given:
             given = [np.nan if value is None else value for value in given]
-        return None if given is None else np.array(given, type_of_logprobs)
+        with np.errstate(over="ignore"):  # too large for 32 bits: infinite
+            scores = np.array(given, type_of_logprobs)
+        wrong = np.isinf(scores) | (scores > ABOVE_ZERO)
+        if wrong.any():
+            said = given[int(wrong.argmax())]
+            log.warning("the engine gave %r, which is no log-probability; the turn is not trained", said)
+            scores[wrong] = np.nan
+        return scores
 
 
 class Turns:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 type_of_ids = np.int32
 type_of_logprobs = np.float32
+ABOVE_ZERO = 1e-3  # by which a log-probability may be above 0: a sum of rounded numbers is
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 Json = Any  # a JSON value that is passed through as data

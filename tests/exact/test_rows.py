@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.exact.agent import TOOLS, Agent, World
@@ -62,6 +64,22 @@ async def test_forty_turns_with_thinking_and_tools_are_one_row(name: str, render
         (row,) = samples(agent.session.trace)
         assert [span.trained for span in row.spans] == [True] * 40
         assert row.trained_tokens == sum(len(turn.ids) for turn in agent.session.trace.turns())
+
+
+@pytest.mark.parametrize("wrong", [3.0, 1e39, float("inf"), float("-inf")])
+async def test_a_turn_with_what_can_be_no_log_probability_is_kept_and_not_trained(
+    wrong: float, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("hi")]
+    turn = say(world, "One, two, three.")
+    await agent.call(msgspec.structs.replace(turn, logprobs=[-0.5, wrong, *[1e-7] * (len(turn.ids) - 2)]))
+    (kept,) = agent.session.trace.turns()
+    assert kept.logprobs is not None and np.isnan(kept.logprobs).tolist() == [n == 1 for n in range(kept.size)]
+    (row,) = samples(agent.session.trace, keep_empty=True)
+    assert not row.mask.any() and [span.reason for span in row.spans] == ["missing log-probabilities"]
+    # Very low ones are how engines say that they have none: nothing to warn of.
+    assert (f"the engine gave {wrong!r}, which is no log-probability" in caplog.text) == (wrong > 0)
 
 
 async def test_a_retry_after_a_lost_reply_trains_only_the_answer_that_was_used(world: World) -> None:

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from tests.feed.kit import Trained, training
+from turngate.errors import BadRequest
 from turngate.feed import FeedConfig
-from turngate.rollout.client import Refused, Unreachable
+from turngate.rollout.client import Unreachable
 from turngate.trainers import feed as module
 from turngate.trainers.feed import BlockingFeed, TakenOver
 
@@ -117,5 +118,6 @@ async def test_a_gateway_that_is_waited_for_is_told_and_a_wrong_name_is_nobodys_
         await asyncio.to_thread(read, "http://127.0.0.1:9", "f")
     assert "it is waited for" in caplog.text
     async with training() as t:
-        with pytest.raises(Refused):
-            await asyncio.to_thread(lambda: BlockingFeed(t.g.root, t.g.app.admin_key, "no/name", PLAIN).__enter__())
+        for name in ("no/name", "", "no name"):
+            with pytest.raises(BadRequest, match=r"name: .* must be 1 to 128 letters"):
+                await asyncio.to_thread(lambda: BlockingFeed(t.g.root, t.g.app.admin_key, name, PLAIN).__enter__())  # noqa: B023

@@ -138,6 +138,11 @@ async def test_a_trace_that_cannot_be_read_back_is_refused_and_nothing_is_sample
         assert not live(g, session.id).busy
         error = live(g, session.id).last_error
         assert error is not None and error.boundary == "store", "who runs the agent learns that it was not at fault"
+        shown = (await g.admin.get(f"/admin/sessions/{session.id}")).json()
+        assert shown["last_error"]["boundary"] == "store" and (shown["turns"], shown["tokens"]) == (1, None)
+        sealed = await g.admin.post(f"/admin/sessions/{session.id}/seal")
+        assert sealed.is_success, "it has ended, whatever became of its trace"
+        assert sealed.json()["status"] == "sealed" and "damaged on disk" in sealed.json()["unreadable"]
 
 
 async def slowly(g: Running, key: str, meanwhile: Callable[[], Awaitable[object]]) -> bytes:
@@ -242,6 +247,40 @@ async def test_equal_answers_are_told_apart_the_same_way_after_a_rest() -> None:
         tree = await equal_answers(False, new=new)
         assert tree == await equal_answers(True, new=new)
         assert tree[5:] == end
+
+
+@pytest.mark.parametrize("rests", [False, True])
+async def test_an_answer_that_was_asked_to_go_on_is_not_taken_for_one_like_it(rests: bool) -> None:
+    async with gateway([say("One."), say("Two."), say("One."), say("Three.")]) as g:
+        session = await g.open()
+        one = (await g.ask(session.key, HI)).message()
+        await g.ask(session.key, [*HI, one])
+        await g.ask(session.key, HI)  # the one that it got last
+        if rests:
+            assert await rest(g) == 1
+        await g.ask(session.key, [*HI, one, user("Next")])
+        nodes = (await g.trace(session.id))["nodes"]
+        assert [(n["id"], n["parent"], n["cause"]) for n in nodes[4:]] == [
+            (5, 1, "resample"),
+            (6, 5, None),
+            (7, 6, None),
+        ]
+
+
+@pytest.mark.parametrize("rests", [False, True])
+async def test_equal_answers_with_equal_followers_are_told_apart_by_what_was_thought(rests: bool) -> None:
+    scripted = [say("One."), say("Two."), say("<think>\ny\n</think>\n\nOne."), say("Three."), say("Four.")]
+    async with gateway(scripted) as g:
+        session = await g.open()
+        plain = (await g.ask(session.key, HI)).message()
+        await g.ask(session.key, [*HI, plain, user("V")])
+        thought = (await g.ask(session.key, HI)).message()
+        await g.ask(session.key, [*HI, thought, user("V")])
+        if rests:
+            assert await rest(g) == 1
+        await g.ask(session.key, [*HI, plain, user("V"), user("W")])
+        nodes = (await g.trace(session.id))["nodes"]
+        assert [(n["id"], n["parent"]) for n in nodes[-2:]] == [(8, 2), (9, 8)]
 
 
 async def test_what_a_look_meets_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

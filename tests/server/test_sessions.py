@@ -99,6 +99,8 @@ async def test_limits_that_can_never_be_kept_are_refused_when_they_are_set() -> 
         for name in ("turns", "sampled_tokens", "context_tokens", "seconds"):
             response = await g.admin.post("/admin/sessions", json={"limits": {name: -1}})
             assert response.status_code == 400 and name in response.text, response.text
+        response = await g.admin.post("/admin/sessions", json={"max_tokens": 0})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "max_tokens", response.text
 
 
 async def test_sessions_are_listed_newest_first_page_by_page_and_by_status() -> None:

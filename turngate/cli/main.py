@@ -92,7 +92,8 @@ def serve(
     ] = None,
     idle_s: Annotated[Optional[float], typer.Option(help="Seal sessions unused for this long. [86400]")] = None,
     rest_s: Annotated[
-        Optional[float], typer.Option(help="Sessions unused for this long leave memory, until their next call. [60]")
+        Optional[float],
+        typer.Option(help="Sessions unused for this long leave memory, until their next call; 0: never. [60]"),
     ] = None,
     event_days: Annotated[Optional[float], typer.Option(help="Remove events older than this. [0: keep them]")] = None,
     alive_s: Annotated[Optional[float], typer.Option(help="Seconds of silence before a sign of life. [10]")] = None,
@@ -383,10 +384,15 @@ def verify(
     family: Annotated[
         str, typer.Option(help="template, or a family of the `renderers` package; as it was served.")
     ] = "",
-    rollouts: Annotated[str, typer.Option(help="Where agents left their logs. [DATA/rollouts]")] = "",
+    rollouts: Annotated[
+        str, typer.Option(help="Where agents left their logs: here or in rollouts below, as --out of `train`. [DATA]")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Prove that recorded sessions are exact, independently of what recorded them. Exit code 1 if anything is wrong."""
+    """Prove that recorded sessions are exact, independently of what recorded them.
+
+    Exit codes: 0 nothing is wrong; 1 something is; 2 it could not be looked at, or what was asked for could not be done.
+    """
     given = dict(locals())
     from turngate.cli.verify import Asked, report
 

@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 
 from turngate.errors import BadRequest, Conflict, Gone, NotFound
-from turngate.types import Constraint, Ids, Logprobs, Sampling, type_of_ids, type_of_logprobs
+from turngate.types import ABOVE_ZERO, Constraint, Ids, Logprobs, Sampling, type_of_ids, type_of_logprobs
 
 End = Literal["stop", "length"]
 Fault = Literal["unavailable", "error", "overflow"]
-TOLERANCE = 1e-3  # by which a log-probability may be above 0: a sum of rounded numbers is
 
 
 class Desk(Protocol):
@@ -188,7 +187,7 @@ def check(ids: Ids, logprobs: Logprobs | None) -> None:
         return
     if len(logprobs) != len(ids):
         raise BadRequest(f"logprobs: {len(logprobs)} of them for {len(ids)} ids", param="logprobs")
-    wrong = np.isinf(logprobs) | (logprobs > TOLERANCE)
+    wrong = np.isinf(logprobs) | (logprobs > ABOVE_ZERO)
     if wrong.any():
         where = int(wrong.argmax())
         raise BadRequest(

@@ -689,7 +689,7 @@ class Rollout:
                 async with asyncio.timeout(limit_s):
                     shown = await self._gateway.show(self.outcome.session)
                     self.outcome.turns, self.outcome.sampled_tokens = shown["turns"], shown["sampled_tokens"]
-                    self.outcome.roles, self.outcome.stop = shown["roles"], self.outcome.stop or shown["stop"]
+                    self.outcome.roles, self.outcome.stop = shown["roles"] or {}, self.outcome.stop or shown["stop"]
                     self.outcome.rows = len(await self._gateway.samples(self.outcome.session))
             except (TurngateError, TimeoutError) as error:
                 self._note(f"the gateway could not be asked what it has recorded: {error}")

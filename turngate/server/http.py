@@ -97,7 +97,7 @@ def whole_number(request: Request, name: str, default: int | None = None) -> int
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise BadRequest(f"{name}: {text!r} is not a whole number", param=name)
+        raise BadRequest(f"{name}: {text!r} is not a whole number from 0 on", param=name)
     return int(text)
 
 

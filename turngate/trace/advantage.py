@@ -28,12 +28,12 @@ def advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | 
     if choice == "none" or not known:
         return rewards
     total = math.fsum(known)
-    if choice == "leave_one_out":
-        others = len(known) - 1
-        return [None if r is None or not others else r - (total - r) / others for r in rewards]
-    mean = total / len(known)
     # Asked of the rewards themselves: the mean of equal numbers may differ from them in its last digit.
     alike = min(known) == max(known)
+    if choice == "leave_one_out":
+        others = len(known) - 1
+        return [None if r is None or not others else 0.0 if alike else r - (total - r) / others for r in rewards]
+    mean = total / len(known)
     deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in known) / len(known))
     return [None if r is None else 0.0 if alike else (r - mean) / (deviation + EPSILON) for r in rewards]
 

@@ -72,7 +72,7 @@ def untrainable(turn: Sampled, role: TurnRole, policy: Policy) -> str:
         return "no log-probabilities"
     if len(turn.logprobs) != turn.size:
         return f"{len(turn.logprobs)} log-probabilities for {turn.size} tokens"
-    if np.isnan(turn.logprobs).any():
+    if not np.isfinite(turn.logprobs).all():
         return "missing log-probabilities"
     if role not in policy.roles:
         return f"role {role}"

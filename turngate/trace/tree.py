@@ -162,6 +162,7 @@ class Trace:
         self.roots: list[Context] = []
         self._next_id = 0
         self._tips: list[Tip] = []  # the newest last
+        self._alike = False  # whether some nodes are alike, so that a request may fit several ways
 
     def locate(self, reading: Reading) -> Located:
         node, at = self._walk(*self._from_tip(reading), reading)
@@ -187,10 +188,13 @@ class Trace:
                 same = next(n for n in range(size) if n >= len(reading.raws) or reading.raws[n] != tip.raws[n])
                 while node is not None and node.count > same:
                     node = node.parent
-                if isinstance(node, Sampled) and _has_double(node):
-                    node = node.parent  # what the bytes do not tell is decided by meaning, as without them
             if node is not None and node.count >= best[1]:
                 best = (node, node.count)
+        if self._alike:
+            # From there on it is decided by meaning, as in a tree that was read from the store: it knows no earlier request's bytes.
+            first = next((n for n in path(best[0]) if self._has_double(n)), None)
+            if first is not None:
+                return (None, 0) if first.parent is None else (first.parent, first.parent.count)
         return best
 
     def remember(self, context: Context, reading: Reading) -> None:
@@ -246,6 +250,7 @@ class Trace:
 
     def add_context(self, context: Context) -> None:
         (self.roots if context.parent is None else context.parent.children).append(context)
+        self._alike = self._alike or self._has_double(context)
         self.nodes.append(context)
         self._next_id = max(self._next_id, context.id)
 
@@ -264,8 +269,21 @@ class Trace:
 
     def add_sampled(self, sampled: Sampled) -> None:
         sampled.parent.children.append(sampled)
+        self._alike = self._alike or self._has_double(sampled)
         self.nodes.append(sampled)
         self._next_id = max(self._next_id, sampled.id)
+
+    def _has_double(self, node: Node) -> bool:
+        """Whether a request that fits this node may fit one beside it as well."""
+        if isinstance(node, Sampled):
+            beside = node.parent.children
+            return len(beside) > 1 and any(
+                other is not node and _same_answer(other.info, node.info) for other in beside
+            )
+        if node.added == 0:
+            return True
+        siblings = self.roots if node.parent is None else node.parent.children
+        return len(siblings) > 1 and any(other is not node and _overlap(other.info, node.info) for other in siblings)
 
     def same_context(self, parent: Sampled | None, ids: Ids, reading: Reading, start: int) -> Context | None:
         """A context that another call of the same request added meanwhile."""
@@ -352,11 +370,12 @@ def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
         if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _respelled(message, s.info))
     ]
 
-    def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, bool, int]:
+    def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, bool, bool, int]:
         named = turn.info.exact == exact
         said = turn.info.meaning == reading.meaning(at)  # some endpoints give the same ids again and again
-        reasoned = digest != b"" and turn.info.reasoning == digest
-        return (named and said, named, reasoned, _goes_on(turn, reading, at + 1), turn.delivered, turn.id)
+        thought = turn.info.reasoning == digest
+        follows = _goes_on(turn, reading, at + 1)
+        return (named and said, named, thought and digest != b"", follows, turn.delivered, thought, turn.id)
 
     return sorted(same, key=likelihood, reverse=True) if len(same) > 1 else same
 
@@ -367,5 +386,11 @@ def _goes_on(turn: Sampled, reading: Reading, at: int) -> bool:
     return any(context.info.meanings == reading.meanings(at, at + context.added) for context in known)
 
 
-def _has_double(turn: Sampled) -> bool:
-    return any(other is not turn and other.info.meaning == turn.info.meaning for other in turn.parent.children)
+def _same_answer(one: SampledInfo, other: SampledInfo) -> bool:
+    return one.meaning == other.meaning or one.exact == other.exact
+
+
+def _overlap(one: ContextInfo, other: ContextInfo) -> bool:
+    """Whether one begins like the whole of the other."""
+    size = min(len(one.meanings), len(other.meanings))
+    return one.preamble == other.preamble and one.meanings[:size] == other.meanings[:size]

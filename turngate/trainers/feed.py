@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from turngate.errors import TurngateError
-from turngate.feed import LONGEST_WAIT_S, FeedConfig, WireDelivery, WireRolled, WireRow
+from turngate.feed import LONGEST_WAIT_S, FeedConfig, WireDelivery, WireRolled, WireRow, check_name
 from turngate.rollout.client import GatewayClient, Refused, Unreachable
 from turngate.store.outcome import Class
 from turngate.trace.sample import Span as RowSpan
@@ -165,6 +165,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         that name will do. `limit`: deliveries that are fetched at once. Their
         staleness is judged when they are fetched, so one that lies around here meanwhile may be older than the feed allows.
         """
+        check_name(name)
         if after is not None and after < 0:
             raise ValueError(f"after: {after} is no number of a delivery")
         if mark:  # before one is made in its place
@@ -424,7 +425,7 @@ def _row(wire: WireRow, rolled: WireRolled) -> Row:
         at += span.end - span.start
     if not np.array_equal(mask, trained):
         raise Damaged(f"{where}: its mask is not that of its turns")
-    if np.isnan(logprobs[mask]).any():
+    if not np.isfinite(logprobs[mask]).all():
         raise Damaged(f"{where}: a token that is to be trained has no log-probability")
     assert rolled.advantage is not None
     return Row(
