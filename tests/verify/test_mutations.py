@@ -362,6 +362,86 @@ def test_a_branch_that_is_taken_out_leaves_a_gap(copy: Recorded) -> None:
     assert note.check == "tree" and f"{side} to {side + 1}" in note.what
 
 
+# ── how it ended ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_OUTCOMES = {
+    "no JSON": ("{", "no JSON"),
+    "NaN": ('{"kind": "graded", "reward": NaN}', "NaN is no number of JSON"),
+    "a list": ("[]", "no JSON object"),
+    "nothing": ("{}", "kind: None is none of graded, "),
+    "an unknown kind": ('{"kind": "solved", "reward": 1.0}', "kind: 'solved' is none of graded, "),
+    "a reward beyond all": ('{"kind": "graded", "reward": 1e999}', "reward: inf is neither a finite number"),
+    "a reward that no float is": ('{"kind": "graded", "reward": 1' + "0" * 400 + "}", "is neither a finite number"),
+    "a reward in words": ('{"kind": "graded", "reward": "1.0"}', "reward: '1.0' is neither"),
+    "a reward that is true": ('{"kind": "graded", "reward": true}', "reward: True is neither"),
+    "two rewards": ('{"kind": "graded", "reward": 1.0, "reward": 0.0}', "the same name twice"),
+    "a reward for a fault": ('{"kind": "infrastructure fault", "reward": 0.0}', "reward: 0.0, and nobody judges"),
+    "a reward for an invalid task": ('{"kind": "invalid task", "reward": 1}', "reward: 1, and nobody judges"),
+    "an unknown field": ('{"kind": "graded", "rewards": 1.0}', "it has 'rewards', which no outcome has"),
+    "half resolved": ('{"kind": "graded", "resolved": 0.5}', "resolved: 0.5 is none"),
+    "no attempt": ('{"kind": "graded", "attempt": -1}', "attempt: -1 is no number"),
+    "a task that is a number": ('{"kind": "graded", "task": 7}', "task: 7 is no text"),
+    "too much": ('{"kind": "graded", "data": "' + "x" * 300_000 + '"}', "a gateway records 262144 at most"),
+}
+
+
+def outcome(t: Tampering, raw: object, recorded: object = 1e9) -> None:
+    t.sql("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", t.key, recorded, raw)
+
+
+@pytest.mark.parametrize("name", _OUTCOMES)
+def test_an_outcome_that_nobody_can_have_recorded_is_noticed(name: str, copy: Recorded) -> None:
+    data, session, other = copy
+    raw, words = _OUTCOMES[name]
+    with tampering(data, session) as t:
+        outcome(t, raw.encode())
+    found = look(data, session)
+    assert wrong(found) == {"outcome"} and words in found.wrong[0].what, found.wrong
+    assert found.counts.rows, "the trace is as good as before"
+    assert look(data, other).ok
+
+
+@pytest.mark.parametrize("raw", ["{", '{"kind": "graded", "reward": 1.0}', 7, b"\xff", b"\xfe\xff\x00{\x00}"])
+def test_an_outcome_of_other_bytes_is_noticed(raw: object, copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        outcome(t, raw)
+    assert wrong(look(data, session)) == {"outcome"}
+
+
+def test_an_outcome_at_no_time_is_noticed(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        outcome(t, b'{"kind": "graded", "reward": 1.0}', "yesterday")
+    assert wrong(look(data, session)) == {"outcome"}
+
+
+def test_an_outcome_of_an_open_session_is_noticed(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        outcome(t, b'{"kind": "graded", "reward": 1.0}')
+        assert look(data, session).ok
+        t.sql("UPDATE sessions SET status='open', closed=NULL WHERE key=?", t.key)
+    [finding] = look(data, session).wrong
+    assert (finding.check, finding.what) == ("outcome", "the session is still open, and has an outcome")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("status='zzz'", "its status is 'zzz', which is none of open, sealed, cancelled"),
+        ("status='open'", "it is open, and there is a time at which it was closed"),
+        ("closed=NULL", "it is sealed, and nothing says when it was closed"),
+    ],
+)
+def test_a_status_that_cannot_be_is_noticed(change: str, words: str, copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        t.sql(f"UPDATE sessions SET {change} WHERE key=?", t.key)
+    [finding] = look(data, session).wrong
+    assert (finding.check, finding.what) == ("status", words)
+
+
 # ── what only an engine can tell ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests import kit, sdk_agents
@@ -18,6 +19,7 @@ from tests.golden.replay import play as replayed
 from tests.kit import calls
 from tests.verify.kit import all_fine, verdict
 from turngate.engines.scripted import Turn
+from turngate.store.outcome import Recorded
 from turngate.types import Limits
 from turngate.verify import Verdict
 
@@ -124,6 +126,30 @@ async def test_limits_aborts_and_restarts(tmp_path: Path, renderers: Any) -> Non
         await talk(again, "four five six seven eight nine ten eleven twelve")
     [found] = all_fine(tmp_path)
     assert found.counts.turns == 3
+
+
+async def test_outcomes_as_they_are_recorded(verified: list[Verdict]) -> None:
+    deep: Any = "x"
+    for _ in range(150):
+        deep = [deep]
+    ended = [
+        Recorded(kind="graded", reward=1.0, resolved=True, group="g", task="t", attempt=3, data={"é\u2028": deep}),
+        Recorded(kind="graded", reward=-1e300, data=2**63),
+        Recorded(kind="graded"),
+        Recorded(kind="agent failed", reward=0.0, message="it\x00 gave up"),
+        Recorded(kind="invalid task", message="no grader"),
+        Recorded(kind="infrastructure fault", data="x" * 260_000),
+    ]
+    async with kit.gateway([kit.say("Hello.")] * len(ended)) as g:
+        for n, outcome in enumerate(ended):
+            session = await g.open()
+            await g.ask(session.key, "Hi")
+            await (g.seal(session.id) if n else g.cancel(session.id))
+            told = await g.admin.put(f"/admin/sessions/{session.id}/outcome", content=msgspec.json.encode(outcome))
+            assert told.status_code == 200, told.text
+    assert len(verified) == len(ended)
+    looked = [f.where for found in verified for f in found.findings if f.check == "outcome"]
+    assert looked and "0 looked at" not in looked
 
 
 async def test_observed_sessions_are_looked_at_as_far_as_they_go(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Reads the store with its own reader and imports nothing of `trace`, `store`, `prompt`, `turn` or `control`, so that a fault there cannot
 hide itself; the rows and the agent's transcript are handed in by whoever calls.
 
-    structure    bytes, tree, turns, times, tools, messages, causes: can a gateway have recorded this?
+    structure    bytes, tree, turns, times, tools, messages, causes, outcome: can a gateway have recorded this?
     rows         chains, masks, roles, reasons: is what a trainer is given what was sampled?
     render       does the chat template, asked again, say what was sent; do the sampled ids say what was delivered?
     replay       does the engine give the recorded tokens the recorded log-probabilities?
@@ -31,6 +31,7 @@ from turngate.verify.findings import (
     Verdict,
     unreadable,
 )
+from turngate.verify.outcome import ending
 from turngate.verify.render import Renderers, render
 from turngate.verify.replay import TOLERANCE, VLLM, Derived, Scorer, replay
 from turngate.verify.rows import Rows, Sample, roles, rows
@@ -100,6 +101,7 @@ def _verdict(session: Session, means: Means) -> Verdict:
     words = Words(session)
     structure(session, words, book)
     sound = all(finding.ok for finding in book.findings())
+    ending(session, book)  # what is wrong with that keeps no gateway from making rows
     renderer = render(session, words, means.renderers or Renderers(), book)
     trained = rows(session, words, means.rows, book, sound=sound) if means.rows is not None else {}
     drift(session, words, renderer, trained, book)

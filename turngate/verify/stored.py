@@ -21,7 +21,8 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMAS = (2, 3, 4)  # the third and the fourth add tables that are not read here
+SCHEMAS = (2, 3, 4)  # the fourth adds tables that are not read here
+_BEFORE_OUTCOMES = 2
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
 _UNDELIVERED = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
 
@@ -161,6 +162,13 @@ class Preamble(msgspec.Struct, frozen=True):
     kwargs: bytes
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """A row of the `outcomes` table, whatever its cells are."""
+
+    raw: object
+    recorded: object
+
+
 class Context:
     """A context whose way to the root is whole."""
 
@@ -195,7 +203,12 @@ class Session:
     """A session as it lies in the store, and as much of a tree as its rows make."""
 
     def __init__(
-        self, known: dict[str, Any], rows: list[Row], preambles: dict[bytes, Preamble], damaged: dict[int, str]
+        self,
+        known: dict[str, Any],
+        rows: list[Row],
+        preambles: dict[bytes, Preamble],
+        damaged: dict[int, str],
+        outcome: Outcome | None,
     ) -> None:
         """`damaged`: nodes with cells that are not what they have to be."""
         self.key: int = known["key"]
@@ -214,6 +227,7 @@ class Session:
             self.config, self.config_fault = Config(), str(error)
         self.rows = rows
         self.preambles = preambles
+        self.outcome = outcome
         self._damaged = damaged
         self.contexts: list[Context] = []
         self.turns: list[Sampled] = []
@@ -304,6 +318,7 @@ _NODES = (
     "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id"
 )
 _PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
+_OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _STATE = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
 
 
@@ -328,6 +343,7 @@ class Folder:
             raise ConfigError(
                 f"data: {file} has schema {version}, this version knows {SCHEMAS[-1]}{hint}", param="data"
             )
+        self._keeps_outcomes = version > _BEFORE_OUTCOMES
 
     def close(self) -> None:
         self._db.close()
@@ -364,13 +380,15 @@ class Folder:
                 raise NotFound(f"session: there is no {session_id!r} here")
             nodes = self._db.execute(_NODES, (known["key"],)).fetchall()
             stored = self._db.execute(_PREAMBLES, (known["key"],)).fetchall()
+            ended = self._db.execute(_OUTCOME, (known["key"],)).fetchone() if self._keeps_outcomes else None
         if not all(isinstance(node["id"], int) for node in nodes):
             raise Unreadable(f"session: {session_id} is damaged on disk: the number of a node is none")
         rows = [_row(dict(node)) for node in nodes]
         # Those that are no bytes are missed where a context refers to them.
         preambles = {cells[0]: Preamble(*cells[1:]) for cells in stored if all(isinstance(c, bytes) for c in cells)}
         damaged = {row.id: wrong for row, wrong in rows if wrong}
-        return Session(_sound(dict(known)), [row for row, _ in rows], preambles, damaged)
+        outcome = None if ended is None else Outcome(*ended)
+        return Session(_sound(dict(known)), [row for row, _ in rows], preambles, damaged, outcome)
 
     def changed(self, session: Session) -> bool:
         """Whether something was recorded since it was read."""

@@ -1,0 +1,100 @@
+"""How the session and its rollout ended, as it lies beside the trace: can a gateway have recorded this?
+
+What an outcome may be is said here a second time. Nothing sums it up, so a reward that is another number than it was cannot be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from reprlib import repr as brief
+
+from turngate.types import Json
+from turngate.verify.findings import Book, Check
+from turngate.verify.stored import UNREADABLE, Session
+
+_STATUSES = ("open", "sealed", "cancelled")
+_JUDGED = ("graded", "agent failed")  # somebody, or the agent's own failing, decided: there may be a reward
+_UNJUDGED = ("invalid task", "infrastructure fault")  # there is never one
+_MOST = 262_144  # bytes
+_ATTEMPTS = 2_147_483_648
+_TEXTS = ("message", "group", "task")
+_FIELDS = frozenset({"kind", "reward", "resolved", "attempt", "data", *_TEXTS})
+
+
+def ending(session: Session, book: Book) -> None:
+    with book.check("structure", "status", "the session is open, or was ended at a time that is known") as check:
+        known = check.hold(
+            session.status in _STATUSES,
+            f"its status is {brief(session.status)}, which is none of {', '.join(_STATUSES)}",
+        )
+        if known:
+            is_open, closed = session.status == "open", session.closed is not None
+            check.hold(not (is_open and closed), "it is open, and there is a time at which it was closed")
+            check.hold(is_open or closed, f"it is {session.status}, and nothing says when it was closed")
+    with book.check("structure", "outcome", "the outcome, where there is one, can be how a rollout ended") as check:
+        if session.outcome is not None:
+            _outcome(session, session.outcome.raw, session.outcome.recorded, check)
+
+
+def _outcome(session: Session, raw: object, recorded: object, check: Check) -> None:
+    check.hold(session.status != "open", "the session is still open, and has an outcome")
+    timed = isinstance(recorded, float) and math.isfinite(recorded)
+    check.hold(timed, f"it was recorded at {brief(recorded)}, which is no time")
+    if not isinstance(raw, (bytes, str)):
+        check.hold(False, f"it is stored as the number {brief(raw)}, which is no outcome")
+        return
+    try:
+        text = raw.decode() if isinstance(raw, bytes) else raw
+        told = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except UNREADABLE as error:
+        check.hold(False, f"it is no JSON: {error}")
+        return
+    if not check.hold(isinstance(told, dict), "it is no JSON object"):
+        return
+    # A gateway writes bytes; text is what comes of an edit by hand.
+    check.hold(isinstance(raw, bytes), "it is stored as text, and a gateway stores bytes")
+    check.hold(len(raw) <= _MOST, f"it has {len(raw)} bytes; a gateway records {_MOST} at most")
+    _fields(told, check)
+
+
+def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """A JSON object. One that says a thing twice says nothing."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same name twice")
+    return found
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is no number of JSON")  # Python reads NaN and Infinity, and nobody else does
+
+
+def _fields(told: dict[str, Json], check: Check) -> None:
+    unknown = sorted(told.keys() - _FIELDS)
+    check.hold(not unknown, f"it has {', '.join(map(brief, unknown[:5]))}, which no outcome has")
+    kind, reward = told.get("kind"), told.get("reward")
+    kinds = (*_JUDGED, *_UNJUDGED)
+    check.hold(kind in kinds, f"kind: {brief(kind)} is none of {', '.join(kinds)}")
+    check.hold(reward is None or _finite(reward), f"reward: {brief(reward)} is neither a finite number nor null")
+    check.hold(
+        reward is None or kind not in _UNJUDGED,
+        f"reward: {brief(reward)}, and nobody judges a rollout that ended as {kind!r}",
+    )
+    resolved, attempt = told.get("resolved"), told.get("attempt", 1)
+    check.hold(
+        resolved is None or isinstance(resolved, bool), f"resolved: {brief(resolved)} is none of true, false, null"
+    )
+    counted = isinstance(attempt, int) and not isinstance(attempt, bool) and 0 <= attempt <= _ATTEMPTS
+    check.hold(counted, f"attempt: {brief(attempt)} is no number of one")
+    for name in _TEXTS:
+        check.hold(isinstance(told.get(name, ""), str), f"{name}: {brief(told.get(name))} is no text")
+
+
+def _finite(value: Json) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can be
+        return False
