@@ -22,11 +22,13 @@ from tests.exact.test_rows import SYSTEM, talk, user
 from tests.verify.kit import tampering, wrong
 from tests.verify.stories import rich
 from turngate.cli import verify as command
+from turngate.cli.terminal import console
 from turngate.cli.verify import Asked, report
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
 from turngate.verdicts import stored_rows
-from turngate.verify import VLLM, Folder, Means, Renderers, Sampler, Verdict, summed_up, verify
+from turngate.verify import VLLM, Difference, Folder, Means, Renderers, Sampler, Verdict, summed_up, verify
+from turngate.verify.findings import Counts
 
 Recorded = tuple[Path, str, str]
 
@@ -197,6 +199,28 @@ def test_what_an_engine_said_of_all_sessions_is_summed_up(recorded: Recorded, ca
     assert "1 row, 6 tokens to train" in text
 
 
+def test_an_engine_that_goes_away_does_not_hide_what_is_wrong(
+    recorded: Recorded, monkeypatch: Any, capsys: Any
+) -> None:
+    data, session, other = recorded
+    with tampering(data, other) as t:
+        t.sql("UPDATE sessions SET status='zzz\x1b[2J' WHERE key=?", t.key)
+    real = verify
+
+    def gone(folder: Folder, session_id: str, means: Means) -> Verdict:
+        if session_id == session:
+            raise EngineUnavailable("nobody listens")
+        return real(folder, session_id, means)
+
+    monkeypatch.setattr(command, "verify", gone)
+    assert not ask(data, every=True, engine="scripted")
+    text = capsys.readouterr().out
+    assert "✗ status" in text and "zzz␛[2J, 2 turns" in text and text.endswith("nobody listens\n")
+    assert not ask(data, every=True, engine="scripted", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and found["undone"] == ["nobody listens"] and len(found["sessions"]) == 1
+
+
 # ── damaged cells ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 _CELLS = [
@@ -357,6 +381,69 @@ async def test_the_transcript_is_a_witness(
     assert {f["check"] for f in found["findings"] if not f["ok"]} == (
         set() if wrote == ["one", "two"] else {"transcript"}
     )
+
+
+async def test_logs_are_found_below_a_folder_and_missed_in_one_line(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, renderers: Any
+) -> None:
+    (tmp_path / "scribe.toml").write_text(SCRIBE)
+    monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path / "scribe.toml"))
+    data, out, sessions = tmp_path / "out" / "data", tmp_path / "out", []
+    async with World.of(data, renderers("builtin")) as world:
+        for _ in range(4):
+            agent = world.agent(metadata={"agent": "scribe"})
+            agent.messages = [SYSTEM, user("work")]
+            await talk(agent, "one")
+            sessions.append(agent.session_id)
+    assert ask(data, every=True)
+    missed = (
+        f"with transcript not looked at: there is no log of the agent below {data}; say where it is with --rollouts"
+    )
+    assert f"– 4 sessions {missed} FOLDER\n" in capsys.readouterr().out
+    # What `train` leaves, and a batch in the data folder.
+    places = ["rollouts/rollouts", "before/rollouts", "after-8/rollouts", "data/batches/4f1c/rollouts"]
+    for place, session in zip(places, sessions, strict=True):
+        left = out / place / session
+        left.mkdir(parents=True)
+        (left / "stdout").write_text('{"text": "one"}\n')
+    assert ask(data, every=True)
+    assert f"– 3 sessions {missed}" in capsys.readouterr().out
+    assert ask(data, every=True, rollouts=str(out), as_json=True)
+    found = json.loads(capsys.readouterr().out)["sessions"]
+    seen = [one["session"] for one in found if any(f["check"] == "transcript" for f in one["findings"])]
+    assert sorted(seen) == sorted(sessions[:3])
+    (out / places[2] / sessions[2] / "stdout").write_text('{"text": "two"}\n')
+    assert not ask(data, every=True, rollouts=str(out))
+
+
+def test_reasons_that_name_their_session_are_one_reason(recorded: Recorded, capsys: Any) -> None:
+    data, *sessions = recorded
+    for session in sessions:
+        with tampering(data, session) as t:
+            t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
+    assert not ask(data, every=True)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "with rows not looked at" in line]
+    assert "2 sessions" in line and "other reason" not in line and not any(session in line for session in sessions)
+
+
+@pytest.mark.parametrize(
+    ("sent", "template", "line"),
+    [
+        (
+            "\nfix add<|im_end|>\n<|im_start|>assistant\n<think>\nWell.",
+            "\nfix add<|im_end|>\n<|im_start|>assistant\nDone.",
+            "sent …|>assistant␊▸<think>␊Well. · template …|>assistant␊▸Done.",
+        ),
+        ("a", "a and more", "sent a▸ · template a▸ and more"),
+        ("same", "same", "both same"),
+        ("x" + "y" * 50, "z", f"sent ▸x{'y' * 29}… · template ▸z"),
+    ],
+)
+def test_a_difference_is_cut_around_where_it_begins(sent: str, template: str, line: str, capsys: Any) -> None:
+    found = Difference(branch=4, node=2, token=31, why="thinking kept", sent=sent, template=template)
+    shown = Verdict(session="s", ok=True, status="sealed", counts=Counts(), findings=(), differences=(found,))
+    command.show(shown, console())
+    assert capsys.readouterr().out.endswith(f"thinking kept  {line}\n")
 
 
 def test_without_a_transcript_it_says_so(recorded: Recorded, capsys: Any) -> None:

@@ -39,14 +39,17 @@ from turngate.verify import (
     Scorer,
     Session,
     Transcript,
+    Unchecked,
     Verdict,
     unreadable,
     verify,
 )
 
 _LONG = 30  # characters of an excerpt
+_BEFORE = 12  # of them before the first difference
 _UNDER = " " * 10  # what is said of a fork stands under its cause
 _PARTS: tuple[Part, ...] = ("structure", "rows", "render", "replay", "transcript")
+_BELOW = ("rollouts", "*/rollouts", "batches/*/rollouts")
 _DONE = {  # what an option asked for, if it was not done at all
     "render": "nothing was rendered",
     "replay": "nothing was scored",
@@ -84,11 +87,30 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(asked: Asked) -> bool:
     """Print the verdicts; True if nothing is wrong. Raises where something that was asked for could not be done at all."""
+    console = None if asked.as_json else new_console()
+    verdicts: list[Verdict] = []
+    try:
+        for verdict in _verdicts(asked):
+            verdicts.append(verdict)
+            if console is not None:
+                show(verdict, console, brief=asked.every and verdict.ok, requested=asked.requested)
+    except TurngateError as error:
+        if _ended(verdicts, console, [error.message]):
+            raise
+        return False
+    undone = [f"{_DONE[part]}: {why}" for part in asked.requested if (why := _undone(part, verdicts))]
+    if console is not None and asked.every:
+        _totals(verdicts, console)
+    fine = _ended(verdicts, console, undone)
+    if undone and fine:
+        raise ConfigError("; ".join(undone))
+    return fine
+
+
+def _verdicts(asked: Asked) -> Iterator[Verdict]:
     data = Path(asked.data)
     _refuse(asked)
     scorer, renderers = _scorer(asked), _renderers(asked)
-    console = None if asked.as_json else new_console()
-    verdicts = []
     with Folder(data) as folder, stored_rows(data) as rows:
         means = Means(
             rows=rows,
@@ -96,13 +118,9 @@ def report(asked: Asked) -> bool:
             scorer=scorer,
             tolerance=asked.tolerance,
             version=asked.version,
-            transcript=transcripts(Path(asked.rollouts) if asked.rollouts else data / "rollouts"),
+            transcript=transcripts(Path(asked.rollouts) if asked.rollouts else data),
         )
-        for verdict in _looked(folder, asked, means):
-            verdicts.append(verdict)
-            if console is not None:
-                show(verdict, console, brief=asked.every and verdict.ok, requested=asked.requested)
-    return _ended(verdicts, asked, console)
+        yield from _looked(folder, asked, means)
 
 
 def _looked(folder: Folder, asked: Asked, means: Means) -> Iterator[Verdict]:
@@ -121,17 +139,12 @@ def _looked(folder: Folder, asked: Asked, means: Means) -> Iterator[Verdict]:
             yield unreadable(session_id, f"verify falls over it: {type(error).__name__}: {error}")
 
 
-def _ended(verdicts: list[Verdict], asked: Asked, console: Console | None) -> bool:
-    """What there is to say at the end of all."""
+def _ended(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
+    """What there is to say at the end of all; True if nothing is wrong. Whoever asked for JSON gets it, whatever came of it."""
     fine = all(verdict.ok for verdict in verdicts)
-    undone = [f"{_DONE[part]}: {why}" for part in asked.requested if (why := _undone(part, verdicts))]
     if console is None:
         print(msgspec.json.encode({"ok": fine and not undone, "sessions": verdicts, "undone": undone}).decode())
-    elif asked.every:
-        _totals(verdicts, console)
-    if undone and fine:
-        raise ConfigError("; ".join(undone))
-    if console is not None:
+    elif not fine:  # else it is the error
         for what in undone:
             say(console, what, "red")
     return fine
@@ -141,8 +154,13 @@ def _undone(part: str, verdicts: list[Verdict]) -> str:
     """Why a part was looked at in no session; empty if it was in one."""
     if any(finding.part == part for verdict in verdicts for finding in verdict.findings):
         return ""
-    reasons = Counter(u.why for verdict in verdicts for u in verdict.unchecked if u.part == part)
+    reasons = Counter(_why(u, verdict) for verdict in verdicts for u in verdict.unchecked if u.part == part)
     return _one_of(reasons) or "there is no session that can be read"
+
+
+def _why(missing: Unchecked, verdict: Verdict) -> str:
+    """A reason without the session's own name, so that sessions can share it."""
+    return missing.why.replace(verdict.session, "…") if verdict.session else missing.why
 
 
 def _one_of(reasons: Counter[str]) -> str:
@@ -159,7 +177,7 @@ def _totals(verdicts: list[Verdict], console: Console) -> None:
     counted = f"{_n(len(verdicts), 'session')}, {wrong or 'none'} with something wrong"
     say(console, counted, "red" if wrong else "green")
     for part in _PARTS:
-        reasons = [next(u.why for u in v.unchecked if u.part == part) for v in verdicts if part in _missing(v)]
+        reasons = [next(_why(u, v) for u in v.unchecked if u.part == part) for v in verdicts if part in _missing(v)]
         if reasons:
             say(console, f"  – {_n(len(reasons), 'session')} with {part} not looked at: {_one_of(Counter(reasons))}")
     scored = [verdict.replay for verdict in verdicts if verdict.replay is not None]
@@ -178,12 +196,16 @@ def _largest(scored: list[Replay]) -> float:
 
 
 def transcripts(folder: Path) -> Transcript:
-    """Compares what the agent left in `folder` with a trace."""
+    """Compares what the agent left in `folder`, or in a folder of rollouts below it, with a trace."""
+    places = _places(folder)
 
     def compare(session: Session, trace: Json) -> tuple[list[str] | None, str]:
-        left, name = folder / session.id, session.config.metadata.get("agent")
-        if not left.is_dir() or not isinstance(name, str):
-            return None, f"there is no {left}" if isinstance(name, str) else "no agent is recorded"
+        name = session.config.metadata.get("agent")
+        if not isinstance(name, str):
+            return None, "no agent is recorded"
+        left = next((place / session.id for place in places if (place / session.id).is_dir()), None)
+        if left is None:
+            return None, f"there is no log of the agent below {folder}; say where it is with --rollouts FOLDER"
         try:
             transcript = find_agent(name).spec.transcript
             if transcript is None:
@@ -193,6 +215,12 @@ def transcripts(folder: Path) -> Transcript:
             return None, error.message
 
     return compare
+
+
+def _places(folder: Path) -> list[Path]:
+    """Where runs, batches (`--out`, or in the data folder) and training leave a folder for each session."""
+    below = [place for pattern in _BELOW for place in sorted(folder.glob(pattern)) if place.is_dir()]
+    return [folder, *below]
 
 
 def _refuse(asked: Asked) -> None:
@@ -260,7 +288,10 @@ def show(verdict: Verdict, console: Console, *, brief: bool = False, requested: 
         f"{_n(counts.trained_tokens, 'token')} to train"
     )
     mark = (f"✓ {_word(verdict, requested)}", "bold green") if verdict.ok else ("✗ wrong", "bold red")
-    say(console, Text.assemble(mark, f"  {one_line(verdict.session)}  ", (f"{verdict.status}, {facts}", "dim")))
+    say(
+        console,
+        Text.assemble(mark, f"  {one_line(verdict.session)}  ", (f"{one_line(verdict.status)}, {facts}", "dim")),
+    )
     if brief:
         return
     _parts(verdict, console)
@@ -344,9 +375,20 @@ def _differences(verdict: Verdict, console: Console) -> None:
                 ("  · ", "cyan"),
                 f"the template would write branch {found.branch} otherwise from token {found.token} on (node {found.node}): ",
                 (found.why, "bold"),
-                (f"  sent {_short(found.sent)} · template {_short(found.template)}", "dim"),
+                (f"  {_apart(found.sent, found.template)}", "dim"),
             ),
         )
+
+
+def _apart(sent: str, template: str) -> str:
+    """Both, cut around the first character in which they differ."""
+    sent, template = one_line(sent), one_line(template)
+    if sent == template:
+        return f"both {_short(sent)}"  # other ids for the same words
+    shorter = min(len(sent), len(template))
+    at = next((n for n in range(shorter) if sent[n] != template[n]), shorter)
+    before = f"…{sent[at - _BEFORE : at]}" if at > _BEFORE else sent[:at]
+    return f"sent {before}▸{_short(sent[at:])} · template {before}▸{_short(template[at:])}"
 
 
 def _short(text: str, *, end: bool = False) -> str:

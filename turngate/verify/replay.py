@@ -82,7 +82,7 @@ class VLLM:
             said = error.read(500).decode("utf-8", "replace")
             raise EngineError(f"{self.name} answered {error.code}: {said}") from None
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise EngineUnavailable(f"{self.name} could not be asked: {error}") from None
+            raise EngineUnavailable(f"{self.name} could not be asked at {self._url}: {error}") from None
         if not isinstance(found, list):
             raise EngineError(f"{self.name} gave no prompt log-probabilities")
         return found

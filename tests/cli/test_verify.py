@@ -1,0 +1,84 @@
+"""`turngate verify` at the command line: what it says on which stream, and its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests import kit
+from tests.cli.kit import ran
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """With one session of one turn."""
+
+    async def recorded() -> None:
+        async with kit.gateway([kit.say("Hello.")], data=tmp_path) as g:
+            session = await g.open()
+            await g.ask(session.key, "Hi")
+            await g.seal(session.id)
+            outcome = {"kind": "graded", "reward": 1.0}
+            assert (await g.admin.put(f"/admin/sessions/{session.id}/outcome", json=outcome)).status_code == 200
+
+    asyncio.run(recorded())
+    return tmp_path
+
+
+def sql(data: Path, statement: str) -> None:
+    with closing(sqlite3.connect(data / "turngate.db", isolation_level=None)) as db:
+        assert db.execute(statement).rowcount == 1
+
+
+def test_nothing_is_wrong(data: Path) -> None:
+    said = ran("verify", "--data", data)
+    assert said.exit_code == 0 and "✓ exact" in said.stdout and " status outcome " in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("statement", "check"),
+    [("UPDATE outcomes SET outcome='{'", "outcome"), ("UPDATE sessions SET status='zzz'", "status")],
+)
+def test_how_it_ended_is_looked_at_too(statement: str, check: str, data: Path) -> None:
+    sql(data, statement)
+    said = ran("verify", "--data", data)
+    assert said.exit_code == 1 and "✗ wrong" in said.stdout and f"✗ {check}  " in said.stdout
+    assert "rows        rows masks" in said.stdout, "the trace itself is fine"
+
+
+def test_a_reward_that_is_another_number_is_not_noticed(data: Path) -> None:
+    """As docs/verify.md says."""
+    sql(data, """UPDATE outcomes SET outcome=CAST('{"kind": "graded", "reward": 0.5}' AS BLOB)""")
+    assert ran("verify", "--data", data).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["last", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
+        (["--all", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
+        (["nope"], "session: 'nope' is not recorded here"),
+        (["--tolerance", "-1"], "tolerance: -1 must be 0 or more"),
+        (["--engine", "sglang"], "engine: 'sglang' cannot score"),
+        (["--tokenizer", "/nope"], "tokenizer: /nope is no tokenizer"),
+        (["--rollouts", "/nope"], "rollouts: there is no folder /nope"),
+        (["--data", "/nope"], "data: there is no /nope/turngate.db"),
+    ],
+)
+def test_what_cannot_be_done_is_json_where_that_was_asked_for(options: list[str], words: str, data: Path) -> None:
+    said = ran("verify", "--json", "--data", data, *options)
+    assert said.exit_code == 2
+    found = json.loads(said.stdout)
+    [undone] = found["undone"]
+    assert words in undone and said.stderr == f"turngate: {undone}\n"
+    assert not found["ok"] and found["sessions"] == []
+
+
+def test_help_names_every_exit_code() -> None:
+    text = " ".join(ran("verify", "--help", env={"COLUMNS": "200"}).stdout.split())
+    assert "Exit codes: 0 nothing is wrong; 1 something is; 2 it could not be looked at" in text
