@@ -28,7 +28,7 @@ from turngate.rest import Rest
 from turngate.shown import Looks
 from turngate.slots import ALONE, Place, new_secret
 from turngate.store.beside import NewEvent, happened
-from turngate.store.outcome import Recorded
+from turngate.store.outcome import DAMAGED, Recorded
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.roles import roles
 from turngate.trace.session import Session, SessionConfig, Status
@@ -199,7 +199,7 @@ class Control:
     ) -> list[dict[str, Json]]:
         rows = self._store.sessions(status=status, before=before, limit=limit)
         outcomes = self._store.outcomes.of(rows[-1].key, rows[0].key) if rows else {}
-        return [self._summary(row, outcomes.get(row.key)) for row in rows]
+        return [self._summary(row, outcomes.get(row.key), row.damaged) for row in rows]
 
     def live(self, session_id: str) -> Session | None:
         """One that was used since the gateway was started, and is open."""
@@ -225,9 +225,10 @@ class Control:
 
     def described(self, session: Session, trace: Trace | None = None) -> dict[str, Json]:
         """`trace`: as it was read for this, where it is not in memory. Where it cannot be read back, the rest is told."""
-        outcomes = self._store.outcomes.of(session.key, session.key)
+        outcome = self._store.outcomes.of(session.key, session.key).get(session.key)
+        lost = outcome is None and bool(self._store.outcomes.damaged(session.key, session.key))
         told = {
-            **self._summary(self._row(session.id), outcomes.get(session.key)),
+            **self._summary(self._row(session.id), outcome, DAMAGED if lost else ""),
             "stop": session.stop,
             "turns": session.turns,
             "sampled_tokens": session.sampled_tokens,
@@ -510,9 +511,10 @@ class Control:
             raise NotFound(f"there is no session {hidden(session_id)!r}")
         return row
 
-    def _summary(self, row: SessionRow, outcome: bytes | None) -> dict[str, Json]:
+    def _summary(self, row: SessionRow, outcome: bytes | None, damaged: str) -> dict[str, Json]:
         live = self._live.get(row.id)
         return {
+            **({"damaged": damaged} if damaged else {}),
             "id": row.id,
             "key": row.key,
             "status": live.status if live else row.status,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -50,7 +48,7 @@ def ordered(given: Mapping[str, Any]) -> None:
         pairs=given["pairs"],
         prompt_ids=given["prompt_ids"],
     )
-    done = export(given["data"], _as_typed(given["out"]), choices)
+    done = export(given["data"], given["out"], choices)
     if given["as_json"]:
         print(msgspec.json.encode(done, enc_hook=str).decode())
     else:
@@ -76,12 +74,6 @@ def _before(done: Exported) -> str:
     facts = [f"{_count(done.replaced_files, 'file')} there replaced"] if done.replaced_files else []
     facts += [f"{_count(done.other_files, 'other file')} there before, and kept"] if done.other_files else []
     return f" ({'; '.join(facts)})" if facts else ""
-
-
-def _as_typed(out: Path) -> Path | str:
-    """With the / at its end, by which a folder is meant: a Path has lost it."""
-    words = (word.removeprefix("--out=") for word in sys.argv)
-    return next((word for word in words if word.endswith("/") and Path(word) == out), out)
 
 
 def _count(number: int, noun: str) -> str:

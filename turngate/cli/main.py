@@ -404,7 +404,9 @@ def verify(
 @app.command()
 def export(
     format: Annotated[str, typer.Argument(help="rows, sft, rejection, dpo, verl, slime or atif.")],
-    out: Annotated[Path, typer.Option(help="The file to write: .jsonl or .parquet; for atif also a folder.")],
+    out: Annotated[
+        str, typer.Option(metavar="PATH", help="The file to write: .jsonl or .parquet; for atif also a folder.")
+    ],  # a Path would lose the / at the end, by which a folder is meant
     data: Annotated[str, typer.Option(help="The data folder that was recorded in.")] = "turngate-data",
     group: Annotated[Optional[list[str]], typer.Option(help="Groups, with * for anything; repeat for more.")] = None,
     task: Annotated[Optional[list[str]], typer.Option(help="Tasks, likewise.")] = None,

@@ -24,7 +24,6 @@ from turngate.fence import Fence
 from turngate.render import Tokenizer, find
 from turngate.rollout.client import GatewayClient, Refused, admin_key_given
 from turngate.shown import encode_array, read
-from turngate.store.outcome import DAMAGED
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
 
@@ -89,10 +88,7 @@ def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
         session_id = wanted if known else _chosen(wanted, store.ids(10_000))
         shown = read(store, session_id)
         trace = shown.trace()
-        summary = control.described(shown.session)
-        if store.outcomes.damaged(shown.session.key, shown.session.key):  # all else is shown
-            summary["damaged"] = DAMAGED
-        view = _view(_plain(summary), _plain(trace), _plain(shown.samples(keep_empty=True)))
+        view = _view(_plain(control.described(shown.session)), _plain(trace), _plain(shown.samples(keep_empty=True)))
         return view, store.setting(f"tokenizer:{trace['vocabulary']}")
     finally:
         store.close()

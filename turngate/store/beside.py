@@ -14,8 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.errors import StoreError
-from turngate.store.outcome import DAMAGED, Recorded, read
+from turngate.store.outcome import Recorded, read
 from turngate.types import Json
 
 # The number of an event grows in the order of the commits, for all workers together: who has read up to one has missed none.
@@ -166,7 +165,7 @@ class EventLog:
 class Outcomes:
     """`enter` is told of each that is written, in the same transaction: its session's key and id, and the outcome.
 
-    One that is damaged on disk costs no other: it is left out where many are asked for, and `read` and `damaged` say so.
+    One that is damaged on disk costs no other: `of` leaves it out, and `read` and `damaged` tell of it.
     """
 
     def __init__(
@@ -176,21 +175,15 @@ class Outcomes:
         enter: Callable[[sqlite3.Connection, int, str, bytes], None],
         *,
         there: bool = True,
-        looking: bool = False,
     ) -> None:
         self._writing = writing
         self._reading = reading
         self._enter = enter
         self._there = there  # False: a folder of an older version, looked at and not touched
-        self._looking = looking  # whoever only looks is shown the rest of a session whose outcome is damaged
 
     def of(self, first: int, last: int) -> dict[int, bytes]:
-        """Those of sessions with keys in a range, as JSON. A gateway that asks for a single one is told if that is damaged."""
-        found = self._stored(first, last)
-        damaged = [key for key, written in found.items() if read(written) is None]
-        if damaged and first == last and not self._looking:
-            raise self._damage(first)
-        return {key: written for key, written in found.items() if key not in damaged}
+        """Those of sessions with keys in a range, as JSON."""
+        return {key: written for key, written in self._stored(first, last).items() if read(written) is not None}
 
     def read(self, first: int, last: int) -> dict[int, Recorded | None]:
         """The same, read. None: it is damaged on disk."""
@@ -206,14 +199,6 @@ class Outcomes:
         with self._reading() as db:
             query = "SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session BETWEEN ? AND ?"
             return dict(db.execute(query, (first, last)).fetchall())
-
-    def _damage(self, key: int) -> StoreError:
-        with self._reading() as db:
-            row = db.execute("SELECT id FROM sessions WHERE key=?", (key,)).fetchone()
-        session = key if row is None else row[0]
-        return StoreError(
-            f"session {session}: {DAMAGED}; record it again with PUT /admin/sessions/{session}/outcome?replace=1"
-        )
 
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
         """Write it, unless there is one that must not be replaced. What was there before."""

@@ -170,19 +170,17 @@ class Store:
                 f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
                 param="data",
             )
-        store._add_tables(version, looking=True)
+        store._add_tables(version)
         store._mutex = threading.Lock()
         store._checkpoints = None
         store._lock_file = None
         store._shared = False
         return store
 
-    def _add_tables(self, version: int = SCHEMA_VERSION, *, looking: bool = False) -> None:
+    def _add_tables(self, version: int = SCHEMA_VERSION) -> None:
         self.events = EventLog(self._writing, self._reading)
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
-        self.outcomes = Outcomes(
-            self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS, looking=looking
-        )
+        self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.survey = Survey(self._reading)
 
@@ -270,7 +268,7 @@ class Store:
         return next(self._rows("WHERE secret=?", (secret,)), None)
 
     def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Newest first. One that is damaged is among them and marked, also in the metadata that a listing shows."""
+        """Newest first. One that is damaged is among them, and marked."""
         wheres, values = ["key < ?"], [before if before is not None else 2**62]
         parameters: list[object] = list(values)
         if status is not None:
@@ -279,7 +277,9 @@ class Store:
         where = f"WHERE {' AND '.join(wheres)} ORDER BY key DESC LIMIT ?"
         rows = list(self._rows(where, (*parameters, limit), marked=True))
         damaged = self.outcomes.damaged(rows[-1].key, rows[0].key) if rows else set()
-        return [row if row.key not in damaged or row.damaged else _marked(row, DAMAGED) for row in rows]
+        return [
+            msgspec.structs.replace(row, damaged=row.damaged or DAMAGED) if row.key in damaged else row for row in rows
+        ]
 
     def ids(self, limit: int) -> list[str]:
         """Of sessions, newest first; also of those that are damaged."""
@@ -302,7 +302,9 @@ class Store:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if not marked:
                     raise StoreError(f"session {session_id}: {_DAMAGED_SETTINGS} ({error})") from None
-                yield _marked(SessionRow(key, session_id, SessionConfig(), *rest), _DAMAGED_SETTINGS)
+                yield msgspec.structs.replace(
+                    SessionRow(key, session_id, SessionConfig(), *rest), damaged=_DAMAGED_SETTINGS
+                )
                 continue
             yield SessionRow(key, session_id, settings, *rest)
 
@@ -528,11 +530,6 @@ _INSERT_CONTEXT = f"INSERT OR IGNORE {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?)"
 _INSERT_SAMPLED = (
     f"INSERT {_INTO_NODES} SELECT ?1,?2,?3,?4,?5,?6,?7,?8,?9 WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?1)"
 )
-
-
-def _marked(row: SessionRow, damaged: str) -> SessionRow:
-    config = msgspec.structs.replace(row.config, metadata={**row.config.metadata, "damaged": damaged})
-    return msgspec.structs.replace(row, config=config, damaged=damaged)
 
 
 def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
