@@ -1,4 +1,4 @@
-# make demo   trains a real agent on two cores, in less than ten minutes (FAST=1: the same path in two; SEED=2; SANDBOX=docker)
+# make demo   trains a real agent on two cores, in less than ten minutes (FAST=1: the same path in two to three; SEED=2; SANDBOX=docker)
 # make test   sets everything up and runs every test
 # make check  format, lint, types, layering, generated docs
 # make docs   the documentation as a site
