@@ -26,7 +26,17 @@ from turngate.rollout.client import GatewayClient
 from turngate.store.outcome import Recorded
 from turngate.trainers.feed import Feed, Row, RowSpan
 from turngate.trainers.local import checkpoint
-from turngate.trainers.local.grpo import Learner, NotTheSame, Settings, Step, Trainer, batches, of_version, packed
+from turngate.trainers.local.grpo import (
+    Learner,
+    NotFinite,
+    NotTheSame,
+    Settings,
+    Step,
+    Trainer,
+    batches,
+    of_version,
+    packed,
+)
 from turngate.trainers.local.loss import Terms, clipped_share, divergence, divisor, loss
 from turngate.types import Json
 
@@ -82,6 +92,25 @@ def test_only_tokens_within_the_clip_pull() -> None:
 def test_divergence_is_that_of_the_sampling_policy() -> None:
     found = divergence(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
     assert found.tolist() == pytest.approx([2 - 1 - math.log(2)])
+
+
+@pytest.mark.parametrize("recorded", [-100.0, -math.inf])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_no_recorded_logprob_makes_the_loss_or_its_gradients_infinite(recorded: float, advantage: float) -> None:
+    now = torch.tensor([-1.0], requires_grad=True)
+    terms = Terms(
+        now=now,
+        then=torch.tensor([recorded]),
+        advantage=torch.tensor([advantage]),
+        weight=torch.ones(1),
+        row=torch.tensor([0]),
+    )
+    value = loss(terms, torch.tensor([1]), by=1.0, low=0.2, high=0.28, normalise="token")
+    value.backward()
+    assert math.isfinite(value.item()) and now.grad is not None and now.grad.tolist() == [0.0]
+    assert math.isfinite(float(divergence(now, terms.then))) and math.isfinite(
+        float(clipped_share(terms, low=0.2, high=0.28))
+    )
 
 
 # ── rows and weights ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,6 +204,35 @@ async def test_rows_of_older_weights_are_not_compared() -> None:
     assert measured.compared == 0 and measured.difference is None and measured.divergence > 0
 
 
+@pytest.mark.parametrize("recorded", [-math.inf, math.inf, math.nan, -200.0, -60.0])
+async def test_a_corrupted_row_of_older_weights_is_refused_and_pulls_at_nothing(recorded: float) -> None:
+    async with sampled() as (here, rows):
+        place = int(np.flatnonzero(rows[1].mask)[2])
+        spoilt = rows[1].logprobs.copy()
+        spoilt[place] = recorded
+        bad = msgspec.structs.replace(rows[1], logprobs=spoilt, advantage=-1.0)
+        learner = Learner(here.engine.model, Settings())
+        measured = learner.gradients([rows[0], bad, *rows[2:]], version=1)
+        found = _gradient(learner)
+        learner.gradients([rows[0], msgspec.structs.replace(rows[1], advantage=0.0), *rows[2:]], version=1)
+    [why] = measured.refused
+    assert f"branch {bad.branch}: token {place} differs by " in why and "age" in why
+    assert measured.compared == 0 and measured.signal
+    assert math.isfinite(measured.loss) and math.isfinite(measured.divergence)
+    assert torch.allclose(found, _gradient(learner), atol=1e-6)
+
+
+async def test_corrupted_rows_of_older_weights_do_not_blame_those_that_are_compared() -> None:
+    async with sampled() as (here, rows):
+        bad = []
+        for row in rows[:2]:
+            spans = tuple(msgspec.structs.replace(span, version_start=-1, version_end=-1) for span in row.spans)
+            bad.append(msgspec.structs.replace(row, spans=spans, logprobs=row.logprobs - 200))
+        measured = Learner(here.engine.model, Settings()).gradients([*bad, *rows[2:]], version=0)
+    assert len(measured.refused) == measured.compared == 2
+    assert measured.largest is not None and measured.largest < 1e-3
+
+
 async def test_how_many_rows_are_computed_at_once_changes_nothing() -> None:
     async with sampled() as (here, rows):
         one, all_of_them = (Learner(here.engine.model, Settings(batch_tokens=tokens)) for tokens in (1, 100_000))
@@ -252,6 +310,38 @@ async def test_a_group_without_a_signal_changes_nothing() -> None:
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
         [step] = await _trained(here, 1, settings=Settings(groups=1), reward=lambda ids: 1.0)
         assert not step.measured.signal and step.version == 0 and step.reward == step.passed == 1.0
+        assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
+
+
+async def test_gradients_that_are_not_finite_are_not_followed(tmp_path: Path) -> None:
+    """The weights, their version and the feed stay as they were, and nobody is held."""
+    async with lived(tmp_path / "data") as here:
+        await _trained(here, 1, folder=tmp_path / "checkpoints")
+        before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
+        spoilt = here.engine.model.embedding.weight.register_hook(lambda gradient: gradient * math.nan)
+        with pytest.raises(NotFinite, match=r"step 2 was not made: .* nan; .* step 1, and deliveries 2 to 2 "):
+            await _trained(here, 2, folder=tmp_path / "checkpoints")
+        spoilt.remove()
+        assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
+        fence = await here.client.fence()
+        assert fence["version"] == 1 and not fence["paused"]
+        assert (await here.client.show_feed("f")).committed == 1
+        found = checkpoint.newest(tmp_path / "checkpoints")
+        assert found is not None and (found.state.step, found.state.number) == (1, 1)
+        steps = await _trained(here, 2, folder=tmp_path / "checkpoints")  # the same delivery
+    assert [(step.first, step.last, step.version) for step in steps] == [(1, 1, 1), (2, 2, 2)]
+
+
+async def test_a_step_without_finite_gradients_changes_no_weights() -> None:
+    async with sampled() as (here, rows):
+        learner = Learner(here.engine.model, Settings())
+        before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
+        learner.gradients(rows, version=0)
+        gradient = here.engine.model.embedding.weight.grad
+        assert gradient is not None
+        gradient[0, 0] = math.inf
+        with pytest.raises(RuntimeError, match="non-finite"):
+            learner.step()
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
 
 

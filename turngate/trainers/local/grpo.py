@@ -14,6 +14,7 @@ stands for two sets of weights: a trainer that comes back with older ones than t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,10 @@ from turngate.trainers.local.checkpoint import State
 from turngate.trainers.local.loss import Normalise, Terms, clipped_share, divergence, divisor, loss
 
 _MANY = 0.5  # share of compared rows that differ, from which on it is not the rows
+# How far, in nats, a token of other weights may be from what it was recorded with. A few versions of clipped updates move one by a few
+# nats. Beyond 20, either it was next to impossible when it was drawn (one in 5·10⁸): the record is damaged. Or it has become so since:
+# its ratio is as good as 0, and nothing would be learnt from it.
+_FURTHEST = 20.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +74,12 @@ class NotTheSame(TurngateError):
     kind = "logprobs_differ"
 
 
+class NotFinite(TurngateError):
+    """The gradients have no finite norm: a step along them would leave no weights. None was made."""
+
+    kind = "gradient_not_finite"
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """One pass over the rows of an update."""
 
@@ -83,7 +94,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         float | None
     )  # mean absolute difference of their log-probabilities, recomputed and recorded; None: none was compared
     largest: float | None
-    refused: tuple[str, ...]  # rows that were left out since they differ, in words
+    refused: tuple[str, ...]  # rows that were left out since they differ, of these weights or of others, in words
     signal: bool  # some advantage is not 0
 
 
@@ -121,7 +132,9 @@ class Learner:
         )
 
     def gradients(self, rows: Sequence[Row], version: int) -> Measured:
-        """Leaves the gradients of the loss over these rows in the parameters. `version`: of the weights as they are now."""
+        """Leaves the gradients of the loss over these rows in the parameters. `version`: of the weights as they are now.
+
+        Where they are not finite it leaves none: `NotFinite`."""
         settings, tally = self.settings, _Tally()
         self.optimizer.zero_grad(set_to_none=True)
         weights, tokens = [row.weight for row in rows], [int(row.mask.sum()) for row in rows]
@@ -132,11 +145,18 @@ class Learner:
             for batch in batches(chosen, settings.batch_tokens):
                 with torch.set_grad_enabled(not silent):
                     self._pass(batch, version, by, tally)
-        return tally.measured(rows, sum(tokens))
+        measured = tally.measured(rows, sum(tokens))
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(f"the norm of the gradients is {norm}")
+        return measured
 
     def step(self) -> float:
         """One step along the gradients. Their norm."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.largest_gradient)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.settings.largest_gradient, error_if_nonfinite=True
+        )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -162,13 +182,17 @@ class Learner:
         apart = (now.detach() - then).abs().cpu().numpy()
         kept = np.ones(len(rows), np.bool_)
         for n, row in enumerate(rows):
-            if not of_version(row, version):
-                continue
-            own = apart[place == n]
-            tally.compared.append(own)
-            if not own.max() <= settings.tolerance:  # also where it is not a number
+            own, same = apart[place == n], of_version(row, version)
+            if same:
+                tally.compared.append(own)
+            if not own.max() <= (settings.tolerance if same else _FURTHEST):  # also where it is not a number
                 kept[n] = False
-                tally.refused.append(_refused(row, own))
+                why = _refused(row, own)
+                if same:
+                    tally.differ.append(why)
+                else:
+                    why += ", more than the age of its weights explains"
+                tally.refused.append(why)
         use = torch.from_numpy(kept[place]).to(device)
         terms = Terms(
             now=now[use],
@@ -206,13 +230,14 @@ class _Tally:
         self.tokens = 0
         self.signal = False
         self.compared: list[np.ndarray] = []
+        self.differ: list[str] = []  # the refused ones of those that were compared
         self.refused: list[str] = []
 
     def measured(self, rows: Sequence[Row], tokens: int) -> Measured:
-        if len(self.compared) > 1 and len(self.refused) > _MANY * len(self.compared):
+        if len(self.compared) > 1 and len(self.differ) > _MANY * len(self.compared):
             raise NotTheSame(
-                f"{len(self.refused)} of {len(self.compared)} rows have other log-probabilities than were recorded when they were sampled, "
-                f"with the same weights ({self.refused[0]}); does the trainer's temperature equal the sessions', and does the engine "
+                f"{len(self.differ)} of {len(self.compared)} rows have other log-probabilities than were recorded when they were sampled, "
+                f"with the same weights ({self.differ[0]}); does the trainer's temperature equal the sessions', and does the engine "
                 "behind the gateway sample from this model?"
             )
         apart = np.concatenate(self.compared) if self.compared else None
@@ -299,7 +324,7 @@ def _spread(values: list[float], place: np.ndarray, device: torch.device) -> Ten
 
 
 def _refused(row: Row, apart: np.ndarray) -> str:
-    worst = int(np.nanargmax(apart)) if not np.isnan(apart).all() else 0
+    worst = int(apart.argmax())  # what is not a number counts as the largest
     place = int(np.flatnonzero(row.mask)[worst])
     return f"branch {row.branch}: token {place} differs by {apart[worst]:.3g}"
 
@@ -369,7 +394,15 @@ class Trainer:
         rows = [row for delivery in deliveries for row in delivery.rows()]
         version, gradient = self.state.version, 0.0
         stale = max((version - span.version_start for row in rows for span in row.spans if span.trained), default=0)
-        measured = await asyncio.to_thread(self.learner.gradients, rows, version)
+        number = deliveries[-1].number
+        step = self.state.step + 1
+        try:
+            measured = await asyncio.to_thread(self.learner.gradients, rows, version)
+        except NotFinite as error:  # before the fence is up: nothing waits, and nothing is committed
+            raise NotFinite(
+                f"step {step} was not made: {error.message}; the weights are those of step {self.state.step}, and deliveries "
+                f"{deliveries[0].number} to {number} of feed {feed.name} are not trained: whoever goes on reads them again"
+            ) from None
         if measured.signal:
             version += 1
             await self._gateway.pause("hold")
@@ -378,8 +411,6 @@ class Trainer:
                 gradient = await asyncio.to_thread(self.learner.step)
             await self._gateway.resume(version)
         trained = time.monotonic() - began
-        number = deliveries[-1].number
-        step = self.state.step + 1
         rolled = [rolled for delivery in deliveries for rolled in delivery.rollouts]
         rewards = tuple(one.reward for one in rolled if one.reward is not None)
         resolved = [

@@ -22,6 +22,9 @@ from torch import Tensor
 
 Normalise = Literal["token", "sequence"]
 
+# Of the logarithm of a ratio, either way. Nothing clips a large ratio where the advantage is negative, and exp(89) is infinite.
+_LARGEST = 20.0
+
 
 class Terms(msgspec.Struct, frozen=True):
     """What the loss is made of. Of all trained tokens of some rows, one after the other: one entry per token."""
@@ -41,7 +44,7 @@ def divisor(weights: list[float], tokens: list[int], normalise: Normalise) -> fl
 
 def loss(terms: Terms, tokens: Tensor, *, by: float, low: float, high: float, normalise: Normalise) -> Tensor:
     """`tokens`: how many trained tokens each row has; `by`: the whole update's `divisor`."""
-    ratio = torch.exp(terms.now - terms.then)
+    ratio = torch.exp(_log_ratio(terms.now, terms.then))
     clipped = ratio.clamp(1 - low, 1 + high)
     gain = torch.minimum(ratio * terms.advantage, clipped * terms.advantage) * terms.weight
     if normalise == "sequence":
@@ -51,7 +54,7 @@ def loss(terms: Terms, tokens: Tensor, *, by: float, low: float, high: float, no
 
 def clipped_share(terms: Terms, *, low: float, high: float) -> Tensor:
     """The share of tokens whose ratio is past the bound that holds for them."""
-    ratio = torch.exp(terms.now.detach() - terms.then)
+    ratio = torch.exp(_log_ratio(terms.now.detach(), terms.then))
     beyond = torch.where(terms.advantage > 0, ratio > 1 + high, ratio < 1 - low)
     return beyond.float().mean()
 
@@ -59,5 +62,10 @@ def clipped_share(terms: Terms, *, low: float, high: float) -> Tensor:
 def divergence(now: Tensor, then: Tensor) -> Tensor:
     """How far the present policy is from the one that sampled, per token: r − 1 − log r, which is never negative and is 0 on average
     only where they are the same."""
-    log_ratio = now.detach() - then
+    log_ratio = _log_ratio(now.detach(), then)
     return torch.exp(log_ratio) - 1 - log_ratio
+
+
+def _log_ratio(now: Tensor, then: Tensor) -> Tensor:
+    """Beyond the bound there is no gradient."""
+    return (now - then).clamp(-_LARGEST, _LARGEST)
