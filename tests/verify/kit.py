@@ -57,10 +57,16 @@ class Tampering:
 
     def __init__(self, db: sqlite3.Connection, session: str) -> None:
         self._db = db
+        self.name = session
         self.key = db.execute("SELECT key FROM sessions WHERE id=?", (session,)).fetchone()[0]
 
     def sql(self, statement: str, *values: object) -> None:
         assert self._db.execute(statement, values).rowcount != 0, statement
+
+    def told(self, kind: str) -> list[bytes]:
+        """What its events of a kind say, as JSON."""
+        query = "SELECT data FROM events WHERE session=? AND kind=? ORDER BY seq"
+        return [data for (data,) in self._db.execute(query, (self.name, kind))]
 
     def rows(self) -> list[Row]:
         found = self._db.execute(

@@ -21,6 +21,7 @@ from tests.verify.stories import rich
 from turngate.trace.sample import Sample
 from turngate.verdicts import stored_rows
 from turngate.verify import Rows, Verdict
+from turngate.verify.stored import SampledFacts
 
 Recorded = tuple[Path, str, str]
 
@@ -311,6 +312,10 @@ CASES: dict[str, Case] = {
     "inside thinking": ("parse", lambda t: t.facts(turns(t, finish="stop")[0], reasoning_open=True)),
     "hidden bias": ("sampling", lambda t: t.facts(turns(t, finish="stop")[0], sampling=b'{"top_p": 0.5}')),
     "invented bias": ("sampling", lambda t: t.facts(turns(t, finish="stop")[0], biases=["top_k"])),
+    "forced into no shape": (
+        "sampling",
+        lambda t: t.facts(turns(t, finish="stop")[0], biases=["constrained: verse"]),
+    ),
     "sampled before it was opened": ("times", lambda t: t.facts(turns(t, finish="stop")[0], started=1.0)),
     "sampled after it was closed": ("times", lambda t: t.facts(turns(t, finish="stop")[-1], ended=9e9)),
     "all of it in another session": ("times", neighbour),
@@ -358,8 +363,11 @@ def test_a_branch_that_is_taken_out_leaves_a_gap(copy: Recorded) -> None:
     with tampering(data, session) as t:
         side = t.of_kind("context")[5]
         t.sql("DELETE FROM nodes WHERE session=? AND id IN (?,?)", t.key, side, side + 1)
-    [note] = look(data, session).notes
+    found = look(data, session)
+    [note] = found.notes
     assert note.check == "tree" and f"{side} to {side + 1}" in note.what
+    assert wrong(found) == {"events"}
+    assert f"tells of a turn {side + 1} that is not stored" in found.wrong[0].what
 
 
 # ── how it ended ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -386,7 +394,19 @@ _OUTCOMES = {
 
 
 def outcome(t: Tampering, raw: object, recorded: object = 1e9) -> None:
+    """It is stored, and an event tells that one was."""
     t.sql("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", t.key, recorded, raw)
+    happened(t, "outcome", {"kind": "graded", "reward": 1.0, "resolved": None, "task": "", "group": "", "attempt": 1})
+
+
+def happened(t: Tampering, kind: str, data: object) -> None:
+    written = data if isinstance(data, bytes) else msgspec.json.encode(data)
+    t.sql(
+        "INSERT INTO events (time, session, kind, data) SELECT 1e9, id, ?, ? FROM sessions WHERE key=?",
+        kind,
+        written,
+        t.key,
+    )
 
 
 @pytest.mark.parametrize("name", _OUTCOMES)
@@ -396,7 +416,8 @@ def test_an_outcome_that_nobody_can_have_recorded_is_noticed(name: str, copy: Re
     with tampering(data, session) as t:
         outcome(t, raw.encode())
     found = look(data, session)
-    assert wrong(found) == {"outcome"} and words in found.wrong[0].what, found.wrong
+    # Where it can be read at all, events tell of another one.
+    assert {"outcome"} <= wrong(found) <= {"outcome", "events"} and words in found.wrong[0].what, found.wrong
     assert found.counts.rows, "the trace is as good as before"
     assert look(data, other).ok
 
@@ -422,8 +443,9 @@ def test_an_outcome_of_an_open_session_is_noticed(copy: Recorded) -> None:
         outcome(t, b'{"kind": "graded", "reward": 1.0}')
         assert look(data, session).ok
         t.sql("UPDATE sessions SET status='open', closed=NULL WHERE key=?", t.key)
-    [finding] = look(data, session).wrong
+    [finding, told] = look(data, session).wrong
     assert (finding.check, finding.what) == ("outcome", "the session is still open, and has an outcome")
+    assert told.check == "events" and "its status is 'open', and event" in told.what
 
 
 @pytest.mark.parametrize(
@@ -438,8 +460,190 @@ def test_a_status_that_cannot_be_is_noticed(change: str, words: str, copy: Recor
     data, session, _ = copy
     with tampering(data, session) as t:
         t.sql(f"UPDATE sessions SET {change} WHERE key=?", t.key)
-    [finding] = look(data, session).wrong
+    [finding, *others] = look(data, session).wrong
     assert (finding.check, finding.what) == ("status", words)
+    assert [other.check for other in others] == (["events"] if "status" in change else [])
+
+
+# ── what events contradict ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def made_whole(t: Tampering) -> None:
+    t.facts(turns(t, finish="abort")[0], finish="length", fault="")
+
+
+def made_aborted(t: Tampering) -> None:
+    t.facts(turns(t, finish="stop")[-1], finish="abort", fault="the agent left")
+
+
+def cut_off(t: Tampering) -> None:
+    """The last id of a turn that was aborted, with all that says so."""
+    turn = t.row(turns(t, finish="abort")[0])
+    ids = turn.ids[:-4]
+    said = msgspec.json.decode(turn.messages)
+    said["content"] = kit.renderer().tokenizer.decode(np.frombuffer(ids, np.int32).tolist())
+    t.node(turn.id, ids=ids, logprobs=(turn.logprobs or b"")[:-4], messages=msgspec.json.encode(said))
+
+
+def last_turns(t: Tampering) -> None:
+    context = t.of_kind("context")[-1]
+    t.sql("DELETE FROM nodes WHERE session=? AND id>=?", t.key, context)
+
+
+def last_turn_and_its_event(t: Tampering) -> None:
+    last_turns(t)
+    no_event(t)
+
+
+def all_turns(t: Tampering) -> None:
+    for table in ("nodes", "preambles"):
+        t.sql(f"DELETE FROM {table} WHERE session=?", t.key)
+
+
+def added_turn(t: Tampering) -> None:
+    last = t.row(t.of_kind("sampled")[-1])
+    facts = msgspec.msgpack.decode(last.info)
+    names = [field.name for field in msgspec.structs.fields(SampledFacts)]
+    facts[names.index("cause")] = "resample"
+    facts[names.index("started")] += 1e-3
+    facts[names.index("ended")] += 1e-3
+    t.add(msgspec.structs.replace(last, id=last.id + 1, info=msgspec.msgpack.encode(facts)))
+
+
+def no_event(t: Tampering) -> None:
+    t.sql("DELETE FROM events WHERE seq=(SELECT max(seq) FROM events WHERE kind='turn' AND session=?)", t.name)
+
+
+def event_twice(t: Tampering) -> None:
+    happened(t, "turn", t.told("turn")[-1])
+
+
+def event_changed(t: Tampering, **facts: object) -> None:
+    """Of the last turn."""
+    data = {**msgspec.json.decode(t.told("turn")[-1]), **facts}
+    query = "UPDATE events SET data=? WHERE seq=(SELECT max(seq) FROM events WHERE kind='turn' AND session=?)"
+    t.sql(query, msgspec.json.encode(data), t.name)
+
+
+def event_damaged(t: Tampering) -> None:
+    t.sql("UPDATE events SET data=x'7b' WHERE kind='opened' AND session=?", t.name)
+
+
+def another_reward(t: Tampering) -> None:
+    outcome(t, b'{"kind": "graded", "reward": 1.0}')
+    t.sql("""UPDATE outcomes SET outcome=CAST('{"kind": "graded", "reward": 0.5}' AS BLOB) WHERE session=?""", t.key)
+
+
+def another_task(t: Tampering) -> None:
+    outcome(t, b'{"kind": "graded", "reward": 1.0, "task": "a harder one"}')
+
+
+def the_outcome_before(t: Tampering) -> None:
+    """What was replaced is put back."""
+    happened(t, "outcome", {"kind": "graded", "reward": 0.0, "resolved": None, "task": "", "group": "", "attempt": 1})
+    outcome(t, b'{"kind": "graded", "reward": 0.0}')
+
+
+def outcome_taken_out(t: Tampering) -> None:
+    outcome(t, b'{"kind": "graded", "reward": 1.0}')
+    t.sql("DELETE FROM outcomes WHERE session=?", t.key)
+
+
+def outcome_of_nobody(t: Tampering) -> None:
+    outcome(t, b'{"kind": "graded", "reward": 1.0}')
+    t.sql("DELETE FROM events WHERE kind='outcome' AND session=?", t.name)
+
+
+def another_model(t: Tampering) -> None:
+    t.sql("""UPDATE sessions SET config=CAST(json_set(config, '$.model', 'large') AS BLOB) WHERE key=?""", t.key)
+
+
+def cancelled(t: Tampering) -> None:
+    t.sql("UPDATE sessions SET status='cancelled' WHERE key=?", t.key)
+
+
+EVENTS: dict[str, Case] = {
+    "an aborted turn made whole": ("finish: 'length' is stored, and event ", made_whole),
+    "a whole turn made aborted": ("finish: 'abort' is stored, and event ", made_aborted),
+    "the end of a turn cut off": ("sampled_tokens: 4 is stored, and event ", cut_off),
+    "the last turn taken out": (" that is not stored: finish 'stop', ", last_turns),
+    "the last turn taken out with its event": (
+        " turns that were not aborted are stored, and event ",
+        last_turn_and_its_event,
+    ),
+    "all turns taken out": (" that is not stored: finish 'abort', 5 sampled tokens", all_turns),
+    "a turn put in": ("no event tells of this turn", added_turn),
+    "a turn without an event": ("no event tells of this turn", no_event),
+    "a turn with two events": ("tells of it a second time", event_twice),
+    "another prompt": ("prompt_tokens: ", lambda t: event_changed(t, prompt_tokens=1)),
+    "another cause": ("cause: ", lambda t: event_changed(t, cause="whim")),
+    "a turn that is no number": ("tells of a turn 'last' that is not stored", lambda t: event_changed(t, node="last")),
+    "an event that cannot be read": ("(opened) cannot be read", event_damaged),
+    "another reward": ("outcome: its reward is stored as 0.5, and event ", another_reward),
+    "another task": ("outcome: its task is stored as 'a harder one', and event ", another_task),
+    "an outcome that was replaced": ("outcome: its reward is stored as 0.0, and event ", the_outcome_before),
+    "an outcome taken out": ("an outcome was recorded, as an event tells", outcome_taken_out),
+    "an outcome that nobody recorded": ("no event tells that one was recorded", outcome_of_nobody),
+    "another model": ("it was opened with model '', and its settings have 'large'", another_model),
+    "sealed, said to be cancelled": ("its status is 'cancelled', and event ", cancelled),
+}
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_what_events_contradict_is_noticed_and_nothing_else_tells_of_it(name: str, copy: Recorded) -> None:
+    data, session, other = copy
+    words, alter = EVENTS[name]
+    with tampering(data, session) as t:
+        alter(t)
+    found = look(data, session)
+    assert wrong(found) == {"events"}, found.wrong
+    assert any(words in finding.what for finding in found.wrong), found.wrong
+    assert look(data, other).ok
+
+
+def test_a_version_that_never_was_in_force_is_noticed(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        turn = t.of_kind("sampled")[0]
+        for versions, words in {
+            (0, 999): "its policy version is 999, and the highest that was ever in force here is 0",
+            (-5, 0): "its policy version is -5, and the first is 0",
+        }.items():
+            t.facts(turn, version_start=versions[0], version_end=versions[1])
+            [finding] = look(data, session).wrong
+            assert (finding.check, finding.what, finding.node) == ("turn", words, turn)
+        t.facts(turn, version_start=0, version_end=999)
+        t.sql("INSERT INTO settings VALUES ('policy_version', '999')")
+        assert look(data, session).ok
+
+
+# What is not there cannot be compared, and that is said and no fault.
+GONE: dict[str, Callable[[Tampering], None]] = {
+    "pruned": lambda t: t.sql("DELETE FROM events WHERE seq <= (SELECT max(seq) - 4 FROM events)"),
+    "all pruned": lambda t: t.sql("DELETE FROM events"),
+    "perhaps pruned": lambda t: t.sql("INSERT INTO settings SELECT 'events_pruned', max(seq) FROM events"),
+    "before there were any": lambda t: t.sql("PRAGMA user_version=2"),
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_events_that_are_gone_are_no_fault(name: str, copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        GONE[name](t)
+    found = look(data, session)
+    assert found.ok and not any(finding.check == "events" for finding in found.findings)
+    assert [missing.check for missing in found.unchecked] == ["events"]
+
+
+def test_events_of_an_earlier_session_of_this_id_do_not_count(copy: Recorded) -> None:
+    data, session, _ = copy
+    with tampering(data, session) as t:
+        later = t._db.execute("SELECT kind, data FROM events WHERE session=? ORDER BY seq", (t.name,)).fetchall()
+        happened(t, "sealed", {"stop": "", "turns": 7})
+        for kind, told in later:
+            happened(t, kind, told)
+    assert look(data, session).ok
 
 
 # ── what only an engine can tell ────────────────────────────────────────────────────────────────────────────────────
@@ -478,7 +682,8 @@ def test_turns_that_changed_places_whole_are_noticed_by_replay(copy: Recorded) -
         swapped_contents(t)
     found = look(data, session, replay=True)
     # On a slow machine the turns lie so far apart that their clocks tell on them, too.
-    assert {"logprobs"} <= wrong(found) <= {"logprobs", "times"}
+    # Events tell how long each was: that is seen where the two differ in it.
+    assert {"logprobs"} <= wrong(found) <= {"logprobs", "times", "events"}
     assert "times" in {note.check for note in found.notes} | wrong(found), "the order in which they ended is odd"
 
 

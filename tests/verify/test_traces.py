@@ -210,3 +210,25 @@ def test_a_tokenizer_that_is_gone_is_told_and_the_rest_is_looked_at(tmp_path: Pa
     with sqlite3.connect(tmp_path / "data" / "turngate.db") as db:
         db.execute("UPDATE settings SET value=? WHERE name LIKE 'tokenizer:%'", (str(kit.tokenizer().folder),))
     assert not verdict(tmp_path / "data").unchecked
+
+
+async def test_an_id_used_again_an_outcome_replaced_and_newer_weights_agree_with_the_events(tmp_path: Path) -> None:
+    graded = {"kind": "graded", "reward": 0.1, "resolved": False, "task": "t", "group": "g", "data": {"own": 1}}
+    async with kit.gateway([kit.say(word) for word in ("One.", "Two.", "Three.")], data=tmp_path) as g:
+        for again in (False, True):
+            session = await g.open(id="again", model="")
+            hello = kit.user("Hi")
+            first = await g.ask(session.key, [hello])
+            if again:
+                await g.pause()
+                await g.resume(7)
+                await g.ask(session.key, [hello, first.message(), kit.user("And?")])
+            await (g.cancel if again else g.seal)("again")
+            for reward in (0.1, 1):
+                sent = {**graded, "reward": reward}
+                assert (await g.admin.put("/admin/sessions/again/outcome?replace=1", json=sent)).is_success
+            if not again:
+                assert (await g.admin.delete("/admin/sessions/again")).is_success
+    found = verdict(tmp_path, "again", renderer=kit.renderer(), replay=False)
+    assert found.ok and found.status == "cancelled" and not found.unchecked, found
+    assert "events" in {finding.check for finding in found.findings}

@@ -3,7 +3,7 @@
 Reads the store with its own reader and imports nothing of `trace`, `store`, `prompt`, `turn` or `control`, so that a fault there cannot
 hide itself; the rows and the agent's transcript are handed in by whoever calls.
 
-    structure    bytes, tree, turns, times, tools, messages, causes, outcome: can a gateway have recorded this?
+    structure    bytes, tree, turns, times, tools, messages, causes, outcome, events: can a gateway have recorded this?
     rows         chains, masks, roles, reasons: is what a trainer is given what was sampled?
     render       does the chat template, asked again, say what was sent; do the sampled ids say what was delivered?
     replay       does the engine give the recorded tokens the recorded log-probabilities?
@@ -18,6 +18,7 @@ import msgspec
 
 from turngate.types import Json
 from turngate.verify.drift import drift
+from turngate.verify.events import events
 from turngate.verify.findings import (
     Book,
     Counts,
@@ -101,7 +102,8 @@ def _verdict(session: Session, means: Means) -> Verdict:
     words = Words(session)
     structure(session, words, book)
     sound = all(finding.ok for finding in book.findings())
-    ending(session, book)  # what is wrong with that keeps no gateway from making rows
+    ending(session, book)  # what is wrong with that, and with events, keeps no gateway from making rows
+    events(session, book)
     renderer = render(session, words, means.renderers or Renderers(), book)
     trained = rows(session, words, means.rows, book, sound=sound) if means.rows is not None else {}
     drift(session, words, renderer, trained, book)

@@ -1,6 +1,6 @@
 """How the session and its rollout ended, as it lies beside the trace: can a gateway have recorded this?
 
-What an outcome may be is said here a second time. Nothing sums it up, so a reward that is another number than it was cannot be seen.
+What an outcome may be is said here a second time. Nothing sums it up; that its reward is the one that was recorded, only events tell.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def ending(session: Session, book: Book) -> None:
             check.hold(not (is_open and closed), "it is open, and there is a time at which it was closed")
             check.hold(is_open or closed, f"it is {session.status}, and nothing says when it was closed")
     with book.check("structure", "outcome", "the outcome, where there is one, can be how a rollout ended") as check:
-        if session.outcome is not None:
-            _outcome(session, session.outcome.raw, session.outcome.recorded, check)
+        if (outcome := session.beside.outcome) is not None:
+            _outcome(session, outcome.raw, outcome.recorded, check)
 
 
 def _outcome(session: Session, raw: object, recorded: object, check: Check) -> None:

@@ -267,7 +267,10 @@ class _Reading:
         message = self._words.turn(turn)
         kind = next((b.removeprefix("constrained: ") for b in turn.info.biases if b.startswith("constrained: ")), "")
         name = message.tool_calls[0].name if message.tool_calls else ""
-        constraint = msgspec.convert({"kind": kind, "tool": name}, Constraint) if kind else None
+        try:
+            constraint = msgspec.convert({"kind": kind, "tool": name}, Constraint) if kind else None
+        except msgspec.ValidationError:
+            constraint = None  # no shape that there is: told where biases are looked at
 
         def read(stop: tuple[str, ...] = (), *, one_call: bool = False) -> tuple[Parsed, bool]:
             reader = self._renderer.reader(turn.parent.ids, tools, stop, constraint, one_call)

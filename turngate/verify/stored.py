@@ -1,7 +1,7 @@
 """The store, read by nobody's code but this file's: a bug in the gateway's own reader cannot hide itself here.
 
-Knows the schema of `store/sqlite.py` and the encoding of a node's facts, and nothing else of the gateway. Opens the file read-only,
-one snapshot per session, whether a gateway serves the folder or not.
+Knows the schema of `store/sqlite.py` and `store/beside.py` and the encoding of a node's facts, and nothing else of the gateway. Opens the
+file read-only, one snapshot per session, whether a gateway serves the folder or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
 SCHEMAS = (2, 3, 4)  # the fourth adds tables that are not read here
-_BEFORE_OUTCOMES = 2
+_BEFORE_EVENTS = 2  # and outcomes
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
 _UNDELIVERED = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
 
@@ -169,6 +169,23 @@ class Outcome(msgspec.Struct, frozen=True):
     recorded: object
 
 
+class Event(msgspec.Struct, frozen=True):
+    """A row of the `events` table. `data` is whatever its cell is."""
+
+    seq: int
+    kind: object
+    data: object
+
+
+class Beside(msgspec.Struct, frozen=True):
+    """What lies beside a session's own tables, read in the same moment."""
+
+    outcome: Outcome | None = None
+    events: tuple[Event, ...] | None = None  # of its id, the oldest first; None: this folder stores none
+    pruned: int = 0  # the number of the newest event that was removed for its age
+    version: int | None = 0  # of the policy: the highest that ever was in force here; None: it cannot be read
+
+
 class Context:
     """A context whose way to the root is whole."""
 
@@ -208,7 +225,7 @@ class Session:
         rows: list[Row],
         preambles: dict[bytes, Preamble],
         damaged: dict[int, str],
-        outcome: Outcome | None,
+        beside: Beside,
     ) -> None:
         """`damaged`: nodes with cells that are not what they have to be."""
         self.key: int = known["key"]
@@ -227,7 +244,7 @@ class Session:
             self.config, self.config_fault = Config(), str(error)
         self.rows = rows
         self.preambles = preambles
-        self.outcome = outcome
+        self.beside = beside
         self._damaged = damaged
         self.contexts: list[Context] = []
         self.turns: list[Sampled] = []
@@ -319,6 +336,8 @@ _NODES = (
 )
 _PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
+_EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
+_SETTING = "SELECT value FROM settings WHERE name=?"
 _STATE = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
 
 
@@ -343,7 +362,7 @@ class Folder:
             raise ConfigError(
                 f"data: {file} has schema {version}, this version knows {SCHEMAS[-1]}{hint}", param="data"
             )
-        self._keeps_outcomes = version > _BEFORE_OUTCOMES
+        self._keeps_events = version > _BEFORE_EVENTS
 
     def close(self) -> None:
         self._db.close()
@@ -380,15 +399,35 @@ class Folder:
                 raise NotFound(f"session: there is no {session_id!r} here")
             nodes = self._db.execute(_NODES, (known["key"],)).fetchall()
             stored = self._db.execute(_PREAMBLES, (known["key"],)).fetchall()
-            ended = self._db.execute(_OUTCOME, (known["key"],)).fetchone() if self._keeps_outcomes else None
+            beside = self._beside(known["key"], session_id)
         if not all(isinstance(node["id"], int) for node in nodes):
             raise Unreadable(f"session: {session_id} is damaged on disk: the number of a node is none")
         rows = [_row(dict(node)) for node in nodes]
         # Those that are no bytes are missed where a context refers to them.
         preambles = {cells[0]: Preamble(*cells[1:]) for cells in stored if all(isinstance(c, bytes) for c in cells)}
         damaged = {row.id: wrong for row, wrong in rows if wrong}
-        outcome = None if ended is None else Outcome(*ended)
-        return Session(_sound(dict(known)), [row for row, _ in rows], preambles, damaged, outcome)
+        return Session(_sound(dict(known)), [row for row, _ in rows], preambles, damaged, beside)
+
+    def _beside(self, key: int, session_id: str) -> Beside:
+        version = self._number("policy_version")
+        if not self._keeps_events:
+            return Beside(version=version)
+        ended = self._db.execute(_OUTCOME, (key,)).fetchone()
+        told = self._db.execute(_EVENTS, (session_id,)).fetchall()
+        return Beside(
+            outcome=None if ended is None else Outcome(*ended),
+            events=tuple(Event(*cells) for cells in told),
+            pruned=self._number("events_pruned") or 0,
+            version=version,
+        )
+
+    def _number(self, setting: str) -> int | None:
+        """0 where it was never set, None where it is no number."""
+        row = self._db.execute(_SETTING, (setting,)).fetchone()
+        try:
+            return 0 if row is None else int(row[0])
+        except (TypeError, ValueError):
+            return None
 
     def changed(self, session: Session) -> bool:
         """Whether something was recorded since it was read."""

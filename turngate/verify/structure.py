@@ -27,6 +27,8 @@ _NEUTRAL: dict[str, Json] = {
     "min_tokens": 0,
 }
 _FREE = ("temperature", "seed")  # what an agent may choose in a session that pins the rest neutral
+_FORCED = "constrained: "
+_SHAPES = ("json_object", "json_schema", "tools", "tool")
 _OBSERVED = "the endpoint's own sampling"
 _CLOCK = 0.05  # seconds by which a clock may have been set back
 _CERTAIN = 1e-4  # log-probabilities of 0 come out a little above it
@@ -128,7 +130,7 @@ def _lengths(session: Session, book: Book) -> None:
 
 
 def _turns(session: Session, words: Words, book: Book) -> None:
-    exact = session.config.mode != "observe"
+    exact, newest = session.config.mode != "observe", session.beside.version
     with book.check(
         "structure", "turn", "how each turn ended, what went wrong and how it was captured fit together"
     ) as check:
@@ -141,6 +143,11 @@ def _turns(session: Session, words: Words, book: Book) -> None:
             hold(info.finish in _FINISHES, f"it ended with {info.finish!r}")
             hold(info.capture in _CAPTURES, f"it was captured as {info.capture!r}")
             hold(info.version_start <= info.version_end, "its policy version went back while it was sampled")
+            hold(info.version_start >= 0, f"its policy version is {info.version_start}, and the first is 0")
+            hold(
+                newest is None or info.version_end <= newest,
+                f"its policy version is {info.version_end}, and the highest that was ever in force here is {newest}",
+            )
             hold(info.finish != "abort" or bool(info.fault), "it was aborted, and nothing says by what")
             hold(info.capture != "text" or not len(turn.ids), "captured as text only, it has ids")
             if not exact:
@@ -173,7 +180,9 @@ def _sampling(session: Session, book: Book) -> None:
                 continue
             due = {name for name, value in used.items() if name not in _FREE and value != _NEUTRAL.get(name)}
             due |= {"greedy"} if used["temperature"] == 0 else set()
-            marked = {b for b in turn.info.biases if not b.startswith(("constrained: ", "field ")) and b != _OBSERVED}
+            marked = {b for b in turn.info.biases if not b.startswith((_FORCED, "field ")) and b != _OBSERVED}
+            forced = {b.removeprefix(_FORCED) for b in turn.info.biases if b.startswith(_FORCED)} - set(_SHAPES)
+            check.hold(not forced, f"marked as forced into {_list(forced)}, which is no shape", node=turn.id)
             check.hold(marked == due, f"marked as biased by {_list(marked)}, sampled with {_list(due)}", node=turn.id)
             if session.config.mode != "observe":
                 kept = all(used.get(name) == value for name, value in pinned.items())
