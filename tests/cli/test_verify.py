@@ -51,10 +51,11 @@ def test_how_it_ended_is_looked_at_too(statement: str, check: str, data: Path) -
     assert "rows        rows masks" in said.stdout, "the trace itself is fine"
 
 
-def test_a_reward_that_is_another_number_is_not_noticed(data: Path) -> None:
-    """As docs/verify.md says."""
+def test_a_reward_that_is_another_number_is_noticed(data: Path) -> None:
+    """The event of that outcome tells the one that was recorded."""
     sql(data, """UPDATE outcomes SET outcome=CAST('{"kind": "graded", "reward": 0.5}' AS BLOB)""")
-    assert ran("verify", "--data", data).exit_code == 0
+    said = ran("verify", "--data", data)
+    assert said.exit_code == 1 and "✗ events  outcome: its reward is stored as 0.5" in said.stdout
 
 
 @pytest.mark.parametrize(
