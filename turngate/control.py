@@ -218,9 +218,8 @@ class Control:
             return self.described(session)
         session = self._live.get(session_id)
         if session is not None and (not session.at_rest or session.key != stored.key):
-            return self.described(
-                session
-            )  # by now its trace is in memory, and may know more; or another one has its id
+            # By now its trace is in memory, and may know more; or another one has its id.
+            return self.described(session)
         return self.described(session or stored, stored.trace)
 
     def described(self, session: Session, trace: Trace | None = None) -> dict[str, Json]:

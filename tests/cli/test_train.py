@@ -123,9 +123,9 @@ def step(number: int, tokens: int) -> Step:
 def test_a_run_that_goes_on_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
     share = Shares(whole=10.0, training=1.0, sampling=1.0, turngate=1.0)
     came = Came(steps=(step(1, 9000), step(2, 50)), shares=(share,), before=None, after=None, seconds=60.0)
-    told = Console(file=io.StringIO(), width=200)
-    summed_up(came, told)
-    assert "50 sampled tokens, 5 per second" in told.file.getvalue()  # type: ignore[attr-defined]
+    told = io.StringIO()
+    summed_up(came, Console(file=told, width=200))
+    assert "50 sampled tokens, 5 per second" in told.getvalue()
     assert "2 steps, 2 rollouts, 1.0 minutes from step 2 on" in kept(came, tmp_path, "t").read_text()
 
 

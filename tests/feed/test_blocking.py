@@ -120,4 +120,4 @@ async def test_a_gateway_that_is_waited_for_is_told_and_a_wrong_name_is_nobodys_
     async with training() as t:
         for name in ("no/name", "", "no name"):
             with pytest.raises(BadRequest, match=r"name: .* must be 1 to 128 letters"):
-                await asyncio.to_thread(lambda: BlockingFeed(t.g.root, t.g.app.admin_key, name, PLAIN).__enter__())  # noqa: B023
+                await asyncio.to_thread(read, t.g.root, name)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turngate.trace.advantage import EPSILON, LARGEST, advantages, weight
+from turngate.trace.advantage import EPSILON, LARGEST, Choice, advantages, weight
 
 
 def close(found: list[float | None], wanted: list[float | None]) -> bool:
@@ -56,10 +56,10 @@ def test_a_group_of_one() -> None:
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, LARGEST])
 @pytest.mark.parametrize("count", [2, 3, 7, 16])
-def test_equal_rewards_teach_nothing(reward: float, count: int) -> None:
+@pytest.mark.parametrize("choice", ["normalised", "leave_one_out"])
+def test_equal_rewards_teach_nothing(reward: float, count: int, choice: Choice) -> None:
     """Exactly 0, though the mean of ten tenths is not a tenth."""
-    for choice in ("normalised", "leave_one_out"):
-        assert advantages([reward] * count, choice) == [0.0] * count  # type: ignore[arg-type]
+    assert advantages([reward] * count, choice) == [0.0] * count
 
 
 @pytest.mark.parametrize("choice", ["normalised", "leave_one_out", "none"])
