@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
+from collections.abc import Container, Iterable
+from typing import Any
 
 import pytest
 
+from tests.needs import require
 from tools import parts
 from turngate.render import Renderer, load
 from turngate.server.app import BUILTIN_TOKENIZER
@@ -25,14 +27,28 @@ def _load(name: str) -> Renderer:
     return load(folder / name, family="template")[0]
 
 
+def renderer_params(names: Iterable[str], full: Container[str] = ()) -> list[Any]:
+    """Return renderer names for `parametrize`, each with the mark for its part; those in `full` run in `make test-all` only."""
+    marks: dict[str, list[pytest.MarkDecorator]] = {
+        "builtin": [],
+        "smollm2": [pytest.mark.needs("smollm2"), pytest.mark.full],
+    }
+    return [
+        pytest.param(
+            name,
+            marks=[*marks.get(name, [pytest.mark.needs("tokenizers")]), *([pytest.mark.full] if name in full else [])],
+        )
+        for name in names
+    ]
+
+
 @pytest.fixture(scope="session")
 def renderers():
-    """Loads a renderer by name; without the part it is made of, the test is skipped (in CI: it fails)."""
+    """A function that loads a renderer by name."""
 
     def get(name: str) -> Renderer:
-        needs = {"builtin": None, "smollm2": "smollm2"}.get(name, "tokenizers")
-        if needs is not None and os.environ.get("CI") != "true" and (reason := parts.missing(needs)):
-            pytest.skip(f"{reason}; make it with: python tools/parts.py {needs}")
+        if name != "builtin":
+            require("smollm2" if name == "smollm2" else "tokenizers")
         return _load(name)
 
     return get

@@ -20,6 +20,7 @@ import pytest
 
 from tests.cli.kit import ROOT, refused
 from tests.kit import gateway, say
+from tests.speed import scaled
 from turngate import logs
 
 log = logging.getLogger("turngate.test")
@@ -137,6 +138,7 @@ async def test_the_lines_of_a_call_say_whose_it_is(tmp_path: Path) -> None:
     assert one.key not in json.dumps(found)
 
 
+@pytest.mark.process
 def test_every_line_of_a_gateway_is_json(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -155,7 +157,7 @@ def test_every_line_of_a_gateway_is_json(tmp_path: Path) -> None:
         assert process.stderr is not None
         first = json.loads(process.stderr.readline())
         url = first["message"].split()[3]
-        assert httpx.get(f"{url}/health", trust_env=False, timeout=20).is_success
+        assert httpx.get(f"{url}/health", trust_env=False, timeout=scaled(20)).is_success
         process.send_signal(signal.SIGTERM)
         rest = [json.loads(line) for line in process.stderr]
     assert process.returncode == 0

@@ -89,6 +89,7 @@ async def test_what_fails_says_of_what_kind_and_no_more(tmp_path: Path, told: In
         assert span.status.description is None and not span.events
 
 
+@pytest.mark.process
 async def test_a_rollout_its_stages_and_its_turns_are_one_trace(tmp_path: Path, told: InMemorySpanExporter) -> None:
     async with staged([say("Hello.")]) as stage:
         outcome = await stage.run('print(ask("Hi"))')
@@ -201,6 +202,7 @@ def test_they_are_off_unless_they_are_wanted(monkeypatch: pytest.MonkeyPatch) ->
     assert not spans.wanted(True)
 
 
+@pytest.mark.process
 def test_nothing_of_it_is_imported_when_they_are_off() -> None:
     look = (
         "import sys, turngate.server.app, turngate.rollout.one; print([m for m in sys.modules if 'opentelemetry' in m])"

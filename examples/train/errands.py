@@ -66,7 +66,7 @@ def errand(name: str, kind: str, a: str, b: str, c: str) -> dict[str, Any]:
         "id": name,
         "instruction": instruction,
         "files": before,
-        "timeout_s": 120.0,
+        "timeout_s": 600.0,  # on a slow machine an agent takes a minute to start
         "grader": {"type": "function", "name": f"{__file__}:grade"},
         "solution": {"files": {"solve.sh": solution}},
         "metadata": {"kind": kind, "before": sorted(before), "after": after},

@@ -108,12 +108,14 @@ def test_several_at_once_make_it_once(tmp_path: Path) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.process
 def test_a_failed_command_is_shown_with_its_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
     with pytest.raises(AgentError, match=r"(?s)install x: .*ended with status 3; its last lines:.*no such package"):
         install._run("install x", command, quiet)
 
 
+@pytest.mark.process
 def test_a_python_installation_runs_by_its_folder(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text(install.RUN_MODULE)
     (tmp_path / "thing").mkdir()
@@ -124,6 +126,7 @@ def test_a_python_installation_runs_by_its_folder(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == ["__main__", ["-a", "b"]]
 
 
+@pytest.mark.process
 def test_the_systems_own_node_is_not_mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     own = tmp_path / "node-24" / "bin" / "node"
     own.parent.mkdir(parents=True)

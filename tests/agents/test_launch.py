@@ -94,6 +94,7 @@ def test_what_is_written_into_yaml_is_read_back(tmp_path: Path) -> None:
         assert yaml.safe_load(file.data.decode())["run"]["task"] == prompt
 
 
+@pytest.mark.process
 def test_standard_input_comes_from_a_file(tmp_path: Path) -> None:
     cat = agent('command = ["cat", "-"]\nstdin = "{prompt}"')
     run = plan(

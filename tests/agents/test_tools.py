@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,12 +11,16 @@ from typing import NamedTuple
 import pytest
 
 from tests.kit import Running, gateway, until
+from tests.needs import require
+from tests.speed import scaled
 from turngate.agents.install import node_here
 from turngate.agents.tools import shim
 from turngate.errors import AgentError
 from turngate.rollout.wayout import Connection
 from turngate.sandboxes import door
 from turngate.trace.tools import HostTool
+
+pytestmark = pytest.mark.process
 
 ANSWER = {
     "name": "answer",
@@ -37,7 +40,7 @@ class Said(NamedTuple):
 def _interpreter(name: str) -> Path:
     found = sys.executable if name == "python3" else shutil.which(name) or (name == "node" and node_here())
     if not found:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{name} is not there: apt-get install {name}")
+        require(name)
     return Path(found)
 
 
@@ -67,7 +70,7 @@ async def run(folder: Path, *arguments: str, said: str | None = None, **env: str
         cwd=folder,
         env={"PATH": str(folder / "bin"), "http_proxy": "http://127.0.0.1:9", **env},
     )
-    out, err = await asyncio.wait_for(process.communicate((said or "").encode()), 20)
+    out, err = await asyncio.wait_for(process.communicate((said or "").encode()), scaled(20))
     return Said(process.returncode or 0, out.decode(), err.decode())
 
 
@@ -100,7 +103,7 @@ async def test_a_tool_is_called_with_whatever_is_there(tmp_path: Path, interpret
 @pytest.mark.parametrize("interpreter", ["python3", "node", "curl"])
 async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, interpreter: str) -> None:
     async with gateway() as g:
-        session = await opened(g, tmp_path, interpreter, wait_s=30)
+        session = await opened(g, tmp_path, interpreter, wait_s=600)
         key = (tmp_path / "key").read_text().strip()
         running = g.start(run(tmp_path, '{"text": "x"}', GATE_URL=g.root))
         await until(lambda: g.app.control.find(session).asking, 15)

@@ -10,11 +10,14 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.agents_real import kit
 from tests.agents_real.kit import Check, Staged
+from tests.needs import needs
 from tests.sandboxes.kit import MAKE, need
+from tests.speed import scaled
 from turngate.rollout.check import Report, Stage, Staging, staged
 from turngate.sandboxes import owner
 from turngate.sandboxes.base import Backend
@@ -22,13 +25,14 @@ from turngate.sandboxes.docker import OWNER_LABEL
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
+def root(request: pytest.FixtureRequest) -> Iterator[Path]:
     """Where the sandboxes' folders lie. Short, because a unix socket's path must be. At the end nothing of them is left."""
     before = kit.children()
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     yield folder
-    deadline = time.monotonic() + 5  # the kernel may take a moment to bury what has been killed
-    while (left := _left(folder, before)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + scaled(5)  # the kernel may take a moment to bury what has been killed
+    docker = "docker" in needs(request.node)
+    while (left := _left(folder, before, docker)) and time.monotonic() < deadline:
         time.sleep(0.1)
     shutil.rmtree(folder)
     assert not left, "the rollout left things behind"
@@ -51,7 +55,8 @@ def stage(backend: Callable[[str], Backend], tmp_path: Path) -> Staged:
 
     def stage(agent: str, sandbox: str = "local", staging: Staging = Staging()) -> AbstractAsyncContextManager[Stage]:
         spec, installed = kit.agent(agent)
-        return staged(spec, installed, backend(sandbox), tmp_path, staging)
+        patient = msgspec.structs.replace(staging, timeout_s=scaled(staging.timeout_s))
+        return staged(spec, installed, backend(sandbox), tmp_path, patient)
 
     return stage
 
@@ -67,17 +72,15 @@ def run(stage: Staged) -> Check:
     return run
 
 
-def _left(folder: Path, before: Container[int]) -> list[str]:
+def _left(folder: Path, before: Container[int], docker: bool) -> list[str]:
     left = [f"folder {path.name}" for path in folder.iterdir()]
     left += [f"process {pid}: {name}" for pid, name in kit.processes_of(folder).items()]
     left += [f"child {pid}: {name}" for pid, name in kit.children().items() if pid not in before]
-    return left + [f"container {name}" for name in _containers()]
+    return left + [f"container {name}" for name in (_containers() if docker else ())]
 
 
 def _containers() -> list[str]:
     """Of this process, running or not."""
-    if not shutil.which("docker"):
-        return []
     own = f"label={OWNER_LABEL}={owner.this_process()}"
     command = ["docker", "ps", "--all", "--filter", own, "--format", "{{.Names}}"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()

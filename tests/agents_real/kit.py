@@ -9,28 +9,31 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from turngate.agents.install import Installed, ensure, missing
+from tests.needs import require
+from tests.speed import scaled
+from turngate.agents.install import Installed, ensure
 from turngate.agents.spec import AgentSpec, Step, StepCall, find
 from turngate.rollout.check import Report, Stage
 
 Check = Callable[..., Awaitable[Report]]
 Staged = Callable[..., AbstractAsyncContextManager[Stage]]
-AGENTS = ("pi", "opencode", "codex", "claude-code", "gemini-cli", "qwen-code", "mini-swe-agent")
 
 
-@cache
 def agent(name: str) -> tuple[AgentSpec, Installed]:
-    """An agent of the catalogue and its installation. Skips the test where it was not installed; in CI it is then."""
+    """Return an agent of the catalogue and its installation."""
+    require(f"agent:{name}")
     spec = find(name).spec
-    if os.environ.get("CI") != "true" and (reason := missing(spec)):
-        pytest.skip(f"{reason}; install it with: turngate agents install {name}")
     return spec, ensure(spec, lambda line: None)
+
+
+def agents(*names: str) -> list[Any]:
+    """Return agent names for `parametrize`, each with the mark for its part."""
+    return [pytest.param(name, marks=pytest.mark.needs(f"agent:{name}")) for name in names]
 
 
 # ---- what the model does ----
@@ -114,9 +117,10 @@ def findings(report: Report) -> str:
 
 
 async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
+    limit = scaled(within_s)
+    deadline = time.monotonic() + limit
     while not holds():
-        assert time.monotonic() < deadline, f"that did not come to hold within {within_s:.0f} s"
+        assert time.monotonic() < deadline, f"that did not come to hold within {limit:.0f} s"
         await asyncio.sleep(0.05)
 
 

@@ -1,19 +1,44 @@
-"""Each real agent does a task of four tool calls and more through the gateway, and is captured whole."""
+"""Each real agent does a task of at least four tool calls through the gateway, and every turn is captured."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.agents_real.kit import AGENTS, Check, findings
+from tests.agents_real.kit import Check, findings
+from tests.needs import AGENTS
 
-pytestmark = pytest.mark.real
-WALLED = ("pi", "opencode", "codex", "claude-code", "mini-swe-agent")  # also run where there is no network at all
-RUNS = [(agent, "local") for agent in AGENTS]
-RUNS += [(agent, sandbox) for sandbox in ("bubblewrap", "docker") for agent in WALLED]
-SIDE_CALLS = {"opencode": 1}  # a title
+ISOLATED = ("pi", "opencode", "codex", "claude-code", "mini-swe-agent")  # also run in sandboxes without a network
+# `make test-real` runs each agent once and uses every sandbox.
+REAL = {
+    ("pi", "bubblewrap"),
+    ("opencode", "docker"),
+    ("codex", "bubblewrap"),
+    ("claude-code", "docker"),
+    ("gemini-cli", "local"),
+    ("qwen-code", "local"),
+    ("mini-swe-agent", "docker"),
+}
+SIDE_CALLS = {"opencode": 1}  # to write a title
 
 
-@pytest.mark.parametrize(("agent", "sandbox"), RUNS, ids=[f"{agent}-{sandbox}" for agent, sandbox in RUNS])
+def runs() -> list[Any]:
+    """Return every agent in every sandbox that it supports, with the marks of both. `make test` runs one of them."""
+    pairs = [(agent, "local") for agent in AGENTS]
+    pairs += [(agent, sandbox) for sandbox in ("bubblewrap", "docker") for agent in ISOLATED]
+    found = []
+    for agent, sandbox in pairs:
+        marks = [pytest.mark.needs(f"agent:{agent}", *([] if sandbox == "local" else [sandbox]))]
+        if (agent, sandbox) in REAL:
+            marks += [pytest.mark.real, pytest.mark.promise(4)]
+        elif (agent, sandbox) != ("mini-swe-agent", "local"):
+            marks.append(pytest.mark.full)
+        found.append(pytest.param(agent, sandbox, marks=marks, id=f"{agent}-{sandbox}"))
+    return found
+
+
+@pytest.mark.parametrize(("agent", "sandbox"), runs())
 async def test_a_real_agent_is_captured_whole(run: Check, agent: str, sandbox: str) -> None:
     report = await run(agent, sandbox)
     assert report.whole, findings(report)

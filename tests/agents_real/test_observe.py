@@ -23,10 +23,11 @@ from tests.engines.providers import (
 )
 from tests.engines.standins import serving
 from tests.kit import Running, gateway
+from tests.speed import scaled
 from turngate.agents.launch import plan, resolved
 from turngate.agents.spec import AgentSpec
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.full
 
 
 class VLLM(ChatProvider):
@@ -84,7 +85,7 @@ async def run(name: str, g: Running, key: str, home: Path) -> None:
         *launch.command, cwd=workdir, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), 120)
+        output, _ = await asyncio.wait_for(process.communicate(), scaled(120))
     finally:
         if process.returncode is None:
             process.kill()
@@ -93,7 +94,9 @@ async def run(name: str, g: Running, key: str, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "endpoint"), PAIRS, ids=lambda value: value if isinstance(value, str) else value.__name__
+    ("name", "endpoint"),
+    [pytest.param(*pair, marks=pytest.mark.needs(f"agent:{pair[0]}")) for pair in PAIRS],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 async def test_an_agent_is_observed_whole(name: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROVIDER_KEY", KEY)

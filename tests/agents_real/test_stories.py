@@ -15,12 +15,13 @@ import pytest
 
 from tests.agents_real import kit
 from tests.agents_real.kit import Branch, Check, Staged, branches, call, findings, says, shell, turns
+from tests.speed import scaled
 from turngate.agents.launch import Limits
 from turngate.agents.spec import StepCall
 from turngate.rollout.check import Staging
 from turngate.rollout.playbook import Scene
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.full
 TASK = "MAIN-TASK: find out how long notes.txt is."
 
 
@@ -45,7 +46,7 @@ def reports(agent: str, text: str) -> Any:
     return says("", call("complete_task", result={"response": text})) if agent == "gemini-cli" else says(text)
 
 
-@pytest.mark.parametrize("agent", ["claude-code", "opencode", "gemini-cli", "qwen-code"])
+@pytest.mark.parametrize("agent", kit.agents("claude-code", "opencode", "gemini-cli", "qwen-code"))
 async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent: str) -> None:
     def scenes(workdir: str) -> tuple[Scene, ...]:
         counts = (says("Two helpers.", helper(agent, "HELP-1: lines"), helper(agent, "HELP-2: words")), says("Done."))
@@ -71,9 +72,11 @@ async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent:
     assert one[0]["started"] < other[-1]["ended"] and other[0]["started"] < one[-1]["ended"], "they worked at once"
 
 
+@pytest.mark.real
+@pytest.mark.needs("agent:codex")
 async def test_codex_spawns_an_agent_and_waits_for_it(run: Check) -> None:
     spawns = says("", call("multi_agent_v1__spawn_agent", message="HELP-1: count the lines"))
-    waits = says("", call("multi_agent_v1__wait_agent", targets=["{helper}"], timeout_ms=20000))
+    waits = says("", call("multi_agent_v1__wait_agent", targets=["{helper}"], timeout_ms=int(1000 * scaled(20))))
     looks = says("I count.", shell("codex", "wc -l notes.txt"), think="Hm.")
     scenes = (
         Scene("MAIN-TASK", (spawns, waits, says("Done.")), finds={"helper": r'"agent_id":\s*"([^"]+)"'}),
@@ -85,10 +88,11 @@ async def test_codex_spawns_an_agent_and_waits_for_it(run: Check) -> None:
     assert kit.rows(report, "main") == kit.rows(report, "subagent") == 1 and kit.trained_once(report)
 
 
+@pytest.mark.needs("agent:codex")
 async def test_a_codex_agent_that_inherits_its_parents_history_forks_there(run: Check) -> None:
     looks = call("exec", input="text((await tools.exec_command({cmd: 'wc -l notes.txt'})).output)")
     spawns = says("", call("collaboration__spawn_agent", task_name="count", message="Count the lines."))
-    waits = says("", call("collaboration__wait_agent", timeout_ms=20000))
+    waits = says("", call("collaboration__wait_agent", timeout_ms=int(1000 * scaled(20))))
     scenes = (
         Scene("You are now a newly spawned child agent", (says("I count.", looks), says("Three lines.")), begins=1),
         Scene("MAIN-TASK", (spawns, waits, says("Done."))),
@@ -139,7 +143,7 @@ def long_work(agent: str, long: int) -> Any:
 WINDOWS = {"claude-code": (57000, 3), "opencode": (28500, 2), "codex": (45000, 3), "qwen-code": (70000, 3)}
 
 
-@pytest.mark.parametrize("agent", WINDOWS)
+@pytest.mark.parametrize("agent", kit.agents(*WINDOWS))
 async def test_after_a_summary_the_work_goes_on_in_a_new_branch(run: Check, agent: str) -> None:
     tokens, long = WINDOWS[agent]
     told = Limits(context_tokens=tokens, max_output_tokens=2000)
@@ -167,7 +171,7 @@ ENDS = {  # whatever their exit code says
 }
 
 
-@pytest.mark.parametrize("agent", [*COMPACTS, *ENDS])
+@pytest.mark.parametrize("agent", kit.agents(*COMPACTS, *ENDS))
 async def test_a_context_overflow_is_understood(run: Check, agent: str) -> None:
     status, most = {**COMPACTS, **ENDS}[agent]
     staging = Staging(scenes=long_work(agent, 4), instruction=TASK, max_context=most, timeout_s=60)
@@ -212,10 +216,10 @@ def broken_off(report: Any) -> None:
 async def in_the_third_turn(engine: Any, agent: str) -> None:
     calls = 4 if agent == "opencode" else 3
     await kit.until(lambda: len(engine.received) == calls and engine.in_flight)
-    await asyncio.sleep(1)
+    await asyncio.sleep(scaled(0.25))  # a few tokens of hundreds
 
 
-@pytest.mark.parametrize("agent", ["pi", "codex", "claude-code", "gemini-cli", "opencode"])
+@pytest.mark.parametrize("agent", kit.agents("pi", "codex", "claude-code", "gemini-cli", "opencode"))
 async def test_an_agent_that_is_killed_in_mid_turn(stage: Staged, agent: str, root: Path) -> None:
     async with stage(agent, staging=slow(agent)) as ready:
         running = asyncio.create_task(ready.played())
@@ -230,16 +234,18 @@ async def test_an_agent_that_is_killed_in_mid_turn(stage: Staged, agent: str, ro
     broken_off(report)
 
 
+@pytest.mark.needs("agent:claude-code")
 async def test_a_session_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
     async with stage("claude-code", staging=slow("claude-code")) as ready:
         running = asyncio.create_task(ready.played())
         await in_the_third_turn(ready.engine, "claude-code")
         await ready.gateway.cancel(ready.rollout.outcome.session)
-        report = await asyncio.wait_for(running, 20)
+        report = await asyncio.wait_for(running, scaled(20))
     assert report.outcome.status == "cancelled" and "cancelled" in report.outcome.stop, findings(report)
     broken_off(report)
 
 
+@pytest.mark.needs("agent:pi")
 async def test_a_rollout_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
     async with stage("pi", staging=slow("pi")) as ready:
         running = asyncio.create_task(ready.played())

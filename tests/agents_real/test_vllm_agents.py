@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from tests.agents_real import kit
-from tests.real.conftest import Model, serving
+from tests.speed import scaled
+from tests.vllm import Model, Servers
 from turngate.agents.launch import Limits
 from turngate.agents.spec import AgentSpec
 from turngate.config import ServeConfig
@@ -25,16 +26,15 @@ from turngate.server.run import embedded
 from turngate.tasks.task import Task
 from turngate.types import Json
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.needs("vllm", "smollm2"), pytest.mark.full]
 TURNS = {"pi": 3, "mini-swe-agent": 2}  # that their sessions may have; both would go on
 TEMPERATURE = 0.2  # as warm as it can be for a model of this size to end its answers
 ASKED = "What is the capital of France?"
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    with serving("smollm2", 8192, tmp_path_factory.mktemp("vllm") / "log") as model:
-        yield model
+@pytest.fixture
+def smollm2(vllm: Servers) -> Model:
+    return vllm.get("smollm2")
 
 
 def talkative(spec: AgentSpec) -> AgentSpec:
@@ -61,7 +61,7 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         installed=installed,
         backend=backend,
         model=model.name,
-        timeout_s=120,
+        timeout_s=scaled(120),
         session={"limits": {"turns": TURNS[agent]}, "max_tokens": 48, "sampling": {"temperature": TEMPERATURE}},
         told=Limits(context_tokens=model.max_context, max_output_tokens=1024),
         folder=folder / "rollouts",
@@ -74,7 +74,7 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         return outcome, await gateway.trace(outcome.session), await gateway.samples(outcome.session, everything=True)
 
 
-@pytest.mark.parametrize("agent", TURNS)
+@pytest.mark.parametrize("agent", kit.agents(*TURNS))
 async def test_every_token_is_captured_as_vllm_saw_it(
     smollm2: Model, agent: str, backend: Callable[[str], Backend], tmp_path: Path
 ) -> None:
@@ -115,6 +115,6 @@ def scored(model: Model, ids: list[int], token: int) -> float:
     """The log-probability that vLLM itself gives a token after these ids, asked anew."""
     body = {"model": model.name, "prompt": ids, "max_tokens": 1, "temperature": TEMPERATURE, "logprobs": 20}
     reply = httpx.post(
-        f"{model.url}/v1/completions", json={**body, "return_tokens_as_token_ids": True}, timeout=60
+        f"{model.url}/v1/completions", json={**body, "return_tokens_as_token_ids": True}, timeout=scaled(60)
     ).json()
     return float(reply["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"])

@@ -16,6 +16,8 @@ from tests.api.kit import scripted
 from tests.cli.kit import ROOT
 from tests.sandboxes.kit import need
 
+pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.needs("bubblewrap")]
+
 WRITTEN = "vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000"
 
 

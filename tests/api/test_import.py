@@ -11,6 +11,8 @@ import pytest
 import turngate as tg
 from turngate.api import arguments
 
+pytestmark = pytest.mark.process
+
 HEAVY = ("typing", "numpy", "msgspec", "aiohttp", "rich", "starlette", "tokenizers", "IPython", "torch", "asyncio")
 
 

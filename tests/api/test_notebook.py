@@ -16,8 +16,9 @@ from tests.api.kit import AGENT, NAP, program, scripted
 from tests.api.test_html import TAGS, Page
 from tests.cli.kit import ROOT
 from tests.sandboxes.kit import need, processes, soon
+from tests.speed import scaled
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the kernel's own affair
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.process, pytest.mark.full]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
@@ -31,12 +32,18 @@ def printed(cell: Any) -> str:
     return "".join(one["text"] for one in cell["outputs"] if one["output_type"] == "stream")
 
 
+def limits() -> dict[str, int]:
+    """Of a client, in seconds: for each cell, and for the start of the kernel."""
+    return {"timeout": int(scaled(120)), "startup_timeout": int(scaled(60))}
+
+
+@pytest.mark.needs("bubblewrap")
 async def test_the_example_notebook() -> None:
     need("bubblewrap")
     agent("pi")
     notebook = nbformat.read(NOTEBOOK, 4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without its outputs"
-    await NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).async_execute()
+    await NotebookClient(notebook, resources={"metadata": {"path": str(NOTEBOOK.parent)}}, **limits()).async_execute()
     cells = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
     pages = [page for cell in cells if (page := shown(cell))]
     result, results, broken = pages
@@ -62,7 +69,7 @@ async def test_interrupting_the_kernel_ends_the_rollout(tmp_path: Path, how: str
             new_code_cell("print('still of use')"),
         ]
     )
-    client = NotebookClient(notebook, timeout=120, allow_errors=True, kernel_name="python3")
+    client = NotebookClient(notebook, allow_errors=True, kernel_name="python3", **limits())
     async with client.async_setup_kernel(cwd=str(ROOT)):
         running = asyncio.create_task(client.async_execute_cell(notebook.cells[0], 0))
         await soon(lambda: processes(f"sleep\0{NAP}") or running.done(), 40)

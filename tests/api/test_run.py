@@ -24,9 +24,12 @@ from tests import kit as kits
 from tests.api.kit import AGENT, NAP, opened, program, scripted
 from tests.cli.kit import ROOT
 from tests.sandboxes.kit import processes, soon
+from tests.speed import scaled
 from turngate.errors import BadRequest
 
-PATIENCE_S = 120  # with a script: a machine that is busy takes long to start Python, a gateway and an agent
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
+PATIENCE_S = 60  # with a script: a machine that is busy takes long to start Python, a gateway and an agent
 SLEEPING = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{NAP}'])")
 WRITES = program("open('out.txt', 'w').write(ask('Hi'))")
 
@@ -176,7 +179,7 @@ def test_a_script_that_is_interrupted_or_ends_too_early_leaves_nothing(
         [sys.executable, str(file)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
         try:
-            end = time.monotonic() + PATIENCE_S
+            end = time.monotonic() + scaled(PATIENCE_S)
             while how == "interrupted" and not processes(f"sleep\0{nap}"):
                 if child.poll() is not None or time.monotonic() > end:
                     child.kill()  # or it would be listened to for as long as it sleeps
@@ -184,7 +187,7 @@ def test_a_script_that_is_interrupted_or_ends_too_early_leaves_nothing(
                 time.sleep(0.05)
             if how == "interrupted":
                 child.send_signal(signal.SIGINT)
-            assert (child.communicate(timeout=PATIENCE_S)[0], child.returncode) == (f"{how}\n", 0)
+            assert (child.communicate(timeout=scaled(PATIENCE_S))[0], child.returncode) == (f"{how}\n", 0)
         finally:
             child.kill()
     assert processes(f"sleep\0{nap}") == [] and left(temporary) == []
@@ -210,7 +213,7 @@ def test_a_process_that_was_forked_has_no_part_in_it(tmp_path: Path, temporary: 
         print(next(half).status, flush=True)
         worker = multiprocessing.get_context("fork").Process(target=print, args=("a worker",), kwargs={{"flush": True}})
         worker.start()
-        worker.join(20)
+        worker.join()
         print(worker.exitcode, flush=True)
         if not (child := os.fork()):
             try:
@@ -225,7 +228,8 @@ def test_a_process_that_was_forked_has_no_part_in_it(tmp_path: Path, temporary: 
     """
     file.write_text(begun + dedent(rest))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-    command = ["timeout", "90", sys.executable, "-W", "ignore", str(file)]  # newer ones warn of fork itself
+    # Newer ones warn of fork itself.
+    command = ["timeout", f"{scaled(60):.0f}", sys.executable, "-W", "ignore", str(file)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = ["finished", "a worker", "0", "client True", "its own finished", "0 finished"]
     assert (done.stdout.splitlines(), done.returncode) == (said, 0)

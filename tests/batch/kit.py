@@ -1,6 +1,6 @@
 """What the tests of batches are written with: a small agent, tasks that go well or wrong in a known way, and a runner to be killed.
 
-    python -m tests.batch.kit URL OUT ROOT      runs `storm(…)` against a gateway; its key comes from TURNGATE_ADMIN_KEY
+    python -m tests.batch.kit URL OUT ROOT SCALE      runs `storm(…)` against a gateway; its key comes from TURNGATE_ADMIN_KEY
 
 The agent asks the model once and writes down a guess; half of them are right. What a task is called says what befalls its rollouts.
 """
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.speed import scaled
 from turngate.agents.install import Installed
 from turngate.agents.spec import find
 from turngate.errors import SandboxError
@@ -46,7 +47,7 @@ with socket.create_connection((host, int(port))) as line:
 if b" 200 " not in reply.partition(b"\\r\\n")[0]:
     sys.exit(1)
 if "hang" in text:
-    time.sleep(600)
+    time.sleep(10**6)
 open("guess", "w").write("right" if os.urandom(1)[0] % 2 else "wrong")
 """
 DECIDE = 'read -r guess < guess; [ "$guess" = right ]; echo $((1 - $?)) > "$TURNGATE_LOGS/verifier/reward.txt"'
@@ -69,7 +70,7 @@ def task(name: str) -> Task:
         id=name,
         instruction=f"Guess. This is {name}.",
         setup="exit 3" if what == "setup" else "",
-        timeout_s=2.5 if what == "hang" else 120.0,
+        timeout_s=scaled(0.75 if what == "hang" else 120.0),
         grader=Script(command=("sh", "-c", CRASH if what == "grader" else DECIDE)),
     )
 
@@ -110,40 +111,46 @@ def plan(folder: Path, root: Path, names: Sequence[str], **fields: Any) -> Batch
     return BatchPlan(**given)
 
 
-STORM = [
-    *(f"well-{n}" for n in range(56)),
-    *(f"{what}-{n}" for what in ("sandbox", "engine", "hang") for n in range(2)),
-    *(f"well-{n}" for n in range(56, 112)),
-    *(f"{what}-{n}" for what in ("sandbox", "engine", "hang", "grader", "setup") for n in range(2, 3)),
-    *(f"{what}-{n}" for what in ("grader", "setup") for n in range(1)),
-]
+FAULTS = {"sandbox": 3, "engine": 3, "hang": 3, "grader": 2, "setup": 2}  # tasks of each kind in a storm at full size
 
 
-def storm(folder: Path, root: Path) -> BatchPlan:
-    """500 rollouts: 448 of them go well if nothing else happens, and every fiftieth sandbox does not start."""
+def storm_tasks(scale: float) -> list[str]:
+    """Return the names of the tasks, which get four rollouts each: 125 at full size, at least one of each fault."""
+    well = [f"well-{n}" for n in range(round(112 * scale))]
+    faults = [f"{kind}-{n}" for kind, count in FAULTS.items() for n in range(max(1, round(count * scale)))]
+    half = len(well) // 2
+    return [*well[:half], *faults[::2], *well[half:], *faults[1::2]]
+
+
+def running_at_once(scale: float) -> int:
+    return max(12, round(64 * scale))
+
+
+def storm(folder: Path, root: Path, scale: float) -> BatchPlan:
+    """Plan a batch in which at least one task in ten has a fault and every fiftieth sandbox fails to start."""
     return plan(
         folder,
         root,
-        STORM,
+        storm_tasks(scale),
         backend=Unsteady(root, every=50),
-        bounds=Bounds(running=64, starting=8, grading=8),
+        bounds=Bounds(running=running_at_once(scale), starting=8, grading=8),
         seed=7,
         least_free=8_000_000,
     )
 
 
-async def main(url: str, out: str, root: str) -> int:
-    """Says how many are finished after each, and at the end why it stopped, if it did."""
-    told = 0
+async def main(url: str, out: str, root: str, scale: str) -> int:
+    """Run a storm. Print the number of finished rollouts as it grows, then the reason if the batch stopped early."""
+    printed = 0
 
     def watch(tally: Tally) -> None:
-        nonlocal told
-        if tally.done > told:
-            told = tally.done
-            print(told, flush=True)
+        nonlocal printed
+        if tally.done > printed:
+            printed = tally.done
+            print(printed, flush=True)
 
     async with GatewayClient(url, os.environ[ADMIN_KEY]) as client, WayOut(url) as wayout:
-        result: BatchResult = await run_batch(storm(Path(out), Path(root)), client, wayout, watch)
+        result: BatchResult = await run_batch(storm(Path(out), Path(root), float(scale)), client, wayout, watch)
     print(result.stopped, file=sys.stderr)
     return 0 if result.complete else 3
 

@@ -23,8 +23,9 @@ import pytest
 
 from tests import kit
 from tests.batch.kit import AGENT, DECIDE, plan
-from tests.batch.test_storm import engine, every_session, marked
+from tests.batch.test_storm import engine, every_session, sandbox_processes
 from tests.cli.kit import ran, refused
+from tests.speed import scaled
 from turngate.errors import ConfigError, SandboxUnavailable
 from turngate.rollout.batch import Batch, Stopped, rollouts, run_batch
 from turngate.rollout.client import GatewayClient
@@ -34,6 +35,8 @@ from turngate.rollout.plan import BatchPlan
 from turngate.rollout.tally import Tally
 from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.local import LocalBackend
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 class Stage:
@@ -48,7 +51,9 @@ class Stage:
         return Batch(wanted, self.client, self.wayout, **how)
 
     def left(self) -> list[str]:
-        return [path.name for path in (self.root / "s").iterdir() if path.name != "agent.py"] + marked(self.root)
+        return [path.name for path in (self.root / "s").iterdir() if path.name != "agent.py"] + sandbox_processes(
+            self.root
+        )
 
 
 @asynccontextmanager
@@ -69,6 +74,7 @@ async def staged() -> AsyncIterator[Stage]:
         shutil.rmtree(root)
 
 
+@pytest.mark.real
 async def test_each_rollout_is_in_the_class_of_what_befell_it() -> None:
     """Faults of others are tried again, each time with a session of its own; an invalid task is not."""
     async with staged() as stage:
@@ -223,7 +229,7 @@ async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
 
 
 async def test_a_gateway_that_is_gone_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.batch._BACK_S", 1.0)
+    monkeypatch.setattr("turngate.rollout.batch._BACK_S", scaled(0.5))
     async with staged() as stage:
         wanted = stage.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
         async with GatewayClient("http://127.0.0.1:9", "x") as nobody:
@@ -311,17 +317,18 @@ def test_what_does_not_fit_is_refused_by_name(more: list[str], line: str, home: 
 
 def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(home: Path) -> None:
     (home / "tasks" / "one" / "instruction.md").write_text("Guess, and hang.")
-    (home / "tasks" / "one" / "task.toml").write_text("[agent]\ntimeout_sec = 2\n")
+    (home / "tasks" / "one" / "task.toml").write_text(f"[agent]\ntimeout_sec = {scaled(0.75)}\n")
     words = [sys.executable, "-m", "turngate", *command(home, "--n", "2", "--concurrency", "2", "--warm", "0")]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ}, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     ledger = Path(line.strip().rpartition(" in ")[2]) / NAME
-    end = time.monotonic() + 30
-    while time.monotonic() < end and not (ledger.is_file() and len(read(ledger.parent).open) >= 2):
+    end = time.monotonic() + scaled(30)
+    while not (ledger.is_file() and len(read(ledger.parent).open) >= 2):
+        assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=scaled(60))
     assert process.returncode == 130, said
     assert "the same command goes on with them" in said
     known = read(ledger.parent)

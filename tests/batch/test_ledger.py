@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import require
 from turngate.errors import ConfigError
 from turngate.rollout.ledger import NAME, RESERVE, Begun, Ended, Entry, Finished, Head, Ledger, LedgerError, read
 
@@ -127,6 +128,7 @@ async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_
     assert read(tmp_path).open == {"b.t.0": begun(0)}
 
 
+@pytest.mark.process
 def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_path: Path) -> None:
     """`kill -9` at a moment of nobody's choice: what was acknowledged is in the file, and the folder is free."""
     program = textwrap.dedent("""
@@ -158,12 +160,11 @@ def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Path:
-    """A disk of 3 MB. Where we may not have one, there is nothing that is really full."""
+    """A disk of 3 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, text=True)
-    if made.returncode:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"needs root to mount: {made.stderr.strip()}")
+    require("root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
     yield disk  # type: ignore[misc]
     subprocess.run(["umount", str(disk)], check=True)
 
@@ -178,6 +179,8 @@ def fill(disk: Path) -> None:
                 pass
 
 
+@pytest.mark.process
+@pytest.mark.needs("root")
 async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     """The reserve takes what is still to be said; when that is gone too, the line is refused and half of it is not there."""
     ledger = Ledger.opened(small_disk / "out")
@@ -198,6 +201,8 @@ async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     assert list(read(small_disk / "out").finished) == [f"b.t.{n}" for n in range(written + 1)]
 
 
+@pytest.mark.process
+@pytest.mark.needs("root")
 async def test_a_disk_that_is_full_from_the_start_is_refused(small_disk: Path) -> None:
     (small_disk / "out").mkdir()
     fill(small_disk)

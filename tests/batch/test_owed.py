@@ -10,6 +10,7 @@ import pytest
 from tests import kit
 from tests.batch.test_batch import Stage, staged
 from tests.batch.test_storm import every_session
+from tests.speed import paced, scaled
 from turngate.errors import AgentError, BadRequest, StoreError
 from turngate.feed import FeedConfig
 from turngate.rollout.batch import BatchResult, run_batch
@@ -17,6 +18,8 @@ from turngate.rollout.ledger import read
 from turngate.rollout.one import Rollout
 from turngate.store.outcome import Recorded
 from turngate.trainers.feed import Feed
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 class Failing:
@@ -42,14 +45,15 @@ FOR_GOOD = 10**9
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.rollout.one._BACK_S", 1.0)
-    monkeypatch.setattr("turngate.rollout.batch._BACK_S", 1.0)
+    monkeypatch.setattr("turngate.rollout.batch._BACK_S", paced(1.0))
 
 
 async def ran(stage: Stage, n: int = 1) -> BatchResult:
-    return await asyncio.wait_for(run_batch(stage.plan("well-0", n=n), stage.client, stage.wayout), 60)
+    return await asyncio.wait_for(run_batch(stage.plan("well-0", n=n), stage.client, stage.wayout), scaled(60))
 
 
 async def test_a_gateway_that_cannot_write_for_a_moment_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.rollout.one._BACK_S", scaled(5.0))
     async with staged() as stage:
         feed = await Feed.open(
             stage.client, "train", FeedConfig(n=3)
@@ -57,7 +61,7 @@ async def test_a_gateway_that_cannot_write_for_a_moment_costs_nothing(monkeypatc
         Failing(monkeypatch, stage.gateway.app.control, "record", 1, FULL)
         Failing(monkeypatch, stage.gateway.app.control.feeds, "close_group", 1, FULL)
         result = await ran(stage, n=2)
-        delivery = await feed.next(10)
+        delivery = await feed.next(scaled(10))
         assert (result.complete, result.stopped) == (True, "")
         assert delivery is not None and len(delivery.rollouts) == 2
 
@@ -83,7 +87,7 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
         result = await ran(stage)
         assert result.complete and result.stopped == "" and result.finished == (late.finished,)
         assert len(await every_session(stage.gateway)) == 1, "no agent ran again"
-        delivery = await feed.next(10)
+        delivery = await feed.next(scaled(10))
         assert delivery is not None
         assert [(one.session, one.reward) for one in delivery.rollouts] == [
             (late.finished.session, late.finished.reward)
@@ -94,7 +98,7 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
 async def test_a_runner_that_is_stopped_while_it_waits_for_the_gateway_does_not_forget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("turngate.rollout.one._BACK_S", 60.0)
+    monkeypatch.setattr("turngate.rollout.one._BACK_S", 3600.0)
     async with staged() as stage:
         failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
         running = asyncio.create_task(ran(stage))
@@ -137,6 +141,7 @@ async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_n
         raise AgentError("there is no such program")
 
     monkeypatch.setattr(Rollout, "_check", missing)
+    monkeypatch.setattr("turngate.rollout.one._BACK_S", scaled(5.0))
     async with staged() as stage:
         Failing(monkeypatch, stage.gateway.app.control, "seal", 2, FULL)
         [one] = (await ran(stage)).finished
@@ -154,4 +159,4 @@ async def test_a_group_that_the_gateway_refuses_to_close_stops_the_batch(monkeyp
         )
         assert await feed.next(0.1) is None
         assert (await ran(stage)).stopped == "", "it is told again"
-        assert await feed.next(10) is not None
+        assert await feed.next(scaled(10)) is not None

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.kit import until
+from tests.speed import scaled
 from turngate.agents.install import Installed
 from turngate.agents.spec import find
 from turngate.errors import ConfigError
@@ -177,7 +179,7 @@ async def test_no_phase_has_more_in_it_than_it_may_and_no_more_sandboxes_are_the
         finally:
             ticket.leave()
 
-    await asyncio.wait_for(asyncio.gather(*(rollout(n) for n in range(60))), 20)
+    await asyncio.wait_for(asyncio.gather(*(rollout(n) for n in range(60))), scaled(20))
     assert most == {"start": 2, "run": 3, "grade": 1, "sandbox": 5}
     assert +gates.places == Counter()
 
@@ -197,10 +199,11 @@ async def test_sandboxes_are_made_ahead_while_agents_run() -> None:
             ticket.leave()
 
     running = [asyncio.create_task(rollout()) for _ in range(6)]
+    await until(lambda: +gates.places == Counter(run=1, ready=2, waiting=3))
     await asyncio.sleep(0.05)
     assert +gates.places == Counter(run=1, ready=2, waiting=3)
     go.set()
-    await asyncio.wait_for(asyncio.gather(*running), 5)
+    await asyncio.wait_for(asyncio.gather(*running), scaled(5))
 
 
 async def test_whoever_is_cancelled_at_a_gate_holds_nothing() -> None:
@@ -215,11 +218,10 @@ async def test_whoever_is_cancelled_at_a_gate_holds_nothing() -> None:
             ticket.leave()
 
     running = [asyncio.create_task(rollout()) for _ in range(3)]
-    await asyncio.sleep(0.01)
+    await until(lambda: gates.places["run"] == 1)
     for one in (running[1], running[0]):
         one.cancel()
-    await asyncio.sleep(0.02)
-    assert +gates.places == Counter(run=1)
+    await until(lambda: +gates.places == Counter(run=1))
     running[2].cancel()
     await asyncio.wait(running)
     assert +gates.places == Counter()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.batch.kit import Unsteady
 from tests.batch.test_batch import Stage, staged
+from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.rollout import batch
 from turngate.rollout.batch import run_batch
@@ -23,7 +24,16 @@ from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.supervised import Supervised
 from turngate.server import page
 
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
 OWN = {"x-turngate-page": "1"}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is slow to answer is not taken for one that does not."""
+    monkeypatch.setattr(page, "_ANSWER_S", scaled(4.0))
+    monkeypatch.setattr(batch, "_SOON_S", scaled(2.0))
 
 
 class Once(Unsteady):
@@ -48,7 +58,7 @@ async def entered(stage: Stage) -> httpx.AsyncClient:
 
 
 async def row(client: httpx.AsyncClient, **params: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while True:
             listed = await client.get("/page/api/rollouts", params=params)
             if found := [one for one in listed.json()["rollouts"] if one["status"] != "running" or one["turns"]]:
@@ -142,7 +152,7 @@ async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monk
 
     def slowly(self: Ledger, data: bytes) -> None:
         if b'"finished"' in data:
-            written.wait(60)
+            written.wait(scaled(60))
         append(self, data)
 
     monkeypatch.setattr(Ledger, "_append", slowly)
@@ -222,7 +232,7 @@ async def test_one_that_is_asked_for_before_its_group_comes_is_not_given_out_twi
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
         client = await entered(stage)
         one = await failed_one(client)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             while not read(stage.out).finished:
                 await asyncio.sleep(0.02)
         running.cancel()

@@ -13,6 +13,7 @@ from tests import kit
 from tests.batch.kit import AGENT
 from tests.batch.test_batch import Stage, staged
 from tests.batch.test_storm import every_session
+from tests.speed import paced, scaled
 from turngate.errors import ConfigError
 from turngate.feed import FeedConfig
 from turngate.rollout.batch import run_batch
@@ -21,6 +22,8 @@ from turngate.rollout.gates import Bounds
 from turngate.rollout.ledger import NAME, read
 from turngate.rollout.pace import Ahead
 from turngate.trainers.feed import Feed
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 class Told:
@@ -97,7 +100,7 @@ async def test_no_group_begins_before_its_pace_and_one_that_came_to_nothing_make
         assert {one.task for one in read(stage.out).finished.values()} == {"well-0", "sandbox-0", "well-1"}
         assert batch.tally.held, "the fourth waits, though there is room for agents"
         pace.trained(1)
-        result = await asyncio.wait_for(running, 60)
+        result = await asyncio.wait_for(running, scaled(60))
         assert result.complete and asked in ([0, 1, 2, 1, 2], [0, 1, 1, 2]), asked
 
 
@@ -124,7 +127,7 @@ async def test_a_trainer_gets_every_group_once_and_none_before_it_asks_for_more(
             pace = Ahead(1, trained=feed.committed)
             running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, pace=pace))
             seen = []
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(scaled(60)):
                 async for delivery in feed:
                     begun = {rollout.rpartition(".")[0] for rollout in read(stage.out).attempts}
                     assert (f"{batch_of(delivery.group)}.well-0@1" in begun) == bool(seen), (
@@ -136,7 +139,7 @@ async def test_a_trainer_gets_every_group_once_and_none_before_it_asks_for_more(
                     pace.trained(delivery.number)
                     if len(seen) == 2:
                         break
-            result = await asyncio.wait_for(running, 60)
+            result = await asyncio.wait_for(running, scaled(60))
         assert result.complete and seen == [f"{result.batch}.well-0", f"{result.batch}.well-0@1"]
 
 
@@ -151,13 +154,13 @@ async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_ru
             running = asyncio.create_task(batch.run())
             await kit.until(lambda: batch.tally.sampled_tokens > 0, 60)
             await stage.gateway.resume(1)
-            [one] = (await asyncio.wait_for(running, 60)).finished
+            [one] = (await asyncio.wait_for(running, scaled(60))).finished
         assert (one.kind, one.attempt) == ("agent failed", 2), "the second time it ran out of its own time"
         assert read(stage.out).stale == {one.rollout: 1}
 
 
 async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.one._AFTER_LIMIT_S", 1.0)  # for the agent to end, which it does not
+    monkeypatch.setattr("turngate.rollout.one._AFTER_LIMIT_S", paced(0.5))  # for the agent to end, which it does not
     twice = AGENT.replace("with socket", "for _ in range(2):\n  with socket").replace("sys.exit(1)", "pass")
     async with staged() as stage:
         async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
@@ -165,12 +168,12 @@ async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatc
             offering = twice.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
             (stage.root / "s" / "agent.py").write_text(offering)
             running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(scaled(60)):
                 async for event in stage.client.events():
                     if event["kind"] == "limit":
                         break
             await stage.gateway.resume(1)
-            [one] = (await asyncio.wait_for(running, 60)).finished
+            [one] = (await asyncio.wait_for(running, scaled(60))).finished
         assert (one.kind, one.attempt, one.status) == ("graded", 2, "limit"), (
             "of the new policy, it met its limit again"
         )
@@ -187,7 +190,7 @@ async def test_a_feed_can_take_the_groups_of_one_batch_and_leave_those_of_anothe
                 beside = stage.plan("well-1", n=1, name=name)
                 beside = msgspec.structs.replace(beside, folder=stage.root / f"beside{name}")
                 assert (await run_batch(beside, stage.client, stage.wayout)).complete
-            delivery = await feed.next(10)
+            delivery = await feed.next(scaled(10))
             assert delivery is not None and delivery.group == f"{result.batch}.well-0"
             assert delivery.group.startswith("train.") and await feed.next(0.2) is None
         with pytest.raises(ConfigError, match="name: was train, is now other"):
@@ -217,8 +220,8 @@ async def test_a_stale_rollout_is_run_again_or_left_out_and_nobody_is_blamed(
     async with staged() as stage:
         wanted = stage.plan("hang-0", n=1, retries=0, stale_retries=retries)
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
-        await asyncio.wait_for(stale_once_it_hangs(stage, cancelled), 60)
-        [one] = (await asyncio.wait_for(running, 60)).finished
+        await asyncio.wait_for(stale_once_it_hangs(stage, cancelled), scaled(60))
+        [one] = (await asyncio.wait_for(running, scaled(60))).finished
         assert (one.kind, one.attempt, one.reward) == (kind, attempt, None)
         assert read(stage.out).faults == {} and len(told.closed) == 1
         outcomes = [s["outcome"] for s in (await every_session(stage.gateway)).values() if s["stop"] == "stale"]
@@ -242,12 +245,12 @@ async def test_winding_up_ends_agents_and_grades_what_others_have_left(monkeypat
         wanted = stage.plan("well-0", "hang-0", "well-1", n=1, bounds=Bounds(running=1, warm=0, grading=1))
         batch = stage.batch(wanted)
         running = asyncio.create_task(batch.run())
-        await asyncio.wait_for(grading.wait(), 60)
+        await asyncio.wait_for(grading.wait(), scaled(60))
         await kit.until(lambda: batch.tally.places["run"] == 1, 60)
         await batch.wind_up()
         await kit.until(lambda: batch.tally.places["run"] == 0, 60)
         go.set()
-        result = await asyncio.wait_for(running, 60)
+        result = await asyncio.wait_for(running, scaled(60))
         assert [(one.task, one.kind) for one in result.finished] == [("well-0", "graded")] and not result.complete
         assert read(stage.out).open == {}
         assert (await run_batch(wanted, stage.client, stage.wayout)).complete

@@ -21,6 +21,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import turngate
+from tests.speed import scaled
 from turngate.cli import app
 
 ROOT = Path(turngate.__file__).parents[1]
@@ -56,9 +57,10 @@ class Process:
 
     def until(self, holds: Callable[[], object], seconds: float = 40.0) -> None:
         """Read until something holds."""
-        end = time.monotonic() + seconds
+        limit = scaled(seconds)
+        end = time.monotonic() + limit
         while not holds():
-            assert time.monotonic() < end, f"still not so after {seconds} s; it printed:\n{self.output}"
+            assert time.monotonic() < end, f"still not so after {limit:.0f} s; it printed:\n{self.output}"
             assert self._read(0.05) or self.process.poll() is None, f"it ended, and printed:\n{self.output}"
 
     def says(self, text: str, seconds: float = 40.0) -> None:
@@ -72,9 +74,10 @@ class Process:
 
     def ended(self, seconds: float = 40.0) -> int:
         """Its exit code."""
-        end = time.monotonic() + seconds
+        limit = scaled(seconds)
+        end = time.monotonic() + limit
         while self._read(0.05) or self.process.poll() is None:
-            assert time.monotonic() < end, f"it has not ended after {seconds} s; it printed:\n{self.output}"
+            assert time.monotonic() < end, f"it has not ended after {limit:.0f} s; it printed:\n{self.output}"
         return self.process.wait()
 
     def _read(self, seconds: float) -> bool:
@@ -95,9 +98,11 @@ class Process:
 
 
 @contextmanager
-def process(*arguments: str | Path, columns: int = 0, **env: str) -> Iterator[Process]:
-    """`columns`: on a terminal of that width; 0: its output goes into a pipe."""
-    command = [sys.executable, "-m", "turngate", *map(str, arguments)]
+def process(*arguments: str | Path, columns: int = 0, before: str = "", **env: str) -> Iterator[Process]:
+    """`columns`: on a terminal of that width; 0: its output goes into a pipe. `before`: Python that it runs first."""
+    start = "import runpy; runpy.run_module('turngate', run_name='__main__', alter_sys=True)"
+    program = ["-c", f"{before}; {start}"] if before else ["-m", "turngate"]
+    command = [sys.executable, *program, *map(str, arguments)]
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("TURNGATE", "COLUMNS", "NO_COLOR", "FORCE_COLOR"))
     }

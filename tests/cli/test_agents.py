@@ -117,6 +117,7 @@ def test_an_agent_that_needs_no_installing() -> None:
     assert (done.exit_code, done.stdout) == (0, "shell: nothing to install\n")
 
 
+@pytest.mark.process
 def test_an_agent_of_ones_own_that_is_captured_whole(tiny: Path, tmp_path: Path) -> None:
     keep = tmp_path / "a folder to keep it in, with a long name, so that the line is longer than any terminal is wide"
     done = ran("agents", "check", str(tiny), "--keep", keep)
@@ -129,6 +130,7 @@ def test_an_agent_of_ones_own_that_is_captured_whole(tiny: Path, tmp_path: Path)
     assert "→ sh" in shown.stdout and "4 (4 main)" in shown.stdout
 
 
+@pytest.mark.process
 def test_an_agent_that_does_not_do_what_it_is_told(tiny: Path) -> None:
     """It calls no program, and leaves its transcript as it is: the task is not done, and that is said."""
     tiny.write_text(OWN.replace("line WORK", "str()"))
@@ -139,12 +141,14 @@ def test_an_agent_that_does_not_do_what_it_is_told(tiny: Path) -> None:
     assert "the task is done" in failed
 
 
+@pytest.mark.process
 def test_an_agent_that_crashes(tiny: Path) -> None:
     tiny.write_text(OWN.replace("line WORK", "no_such_name"))
     done = ran("agents", "check", str(tiny))
     assert done.exit_code == 1 and "NameError" in done.stdout.replace("\n", "")
 
 
+@pytest.mark.process
 def test_ctrl_c_in_the_middle_of_a_check(tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(OWN.replace("line WORK", f'"sleep {NAP}"'))
     with process("agents", "check", str(tiny), "--keep", tmp_path / "keep") as running:

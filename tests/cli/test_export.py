@@ -79,6 +79,7 @@ async def test_what_was_in_a_folder_is_told(tmp_path: Path) -> None:
     assert f"→ {folder} (2 files there replaced)\n" in ran(*words).stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("spelled", [["--out", "{}/"], ["--out={}/"]])
 async def test_a_slash_at_the_end_is_a_folder_and_replaces_no_file(tmp_path: Path, spelled: list[str]) -> None:
     await _recorded(tmp_path / "data", 1)

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import turngate
 from tests.engines.standins import StandIn, event, serving, streams
 from tests.kit import Json, gateway, say, until, user
+from tests.speed import scaled
 from turngate.cli import app
 from turngate.server.app import BUILTIN_TOKENIZER
 
@@ -252,10 +253,12 @@ class Process:
     def stop(self, seconds: float) -> int:
         """SIGTERM, and the exit code, if it comes within that time."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(seconds)
+        return self.process.wait(scaled(seconds))
 
     def open(self, **config: Json) -> Json:
-        response = httpx.post(f"{self.url}/admin/sessions", json=config, headers=self.admin, trust_env=False)
+        response = httpx.post(
+            f"{self.url}/admin/sessions", json=config, headers=self.admin, trust_env=False, timeout=scaled(20)
+        )
         assert response.status_code == 201, response.text
         return response.json()
 
@@ -269,7 +272,7 @@ def process(data: Path, *arguments: str | Path) -> Iterator[Process]:
         child = subprocess.Popen([*map(str, command)], stderr=stderr, text=True, cwd=ROOT, env=environment)
     running = Process(child, log, data)
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + scaled(20)
         while not (found := re.search(r"listens on (http://\S+)", log.read_text())):
             assert child.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.02)
@@ -281,6 +284,7 @@ def process(data: Path, *arguments: str | Path) -> Iterator[Process]:
         child.wait()
 
 
+@pytest.mark.process
 def test_it_starts_answers_and_stops_when_it_is_told(tmp_path: Path) -> None:
     script = written(tmp_path / "script.json", json.dumps(["Hello.", "And again."]))
     with process(tmp_path / "data", "--script", script, "--log-turns", "--model", "policy-1") as served:
@@ -299,7 +303,8 @@ def test_it_starts_answers_and_stops_when_it_is_told(tmp_path: Path) -> None:
     for secret in (opened["api_key"], key):
         assert secret not in log and secret.encode() not in left
     with process(tmp_path / "data") as again:
-        trace = httpx.get(f"{again.url}/admin/sessions/{opened['id']}/trace", headers=again.admin, trust_env=False)
+        path = f"/admin/sessions/{opened['id']}/trace"
+        trace = httpx.get(again.url + path, headers=again.admin, trust_env=False, timeout=scaled(20))
         assert [n["kind"] for n in trace.json()["nodes"]] == ["context", "sampled", "sampled"]
 
 
@@ -313,11 +318,12 @@ async def slow_engine() -> AsyncIterator[StandIn]:
         return event({"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]})
 
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
-    server = StandIn(streams(*[token(i) for i in say("One two").ids[:3]], 60.0), documents)
+    server = StandIn(streams(*[token(i) for i in say("One two").ids[:3]], 3600.0), documents)
     async with serving(server):
         yield server
 
 
+@pytest.mark.process
 async def test_it_stops_within_seconds_in_the_middle_of_a_stream_and_keeps_what_was_sampled(tmp_path: Path) -> None:
     """An agent that is being answered and a person who follows the events do not keep it from stopping."""
     async with slow_engine() as engine, contextlib.AsyncExitStack() as stack:
@@ -325,7 +331,7 @@ async def test_it_stops_within_seconds_in_the_middle_of_a_stream_and_keeps_what_
         starting = process(tmp_path / "data", *arguments)
         served = await asyncio.to_thread(stack.enter_context, starting)
         opened = await asyncio.to_thread(served.open)
-        http = httpx.AsyncClient(base_url=served.url, headers=served.admin, trust_env=False)
+        http = httpx.AsyncClient(base_url=served.url, headers=served.admin, trust_env=False, timeout=scaled(20))
         await stack.enter_async_context(http)
         await stack.enter_async_context(http.stream("GET", "/admin/events"))
         client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=opened["api_key"])
@@ -343,16 +349,17 @@ async def test_it_stops_within_seconds_in_the_middle_of_a_stream_and_keeps_what_
         assert code in (0, -signal.SIGTERM)
         await asyncio.wait([reading])
         assert reading.exception() is not None  # the agent knows that it was cut off
-        await asyncio.wait_for(engine.hung_up.wait(), 5)  # the engine was told
+        await asyncio.wait_for(engine.hung_up.wait(), scaled(5))  # the engine was told
         assert "Traceback" not in served.log.read_text()
     async with gateway(data=tmp_path / "data") as g:
         [turn] = await g.turns(opened["id"])
         assert (turn["role"], turn["ids"]) == ("aborted", list(say("One two").ids[:3]))
 
 
+@pytest.mark.process
 def test_the_command_itself_says_what_is_wrong_and_exits_with_2(tmp_path: Path) -> None:
     file = written(tmp_path / "turngate.toml", "prot = 8700\n")
     command = [sys.executable, "-m", "turngate", "serve", "--config", str(file)]
-    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(20))
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr == "turngate: prot: there is no such setting; did you mean port?\n"

@@ -233,6 +233,7 @@ def _colours(raw: str) -> list[tuple[int, int, str]]:
     return [(int(red), int(green), words) for red, green, words in found]
 
 
+@pytest.mark.process
 async def test_tokens_on_a_terminal_are_coloured_by_log_probability(data: Path) -> None:
     words = {"sure": -0.001, " maybe": -1.0, " never": -9.0}
     scores = [score for word, score in words.items() for _ in tokenizer().encode(word)]
@@ -265,6 +266,7 @@ async def test_tokens_need_the_tokenizer_that_they_were_recorded_with(g: Running
 # ── what others wrote ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("columns", [0, 60], ids=["piped", "on a terminal"])
 @pytest.mark.parametrize("how", [[], ["--tokens"], ["--full"]], ids=["text", "tokens", "full"])
 async def test_control_characters_do_nothing(how: list[str], columns: int, data: Path) -> None:
@@ -285,6 +287,7 @@ async def test_control_characters_do_nothing(how: list[str], columns: int, data:
     assert ":bomb:" in ours and "[bold]x[/]" in ours  # as it was written
 
 
+@pytest.mark.process
 async def test_it_can_be_piped_to_somebody_who_does_not_read_to_the_end(g: Running, data: Path) -> None:
     import subprocess
     import sys

@@ -61,6 +61,8 @@ def words(tmp_path: Path) -> list[str | Path]:
     return ["train", *agent, "--tasks", f"{tmp_path / 'guesses.py'}:some", *model, *size, "--out", tmp_path / "out"]
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str | Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = ran(*words)
@@ -88,6 +90,8 @@ def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str 
     assert ran(*words, "--steps", "3").exit_code == 0
 
 
+@pytest.mark.full
+@pytest.mark.process
 def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Path], tmp_path: Path) -> None:
     held_out = ["--held-out", f"{tmp_path / 'guesses.py'}:some", "--steps", "1"]
     assert ran(*words, *held_out).exit_code == 0

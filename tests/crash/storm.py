@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from tests.speed import scaled
 from turngate.engines.scripted import derived_logprobs
 
 ADMIN = "storm-admin-key-0123456789"
@@ -72,7 +73,7 @@ class Server:
             )
 
     async def ready(self, client: httpx.AsyncClient, limit_s: float = 30) -> None:
-        end = time.monotonic() + limit_s
+        end = time.monotonic() + scaled(limit_s)
         while time.monotonic() < end:
             assert self.process is not None
             if self.process.poll() is not None:
@@ -190,7 +191,7 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
         server = Server(Path(name), durability, workers)
         server.start()
         try:
-            async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client:
+            async with httpx.AsyncClient(timeout=scaled(30), limits=httpx.Limits(max_connections=None)) as client:
                 await server.ready(client)
                 admin = {"authorization": f"Bearer {ADMIN}"}
                 opened = [
@@ -210,18 +211,41 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
                     server.start()
                     await server.ready(client)
                 await asyncio.sleep(0.5)
+                await _all_answered(crew, tasks)
                 over.set()
                 await asyncio.gather(*tasks)
                 turns = 0
                 for agent in crew:
-                    trace = await client.get(f"{server.url}/admin/sessions/{agent.session}/trace", headers=admin)
-                    turns += check(agent, trace.json())
+                    turns += check(agent, await _trace(client, f"{server.url}/admin/sessions/{agent.session}/trace"))
                 received = sum(len(agent.received) for agent in crew)
-                assert all(agent.received for agent in crew)
                 await verified(server.folder / "data", agents)
                 return f"{kills} kills, {agents} agents, {received} answers received, {turns} turns recorded, none lost"
         finally:
             server.kill()
+
+
+async def _all_answered(crew: list[Agent], tasks: list[asyncio.Task[None]]) -> None:
+    """However slow the machine is, each agent gets something that could be lost."""
+    end = time.monotonic() + scaled(60)
+    while not all(agent.received for agent in crew):
+        for task in tasks:
+            if task.done():
+                task.result()
+        assert time.monotonic() < end, "an agent got no answer"
+        await asyncio.sleep(0.05)
+
+
+async def _trace(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """Its worker may still be starting."""
+    end = time.monotonic() + scaled(60)
+    while True:
+        response = await client.get(url, headers={"authorization": f"Bearer {ADMIN}"})
+        if response.status_code != 503:
+            assert response.status_code == 200, response.text
+            found: dict[str, Any] = response.json()
+            return found
+        assert time.monotonic() < end, response.text
+        await asyncio.sleep(0.1)
 
 
 async def verified(data: Path, sessions: int) -> None:

@@ -1,4 +1,4 @@
-"""Twenty kills; `make soak` does two hundred."""
+"""The gateway is killed while agents work: 20 times, or 200 times in `make soak`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import pytest
 
 from tests.crash.storm import storm
 
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.mark.full]
 
-@pytest.mark.parametrize(("durability", "kills"), [("process", 15), ("disk", 5)])
-async def test_nothing_that_an_agent_received_is_lost(durability: str, kills: int) -> None:
-    print(await storm(kills, durability=durability, seed=kills))
+
+@pytest.mark.real
+@pytest.mark.promise(5)
+@pytest.mark.parametrize(("durability", "kills"), [("process", 150), ("disk", 50)])
+async def test_nothing_that_an_agent_received_is_lost(durability: str, kills: int, storm_scale: float) -> None:
+    print(await storm(round(kills * storm_scale), durability=durability, seed=kills))

@@ -22,8 +22,9 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
 
+from tests.needs import uses
+from tests.speed import scaled
 from tools import base_image
 
 ROOT = Path(__file__).parents[2]
@@ -40,15 +41,12 @@ RUN set -- /tmp/pip-*.whl && python3 "$1/pip" install --quiet --break-system-pac
 """
 
 
-def need_docker() -> None:
-    """Skip where Docker or its base image is missing; in CI that is a failure."""
-    if reason := base_image.missing_docker():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-
-
+@uses("docker")
 def docker(*words: str | Path, check: bool = True, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
     command = ["docker", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=scaled(timeout), check=False
+    )
     assert not check or done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done
 
@@ -70,7 +68,7 @@ def wheels() -> Path:
         part = place.with_name(f"{place.name}.{os.getpid()}")
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--python-version", "3.11"]
         for words in (["--no-deps", "-r", files[0], "-r", files[1]], ["--no-deps", PIP]):
-            subprocess.run([*pip, "--dest", part, *words], check=True, capture_output=True, timeout=300)
+            subprocess.run([*pip, "--dest", part, *words], check=True, capture_output=True, timeout=scaled(300))
         with suppress(OSError):  # another process was quicker
             part.rename(place)
         shutil.rmtree(part, ignore_errors=True)
@@ -145,7 +143,7 @@ class Container:
         return found[-1]
 
     def until(self, holds: Callable[[], object], seconds: float = 90.0) -> None:
-        end = time.monotonic() + seconds
+        end = time.monotonic() + scaled(seconds)
         while not holds():
             state = inspected(self.name)["State"]
             assert state["Running"] and time.monotonic() < end, f"{state}\n{self.logs()}"
@@ -160,7 +158,8 @@ class Container:
 
     def get(self, path: str) -> Any:
         """What the admin API answers."""
-        asked = httpx.get(self.url() + path, headers={"authorization": f"Bearer {self.key}"}, trust_env=False)
+        key = {"authorization": f"Bearer {self.key}"}
+        asked = httpx.get(self.url() + path, headers=key, trust_env=False, timeout=scaled(5))
         assert asked.status_code == 200, asked.text
         return asked.json()
 

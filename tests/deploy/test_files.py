@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.speed import scaled
 from turngate.config import load
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +31,6 @@ KUBERNETES = [
     for document in yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text())
 ]
 UNIT = DEPLOY / "systemd" / "turngate.service"
-
-
-def tool(name: str) -> str:
-    """A program that may not be on this machine; in CI it has to be."""
-    found = shutil.which(name)
-    if found is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{name} is missing (apt-get install systemd)")
-    return found
 
 
 def flags(command: list[str]) -> dict[str, str]:
@@ -145,17 +137,18 @@ def test_an_engine_that_is_away_does_not_get_the_gateway_killed() -> None:
 # ── systemd ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.needs("systemd-analyze")
 def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
-    analyze = tool("systemd-analyze")
+    analyze = shutil.which("systemd-analyze") or ""
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/turngate/bin/turngate", sys.executable))
-    done = subprocess.run([analyze, "verify", "--man=no", unit], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([analyze, "verify", "--man=no", unit], capture_output=True, text=True, timeout=scaled(30))
     complaints = [
         line for line in done.stderr.splitlines() if UNIT.name in line
     ]  # others are of this machine's own units
     assert (done.returncode, complaints) == (0, []), done.stderr
     rated = [analyze, "security", "--offline=true", "--threshold=15", unit]
-    assert subprocess.run(rated, capture_output=True, timeout=30).returncode == 0
+    assert subprocess.run(rated, capture_output=True, timeout=scaled(30)).returncode == 0
 
 
 def test_the_unit_keeps_the_key_out_of_the_environment() -> None:

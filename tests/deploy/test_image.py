@@ -18,6 +18,9 @@ from tests.cli.test_run import ONCE
 from tests.deploy import kit
 from tests.kit import user
 from tests.sandboxes.kit import need
+from tests.speed import scaled
+
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.full]
 
 MARKED = "5ec2e7-marked-password"
 KEY = "5ec2e7-marked-admin-key"
@@ -33,7 +36,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(scratch: Path) -> str:
-    kit.need_docker()
     return kit.python_image(scratch / "python")
 
 
@@ -64,7 +66,7 @@ def served(image: str, scratch: Path) -> Iterator[kit.Container]:
     script.write_text(json.dumps(["Let me look at main.py.", "Done."]))
     words = [
         *LOCKED,
-        *("--health-interval", "1s"),
+        *("--health-interval", "1s", "--health-timeout", f"{scaled(6):.0f}s"),
         *("--volume", "/data"),
         *("--volume", f"{secret}:/run/secrets/admin_key:ro"),
         *("--volume", f"{script}:/script.json:ro"),
@@ -91,6 +93,7 @@ def test_it_says_what_it_is_and_holds_no_secret_of_its_builder(image: str) -> No
     assert saved.returncode == 0
 
 
+@pytest.mark.needs("bubblewrap")
 def test_agents_are_run_through_it_and_it_keeps_what_they_did_when_it_is_stopped(
     served: kit.Container, tmp_path: Path
 ) -> None:
@@ -129,7 +132,7 @@ def test_agents_are_run_through_it_and_it_keeps_what_they_did_when_it_is_stopped
     assert done.stdout == "ok\n", done.stdout + done.stderr
 
     # Stopped: it ends by itself (137 would say that it was killed), and all of it is there when it is started again.
-    kit.docker("stop", "--time", "20", served.name)
+    kit.docker("stop", "--time", f"{scaled(20):.0f}", served.name)
     assert kit.inspected(served.name)["State"]["ExitCode"] == 0, served.logs()
     kit.docker("start", served.name)
     served.healthy()
@@ -159,8 +162,9 @@ def test_what_is_wrong_is_said_in_a_line(image: str, tmp_path: Path) -> None:
 
 def test_a_gateway_without_its_engine_is_not_healthy_and_answers_all_the_same(image: str) -> None:
     engine = ("--engine", "openai", "--engine-url", "http://127.0.0.1:9/v1", "--model", "m")
-    key = ("--env", f"TURNGATE_ADMIN_KEY={KEY}", "--health-interval", "1s", "--health-retries", "1")
-    with kit.container(image, *LOCKED, *key, command=(*SERVE, *engine), key=KEY) as container:
+    key = ("--env", f"TURNGATE_ADMIN_KEY={KEY}")
+    health = ("--health-interval", "1s", "--health-timeout", f"{scaled(6):.0f}s", "--health-retries", "1")
+    with kit.container(image, *LOCKED, *key, *health, command=(*SERVE, *engine), key=KEY) as container:
         container.until(lambda: any("503" in entry["Output"] for entry in container.checks()))
         assert container.get("/")  # what Kubernetes asks before it kills
         assert container.get("/admin/sessions") is not None
@@ -173,7 +177,7 @@ def test_the_space_is_built_of_what_is_uploaded_and_runs_as_its_user(
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", KEY)
     script = kit.DEPLOY / "space" / "deploy.py"
     command = [sys.executable, script, "someone/gate", "--dry-run", "--stage", space]
-    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=60)
+    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=scaled(60))
     shutil.copytree(kit.wheels(), space / "wheels")
     image = kit.built("turngate-test:space", space, "--build-arg", f"BASE={python}", "--build-arg", "PIP_NO_INDEX=1")
     assert (kit.inspected(image)["Config"]["User"], kit.inspected(image)["Config"]["Cmd"][0]) == ("1000", "serve")

@@ -11,7 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from aiohttp import web
+
+from tests.speed import scaled
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "space" / "deploy.py"
@@ -105,7 +110,7 @@ async def deployed(*words: str | Path, **env: str) -> tuple[int, str]:
         stderr=asyncio.subprocess.STDOUT,
         env={name: value for name, value in environment.items() if value},
     )
-    printed, _ = await asyncio.wait_for(process.communicate(), 60)
+    printed, _ = await asyncio.wait_for(process.communicate(), scaled(60))
     output = printed.decode()
     assert process.returncode is not None
     assert TOKEN not in output and KEY not in output
@@ -203,7 +208,7 @@ async def test_a_data_folder_in_the_package_is_not_uploaded(tmp_path: Path) -> N
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await asyncio.wait_for(process.communicate(), 30)
+        _, said = await asyncio.wait_for(process.communicate(), scaled(30))
         assert process.returncode == 2 and f"deploy: {planted}: databases, keys and data folders" in said.decode()
         file.unlink()
 

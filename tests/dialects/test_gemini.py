@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
 from turngate.dialects import recorded
 from turngate.dialects.base import Verb, Wire
 from turngate.dialects.gemini import Gemini
@@ -192,11 +193,11 @@ def test_a_long_history_costs_little() -> None:
     body = json.dumps({"contents": [HI, *turns], "tools": TOOLS}, separators=(",", ":")).encode()
     best = float("inf")
     for _ in range(30):
-        begin = time.perf_counter()
+        begin = time.process_time()
         history = gemini.decode(Wire(body)).history
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.process_time() - begin)
     assert len(history.raws) == 201 and len(body) > 230_000
-    assert best < 0.003, f"{best * 1e3:.2f} ms"  # 0.4 ms on an idle core
+    assert best < scaled(0.001), f"{best * 1e3:.2f} ms"  # not a measurement: it takes 0.4 ms of an idle core
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from turngate.dialects import DIALECTS, Dialect, Wire
@@ -172,7 +172,7 @@ def _body(name: str, items: list[Any], style: tuple[int, int, tuple[str, str], b
 
 
 @given(_requests())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_read_as_far_as_it_is_new_it_is_the_same(made: tuple[str, list[bytes]]) -> None:
     name, bodies = made
     known = Known(BY_NAME[name], Frames())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
 from turngate.dialects import recorded
 from turngate.dialects.base import Wire
 from turngate.dialects.messages import Messages
@@ -371,13 +372,13 @@ def test_a_long_history_costs_little() -> None:
         wires += [{"role": "user", "content": [result("output\n" * 200)]}, {"role": "assistant", "content": f"{n}"}]
     body = json.dumps({"model": "m", "max_tokens": 5, "messages": [*wires, HI]}).encode()
     best = min(_timed(lambda: dialect.decode(Wire(body))) for _ in range(20))
-    assert best < 0.003, f"{best * 1000:.2f} ms"  # 0.3 ms on an idle machine
+    assert best < scaled(0.001), f"{best * 1000:.2f} ms"  # not a measurement: it takes 0.3 ms of an idle core
 
 
 def _timed(work: Any) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 # ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
@@ -823,7 +824,7 @@ def test_tools_are_read_once_however_often_messages_refer_to_them() -> None:
     began = time.process_time()
     said = results(found, tools=tools)
     assert said[0].content.count('"t1999"') == 2000
-    assert time.process_time() - began < 2  # not a measurement: it took a minute and more
+    assert time.process_time() - began < scaled(0.5)  # not a measurement: it took a minute and more
 
 
 def test_many_tools_are_read_in_no_time() -> None:
@@ -832,7 +833,7 @@ def test_many_tools_are_read_in_no_time() -> None:
     call = decoded(tools=tools)
     assert call.tools is not None
     assert len(call.tools.decode()) == 20_000
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < scaled(0.5)
 
 
 @pytest.mark.parametrize(

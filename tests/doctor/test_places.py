@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from tests.doctor.kit import found, one
-from tests.sandboxes.kit import MAKE, need
+from tests.sandboxes.kit import MAKE, backends, need
 from turngate.agents import install
 from turngate.config import ServeConfig
 from turngate.doctor import places
 from turngate.sandboxes.base import Backend, SandboxSpec
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def _left(folder: Path) -> list[Path]:
     ]
 
 
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", backends())
 async def test_a_sandbox_is_really_made_and_gone_again(name: str, rooted: Path) -> None:
     need(name)
     finding = await one(ServeConfig(), "sandboxes", sandboxes=(name,))
@@ -39,6 +41,8 @@ async def test_a_sandbox_is_really_made_and_gone_again(name: str, rooted: Path) 
     assert _left(rooted) == []
 
 
+@pytest.mark.needs("bubblewrap")
+@pytest.mark.full
 async def test_a_network_that_nobody_asked_for_is_a_failure(rooted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need("bubblewrap")
 

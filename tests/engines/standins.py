@@ -91,8 +91,8 @@ async def serving(server: StandIn) -> AsyncIterator[StandIn]:
         await runner.cleanup()
 
 
-def streams(*parts: bytes | float, cut: bool = False) -> Answer:
-    """A stream of these writes, with a pause of so many seconds where a number stands. `cut`: drop the connection."""
+def streams(*parts: bytes | float | asyncio.Event, cut: bool = False) -> Answer:
+    """A stream of these writes, with a pause of so many seconds where a number stands, or until an event. `cut`: drop the connection."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -101,6 +101,8 @@ def streams(*parts: bytes | float, cut: bool = False) -> Answer:
         for part in parts:
             if isinstance(part, bytes):
                 await response.write(part)
+            elif isinstance(part, asyncio.Event):
+                await part.wait()
             else:
                 await asyncio.sleep(part)
         if cut:

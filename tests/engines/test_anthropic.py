@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.speed import scaled
 from turngate.engines.anthropic import FEWER_TOKENS, MAX_TOKENS, AnthropicRelay
 from turngate.engines.base import RelayRequest
 from turngate.engines.translate import kept
@@ -445,11 +446,11 @@ async def test_a_stream_that_breaks_off() -> None:
 
 
 async def test_leaving_early_hangs_up() -> None:
-    server = StandIn(streams(named_event(start()), *(named_event(e) for e in text(0, "x")), 30.0))
+    server = StandIn(streams(named_event(start()), *(named_event(e) for e in text(0, "x")), 3600.0))
     async with serving(server), started(make(server.url)) as relay:
         async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
             assert (await anext(chunks)).events
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 # ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from tests.speed import scaled
 from turngate.engines import direct
 from turngate.engines.direct import Connections, CutOff, Malformed, Unreached
 
@@ -46,7 +47,8 @@ async def connected(says: Serve, **settings: Any):
     server = Server(says)
     listening = await asyncio.start_server(server, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    given = {"connect_s": 5.0, "silence_s": 5.0, "keep_s": 5.0, "headers": {"Authorization": "Bearer k"}, **settings}
+    given = {"connect_s": scaled(5), "silence_s": scaled(5), "keep_s": scaled(5), **settings}
+    given.setdefault("headers", {"Authorization": "Bearer k"})
     connections = Connections(f"http://127.0.0.1:{port}/base/", **given)
     try:
         yield server, connections
@@ -70,7 +72,7 @@ def replies(*pieces: bytes, close: bool = False) -> Serve:
 def on(loop: str, story: Coroutine[Any, Any, None]) -> None:
     factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(asyncio.wait_for(story, 20))
+        runner.run(asyncio.wait_for(story, scaled(20)))
 
 
 both = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -174,19 +176,19 @@ def test_a_call_that_is_cancelled_hangs_up(loop: str) -> None:
 def test_silence_counts_from_byte_to_byte(loop: str) -> None:
     async def slow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED)
-        for _n in range(6):
+        for _n in range(10):
             writer.write(b"1\r\nx\r\n")
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(30)
+            await asyncio.sleep(scaled(0.02))
+        await asyncio.sleep(3600)
 
     async def story() -> None:
-        async with connected(slow, silence_s=0.4) as (_, connections):
+        async with connected(slow, silence_s=scaled(0.15)) as (_, connections):
             response = await connections.ask("POST", "/", b"", {})
             got = b""
             with pytest.raises(TimeoutError):
                 while True:
                     got += await response.readany()
-            assert got == b"xxxxxx"
+            assert got == b"x" * 10
             response.close()
 
     on(loop, story())
@@ -207,7 +209,8 @@ def test_a_connection_that_was_idle_for_too_long_or_that_the_server_closed_is_no
                 response = await connections.ask("POST", "/", b"", {})
                 await response.read()
                 response.close()
-                await asyncio.sleep(0.1)
+                while connections._all:
+                    await asyncio.sleep(0.01)
             assert server.connections == 2
 
     on(loop, story())
@@ -228,9 +231,9 @@ def test_what_nobody_fetches_makes_the_engine_wait(loop: str, monkeypatch: pytes
             sent += len(piece)
 
     async def story() -> None:
-        async with connected(floods, silence_s=0.3) as (_, connections):
+        async with connected(floods, silence_s=scaled(0.2)) as (_, connections):
             response = await connections.ask("POST", "/", b"", {})
-            await asyncio.sleep(0.8)  # and that is no silence of the engine's
+            await asyncio.sleep(scaled(0.3))  # and that is no silence of the engine's
             assert sent < total
             assert len(await response.read()) == total
             response.close()

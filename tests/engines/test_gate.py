@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.speed import scaled
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.gate import Gate, GateCall
 from turngate.errors import BadRequest, Conflict, ContextOverflow, EngineTimeout, EngineUnavailable, Gone, NotFound
@@ -32,7 +33,7 @@ async def made(gate: Gate, request: Generate) -> list[Chunk]:
 
 
 async def taken(gate: Gate, **how: Any) -> GateCall:
-    [call] = await asyncio.wait_for(gate.take(**how), 5)
+    [call] = await asyncio.wait_for(gate.take(**how), scaled(5))
     return call
 
 
@@ -204,7 +205,8 @@ async def test_a_failed_call_fails_in_the_way_it_is_said(gate: Gate) -> None:
 
 
 async def test_a_call_that_nobody_answers_fails_in_time_and_may_be_repeated() -> None:
-    gate = Gate(silence_s=0.05)
+    silence_s = scaled(0.05)
+    gate = Gate(silence_s=silence_s)
     with pytest.raises(EngineTimeout, match="no trainer took it") as caught:
         await made(gate, asked())
     assert caught.value.retry_safe and empty(gate)
@@ -212,7 +214,7 @@ async def test_a_call_that_nobody_answers_fails_in_time_and_may_be_repeated() ->
     call = await taken(gate)
     with pytest.raises(EngineTimeout, match="has taken this call and not answered"):
         await agent
-    with pytest.raises(Gone, match=r"nothing was heard of it for 0\.05 s"):
+    with pytest.raises(Gone, match=f"nothing was heard of it for {silence_s:g} s"):
         await call.answer([STOP], [-1])
 
 
@@ -230,7 +232,7 @@ async def test_closing_resolves_every_call_and_ends_every_iteration() -> None:
     while len(other) < 2:
         await asyncio.sleep(0)
     await gate.close()
-    await asyncio.wait_for(consumer, 5)
+    await asyncio.wait_for(consumer, scaled(5))
     for agent in agents:
         with pytest.raises(EngineUnavailable, match="being stopped"):
             await agent
@@ -258,20 +260,20 @@ async def test_a_dead_takers_call_goes_to_the_next_one_and_the_dead_cannot_answe
 
 async def test_a_lease_is_renewed_by_word_and_by_each_piece(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate, lease_s=0.2)
-    for _ in range(3):
-        await asyncio.sleep(0.1)
+    call = await taken(gate, lease_s=scaled(0.1))
+    for _ in range(6):
+        await asyncio.sleep(scaled(0.02))
         gate.renew_of(call.id, call.lease)
-    for _ in range(3):
-        await asyncio.sleep(0.1)
+    for _ in range(6):
+        await asyncio.sleep(scaled(0.02))
         await call.send([4], [-1])
     await call.finish("length")
-    assert len(await agent) == 4
+    assert len(await agent) == 7
 
 
 async def test_a_taker_that_dies_in_the_middle_of_an_answer_fails_the_call(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate, lease_s=0.05)
+    call = await taken(gate, lease_s=scaled(0.05))
     await call.send([4], [-1])
     with pytest.raises(EngineUnavailable, match="gone in the middle"):
         await agent
@@ -321,13 +323,13 @@ async def test_calls_are_taken_and_answered_in_other_threads_and_loops(gate: Gat
     threads = [in_thread(trainer) for _ in range(3)]
     total = 1500
     replies = await asyncio.wait_for(
-        asyncio.gather(*(made(gate, asked([n], request_id=f"{n}")) for n in range(total))), 60
+        asyncio.gather(*(made(gate, asked([n], request_id=f"{n}")) for n in range(total))), scaled(60)
     )
     assert [chunks[0].ids[0] for chunks in replies] == [n % 9 for n in range(total)]
     assert sorted(map(int, seen)) == list(range(total)) and empty(gate)
     await gate.close()
     for thread in threads:
-        await asyncio.to_thread(thread.join, 5)
+        await asyncio.to_thread(thread.join, scaled(5))
         assert not thread.is_alive()
 
 
@@ -347,7 +349,7 @@ async def test_a_gate_is_consumed_before_the_gateway_runs() -> None:
     await gate.start()
     assert (await made(gate, asked()))[0].ids == [STOP]
     await gate.close()
-    await asyncio.to_thread(thread.join, 5)
+    await asyncio.to_thread(thread.join, scaled(5))
     assert answered.is_set() and not thread.is_alive()
 
 
@@ -389,7 +391,7 @@ async def test_a_taker_that_is_cancelled_just_when_it_is_woken_loses_no_call(gat
         agent = asyncio.create_task(made(gate, asked()))
         await asyncio.sleep(0)
         takers[0].cancel()
-        done = await asyncio.wait_for(asyncio.gather(*takers, return_exceptions=True), 5)
+        done = await asyncio.wait_for(asyncio.gather(*takers, return_exceptions=True), scaled(5))
         [call] = [call for found in done if isinstance(found, list) for call in found]
         await call.answer([STOP], [-1])
         await agent
@@ -418,11 +420,11 @@ async def test_an_answer_and_a_hang_up_at_the_same_moment_end_the_call_once(gate
         await asyncio.sleep(draw.random() * 0.0005)
         for agent in agents[::2]:
             agent.cancel()
-        done = await asyncio.wait_for(asyncio.gather(*agents, return_exceptions=True), 10)
+        done = await asyncio.wait_for(asyncio.gather(*agents, return_exceptions=True), scaled(10))
         ended += len(done)
         assert all(isinstance(reply, list | asyncio.CancelledError) for reply in done)
         assert all(isinstance(reply, list) for reply in done[1::2])  # who stayed was answered
     assert ended == 1200 and empty(gate)
     await gate.close()
-    await asyncio.to_thread(thread.join, 5)
+    await asyncio.to_thread(thread.join, scaled(5))
     assert outcomes["answered"] >= 600

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
 from turngate.engines.base import RelayRequest
 from turngate.engines.gemini import GeminiRelay
 from turngate.errors import (
@@ -380,11 +381,11 @@ async def test_a_stream_that_breaks_off() -> None:
 
 
 async def test_leaving_early_hangs_up() -> None:
-    server = StandIn(streams(event(chunk({"text": "x"})), 30.0))
+    server = StandIn(streams(event(chunk({"text": "x"})), 3600.0))
     async with serving(server), started(make(server.url)) as relay:
         async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
             assert (await anext(chunks)).events
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 # ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────

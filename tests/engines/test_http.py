@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
 from turngate.engines import http
 from turngate.engines.http import Client, Events, failure, message_of, paired
 from turngate.errors import (
@@ -77,10 +78,13 @@ async def test_unicode_cut_in_the_middle_of_a_character_over_the_network() -> No
 
 
 async def test_events_that_arrive_together_are_one_batch() -> None:
-    answer = streams(event(1) + event(2) + event(3), 0.05, event(4) + DONE)
-    server = StandIn(answer)
+    read = asyncio.Event()
+    server = StandIn(streams(event(1) + event(2) + event(3), read, event(4) + DONE))
+    batches = []
     async with serving(server), client_of(server) as client, client.post("/", b"{}", {}) as reply:
-        batches = [batch async for batch in reply.events()]
+        async for batch in reply.events():
+            batches.append(batch)
+            read.set()
     assert batches == [[b"1", b"2", b"3"], [b"4"]]
 
 
@@ -92,27 +96,27 @@ async def test_nothing_is_sent_before_the_first_read() -> None:
 
 
 async def test_leaving_early_closes_the_connection() -> None:
-    async with serving(StandIn(streams(event(1), 30.0, DONE))) as server, client_of(server) as client:
+    async with serving(StandIn(streams(event(1), 3600.0, DONE))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             async for _ in reply.events():
                 break
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
         assert client.in_flight == 0
 
 
 async def test_cancelling_the_reader_closes_the_connection() -> None:
-    async with serving(StandIn(streams(30.0, DONE))) as server, client_of(server) as client:
+    async with serving(StandIn(streams(3600.0, DONE))) as server, client_of(server) as client:
         task = asyncio.create_task(read_all(client))
         while not server.bodies:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 async def test_leaving_while_another_task_reads_ends_that_read() -> None:
-    async with serving(StandIn(streams(event(1), 30.0, DONE))) as server, client_of(server) as client:
+    async with serving(StandIn(streams(event(1), 3600.0, DONE))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             batches = reply.events()
             await anext(batches)
@@ -120,10 +124,12 @@ async def test_leaving_while_another_task_reads_ends_that_read() -> None:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineUnavailable):
             await pending
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
-async def test_a_finished_reply_leaves_its_connection_for_the_next() -> None:
+async def test_a_finished_reply_leaves_its_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "DRAIN_S", scaled(0.25))
+    monkeypatch.setattr(http, "KEEPALIVE_S", scaled(2))
     async with serving(StandIn(streams(event(1), DONE))) as server, client_of(server) as client:
         for _ in range(3):
             async with client.post("/", b"{}", {}) as reply:
@@ -135,18 +141,18 @@ async def test_a_finished_reply_leaves_its_connection_for_the_next() -> None:
 
 async def test_a_finished_reply_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "DRAIN_S", 0.02)
-    async with serving(StandIn(streams(event(1), 30.0))) as server, client_of(server) as client:
+    async with serving(StandIn(streams(event(1), 3600.0))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             async for _ in reply.events():
                 reply.finished = True
                 break
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 async def test_the_callers_own_errors_pass_through() -> None:
     """A timeout or a broken pipe on the agent's side is not the engine's."""
     for own in (TimeoutError("mine"), ConnectionResetError("mine"), KeyError("mine")):
-        async with serving(StandIn(streams(event(1), 30.0))) as server, client_of(server) as client:
+        async with serving(StandIn(streams(event(1), 3600.0))) as server, client_of(server) as client:
             with pytest.raises(type(own), match="mine"):
                 async with client.post("/", b"{}", {}) as reply:
                     async for _ in reply.events():
@@ -250,7 +256,7 @@ async def test_a_stream_that_is_cut() -> None:
 
 
 async def test_silence() -> None:
-    answer = streams(event(1), 0.03, event(2), 30.0)
+    answer = streams(event(1), 0.03, event(2), 3600.0)
     async with serving(StandIn(answer)) as server, client_of(server, silence_s=0.15) as client:
         with pytest.raises(EngineTimeout):
             await read_all(client)
@@ -258,7 +264,7 @@ async def test_silence() -> None:
 
 async def test_silence_before_the_first_byte() -> None:
     async def never(request: Any) -> Any:
-        await asyncio.sleep(30)
+        await asyncio.sleep(3600)
 
     async with serving(StandIn(never)) as server, client_of(server, silence_s=0.1) as client:
         with pytest.raises(EngineTimeout):
@@ -266,9 +272,9 @@ async def test_silence_before_the_first_byte() -> None:
 
 
 async def test_keep_alive_comments_break_the_silence() -> None:
-    parts: list[bytes | float] = [b": keep-alive\n\n", 0.08]
-    answer = streams(*(parts * 4), event(1), DONE)
-    async with serving(StandIn(answer)) as server, client_of(server, silence_s=0.2) as client:
+    parts: list[bytes | float] = [b": keep-alive\n\n", scaled(0.025)]
+    answer = streams(*(parts * 8), event(1), DONE)
+    async with serving(StandIn(answer)) as server, client_of(server, silence_s=scaled(0.15)) as client:
         assert await read_all(client) == [b"1"]
 
 

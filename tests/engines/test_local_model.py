@@ -14,6 +14,8 @@ from turngate.engines.local.shape import Rope, read_shape
 from turngate.engines.local.weights import load_into
 from turngate.errors import ConfigError
 
+pytestmark = pytest.mark.needs("torch")
+
 SMALL: dict[str, Any] = {
     "vocab_size": 200,
     "hidden_size": 48,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,11 @@ from turngate.config import ServeConfig
 from turngate.engines.local import LocalEngine, Model
 from turngate.server.app import Gateway
 
+pytestmark = [pytest.mark.needs("smollm2", "torch"), pytest.mark.full, pytest.mark.alone]
+
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    if reason := parts.missing("smollm2"):
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     torch.set_num_threads(2)
     return parts.cache() / "models" / "smollm2-135m"
 

@@ -14,6 +14,8 @@ from turngate.engines.local.graphs import GraphDecoder
 from turngate.engines.local.sampler import Bent, bend, draw, uniform
 from turngate.types import Sampling
 
+pytestmark = pytest.mark.needs("torch")
+
 MANY = 40_000
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
 from turngate.dialects.chat import ChatHistory
 from turngate.engines.base import RelayChunk, RelayRequest
 from turngate.engines.openai import OpenAIRelay
@@ -365,7 +366,7 @@ async def test_errors() -> None:
     with pytest.raises(EngineUnavailable):
         await relayed(streams(event(part({"content": "a"})), 0.02, cut=True))
     with pytest.raises(EngineTimeout):
-        await relayed(streams(event(part({"content": "a"})), 30.0), silence_s=0.1)
+        await relayed(streams(event(part({"content": "a"})), 3600.0), silence_s=0.1)
     with pytest.raises(EngineError, match="unexpected"):
         await relayed(says("not json"), BODY)
     server = StandIn()
@@ -378,11 +379,11 @@ async def test_errors() -> None:
 
 
 async def test_leaving_early_hangs_up() -> None:
-    server = StandIn(streams(event(part({"content": "a"})), 30.0))
+    server = StandIn(streams(event(part({"content": "a"})), 3600.0))
     async with serving(server), relay_of(server) as relay:
         async with relay.relay(RelayRequest(call=call_of(json.dumps(BODY | {"stream": True}).encode()))) as chunks:
             await anext(chunks)
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 async def test_health_and_addresses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
+from turngate.engines import http
 from turngate.engines.base import Engine, Health
 from turngate.engines.pool import Pool
 from turngate.engines.scripted import Scripted, Turn
@@ -75,7 +78,7 @@ async def served_by(pool: Pool, session: str = "", **fields: Any) -> int:
 
 
 async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(scaled(2)):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -89,14 +92,15 @@ async def test_a_session_stays_where_it_is() -> None:
 
 
 async def test_new_sessions_go_where_the_least_is_under_way() -> None:
-    slow, fast = Replica(0, delay_s=0.2), Replica(1)
+    slow, fast = Replica(0, hang=True), Replica(1)
     async with pool_of(slow, fast) as pool:
         busy = asyncio.create_task(served_by(pool, "long"))
-        await asyncio.sleep(0.02)
-        assert slow.in_flight == 1
+        await eventually(lambda: slow.in_flight == 1)
         # more and more sessions live on the other one, but the first has a call in flight
         assert [await served_by(pool, f"s{n}") for n in range(5)] == [1] * 5
-        assert await busy == 0
+        assert slow.in_flight == 1 and len(slow.received) == 1
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
 
 
 async def test_released_sessions_leave_room() -> None:
@@ -263,9 +267,10 @@ async def test_a_replica_that_was_never_there_is_not_waited_for() -> None:
 async def test_checks_of_a_lost_replica_become_rarer() -> None:
     lost = Replica(0)
     lost.ok = False
+    began = time.monotonic()
     async with pool_of(lost, backoff_s=0.01, backoff_max_s=60) as pool:
-        await asyncio.sleep(0.3)
-        assert 2 <= lost.checks <= 8
+        await eventually(lambda: lost.checks >= 7)
+        assert time.monotonic() - began >= 0.3  # 0.06 if they went on as they began
         assert not pool._replicas[0].up
 
 
@@ -282,7 +287,7 @@ async def test_cancelling_before_the_first_chunk_aborts() -> None:
     hung = Replica(0, hang=True)
     async with pool_of(hung) as pool:
         task = asyncio.create_task(served_by(pool, "s"))
-        await asyncio.sleep(0.02)
+        await eventually(lambda: hung.in_flight)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -294,7 +299,7 @@ async def test_leaving_while_another_task_waits_for_a_chunk() -> None:
     async with pool_of(hung) as pool:
         async with pool.generate(ask(session="s")) as chunks:
             pending = asyncio.ensure_future(anext(chunks))
-            await asyncio.sleep(0.01)
+            await eventually(lambda: hung.in_flight)
         assert hung.aborted == 1 and pool._lanes[0].in_flight == 0
         pending.cancel()
 
@@ -311,7 +316,9 @@ async def test_an_empty_pool_is_a_mistake() -> None:
         Pool([])
 
 
-async def test_ranks_are_lanes_of_one_replica() -> None:
+async def test_ranks_are_lanes_of_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "DRAIN_S", scaled(0.25))
+    monkeypatch.setattr(http, "KEEPALIVE_S", scaled(2))
     choice = {"index": 0, "text": "", "logprobs": None, "token_ids": [7, 7], "finish_reason": "stop"}
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 50}]}}
     server = StandIn(streams(event({"choices": [choice]}), DONE), documents)

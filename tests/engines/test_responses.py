@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
 from turngate.engines.base import RelayRequest
 from turngate.engines.responses import ResponsesRelay
 from turngate.errors import (
@@ -413,11 +414,11 @@ async def test_other_errors() -> None:
 
 
 async def test_leaving_early_hangs_up() -> None:
-    server = StandIn(streams(named_event(delta("output_text", "x")), 30.0))
+    server = StandIn(streams(named_event(delta("output_text", "x")), 3600.0))
     async with serving(server), started(make(server.url)) as relay:
         async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
             assert (await anext(chunks)).events
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 # ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.speed import scaled
 from turngate.engines.base import Engine, Generate
 from turngate.engines.scripted import Scripted, Turn, derived_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable, TurngateError
@@ -139,7 +140,8 @@ async def test_aborts_are_counted() -> None:
     assert engine.aborted == 1
     hung = Scripted([Turn(hang=True)])
     task = asyncio.create_task(play(hung))
-    await asyncio.sleep(0.01)
+    while not hung.in_flight:
+        await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -148,8 +150,9 @@ async def test_aborts_are_counted() -> None:
 
 async def test_pace() -> None:
     started = time.perf_counter()
-    await play(Scripted([Turn([1, 2, 3], delay_s=0.03, pace_s=0.02, silent_for=0.02)]))
-    assert 0.09 <= time.perf_counter() - started < 1
+    async with asyncio.timeout(scaled(5)):
+        await play(Scripted([Turn([1, 2, 3], delay_s=0.03, pace_s=0.02, silent_for=0.02)]))
+    assert time.perf_counter() - started >= 0.09
 
 
 async def test_the_prompt_is_echoed_when_asked_for() -> None:

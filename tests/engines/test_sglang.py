@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import scaled
 from turngate.engines.sglang import SGLang
 from turngate.errors import (
     ContextOverflow,
@@ -279,7 +280,7 @@ class Aborting(StandIn):
         if request.path == "/abort_request":
             self.aborted.put_nowait(self.asked["rid"])
             return await says("")(request)
-        return await streams(event(output([5], [[-0.1, 5, None]], 1)), 30.0)(request)
+        return await streams(event(output([5], [[-0.1, 5, None]], 1)), 3600.0)(request)
 
 
 async def test_leaving_early_aborts_and_hangs_up() -> None:
@@ -287,9 +288,9 @@ async def test_leaving_early_aborts_and_hangs_up() -> None:
     async with serving(server), engine_of(server) as engine:
         async with engine.generate(ask(request_id="r")) as chunks:
             await anext(chunks)
-        rid = await asyncio.wait_for(server.aborted.get(), 2)
+        rid = await asyncio.wait_for(server.aborted.get(), scaled(2))
         assert rid == json.loads(server.bodies[0])["rid"]
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 async def test_silence_aborts_too() -> None:
@@ -298,7 +299,7 @@ async def test_silence_aborts_too() -> None:
         with pytest.raises(EngineTimeout):
             async with engine.generate(ask()) as chunks:
                 await collected(chunks)
-        await asyncio.wait_for(server.aborted.get(), 2)
+        await asyncio.wait_for(server.aborted.get(), scaled(2))
 
 
 async def test_a_finished_generation_is_not_aborted() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.speed import scaled
 from turngate.engines.base import Chunk
 from turngate.engines.vllm import VLLM
 from turngate.errors import (
@@ -308,7 +309,7 @@ async def test_busy_and_silent_and_gone() -> None:
         with pytest.raises(EngineBusy):
             async with engine.generate(ask()) as chunks:
                 await collected(chunks)
-    silent = StandIn(streams(event(completion([5], [-0.1])), 30.0))
+    silent = StandIn(streams(event(completion([5], [-0.1])), 3600.0))
     async with serving(silent), engine_of(silent, silence_s=0.1) as engine:
         with pytest.raises(EngineTimeout):
             async with engine.generate(ask()) as chunks:
@@ -322,11 +323,11 @@ async def test_busy_and_silent_and_gone() -> None:
 
 
 async def test_leaving_early_hangs_up_on_the_engine() -> None:
-    server = StandIn(streams(event(completion([5], [-0.1])), 30.0))
+    server = StandIn(streams(event(completion([5], [-0.1])), 3600.0))
     async with serving(server), engine_of(server) as engine:
         async with engine.generate(ask()) as chunks:
             await anext(chunks)
-        await asyncio.wait_for(server.hung_up.wait(), 2)
+        await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 async def test_the_generate_api() -> None:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.speed import scaled
+
 ROOT = Path(__file__).parents[2]
 MODEL = "scripted://demo"
 SAYS = "Four."
@@ -28,7 +30,7 @@ with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode
 pathlib.Path("answer.txt").write_text(answer)
 print(answer, flush=True)
 """
-SLOW = ASK + "time.sleep(600)\n"
+SLOW = ASK + "time.sleep(3600)\n"
 GOOD = "grep -q Four answer.txt"
 BAD = "grep -q Five answer.txt"
 
@@ -38,7 +40,7 @@ sandbox = "local"
 agent = "shell"
 agents = ["shell"]
 running = 8
-most_agent_timeout_s = 700
+most_agent_timeout_s = 36000
 
 [agent_options.shell]
 command = "exec {python} -"
@@ -65,7 +67,7 @@ class Server:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(scaled(30))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -102,7 +104,7 @@ def serving(folder: Path, *, package: Path | None = None, **env: str) -> Iterato
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(scaled(30))
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise

@@ -14,6 +14,7 @@ from tests.exact.agent import World, asgi
 from tests.exact.invariants import check
 from tests.exact.test_rows import SYSTEM, causes, role_list, say, talk, user
 from tests.render.test_template import CHATML, folder_with
+from tests.speed import scaled
 from turngate.engines.base import RelayChunk
 from turngate.engines.scripted import Turn
 from turngate.errors import StoreError
@@ -32,11 +33,9 @@ async def world(tmp_path: Path, renderers: Any):
 
 
 async def until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came true")
+    async with asyncio.timeout(scaled(5)):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("durability", ["process", "disk"])
@@ -47,7 +46,7 @@ async def test_cancelling_and_deleting_at_once_leaves_nothing_for_the_next_sessi
         first = world.agent()
         first.messages = [SYSTEM, user("SECRET of the first session")]
         turn = say(world, "one two three four five")
-        call = asyncio.create_task(first.call(Turn(turn.ids, delay_s=0.3)))
+        call = asyncio.create_task(first.call(Turn(turn.ids, delay_s=3600)))
         await until(lambda: world.engine.in_flight)
         control = world.gateway.control
         await asyncio.gather(control.cancel(first.session_id), control.delete(first.session_id))
@@ -87,7 +86,7 @@ async def test_an_unexpected_fault_of_the_writer_reaches_every_caller(tmp_path: 
             raise OverflowError("int too large")
 
         original, world.gateway.store.commit = world.gateway.store.commit, breaks  # type: ignore[method-assign]
-        replies = await asyncio.wait_for(asyncio.gather(*(agent.call(say(world, "x")) for _ in range(3))), 5)
+        replies = await asyncio.wait_for(asyncio.gather(*(agent.call(say(world, "x")) for _ in range(3))), scaled(5))
         assert {r.status for r in replies} == {503}
         world.gateway.store.commit = original  # type: ignore[method-assign]
         assert agent.session.live_tokens == 0
@@ -128,7 +127,7 @@ def test_a_policy_that_repeats_itself_does_not_stall_the_parser(syntax: Any, tex
     events = parser.feed(text)
     rest, parsed = parser.finish()
     assert "".join(e.text for e in [*events, *rest] if isinstance(e, Delta)) == parsed.message.content
-    assert time.process_time() - began < 2  # not a measurement: the mended ones took half a minute
+    assert time.process_time() - began < scaled(0.5)  # not a measurement: the mended ones took half a minute
 
 
 def test_a_stream_of_white_space_is_not_read_again_and_again() -> None:
@@ -138,9 +137,10 @@ def test_a_stream_of_white_space_is_not_read_again_and_again() -> None:
         parser.feed(" " * 20)
     _, parsed = parser.finish()
     assert len(parsed.message.content) == 800_000
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < scaled(1.5)
 
 
+@pytest.mark.promise(8)
 async def test_many_tool_results_are_read_once(world: World) -> None:
     agent = world.agent()
     calls = [{"id": f"c{n}", "type": "function", "function": {"name": "read", "arguments": "{}"}} for n in range(3000)]
@@ -148,7 +148,7 @@ async def test_many_tool_results_are_read_once(world: World) -> None:
     agent.messages += [{"role": "tool", "tool_call_id": f"c{n}", "content": "x"} for n in range(3000)]
     began = time.process_time()
     assert (await agent.call(say(world, "ok"))).status == 200
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < scaled(1)
 
 
 async def test_the_call_id_says_which_of_two_equal_answers_was_used(world: World) -> None:
@@ -254,6 +254,7 @@ def test_what_a_template_does_to_a_text_the_bridge_does_too(twist: tuple[str, st
         assert renderer.tokenizer.decode(whole[: -len(bridge)]).endswith("y<|im_end|>")
 
 
+@pytest.mark.promise(8)
 def test_a_thousand_new_messages_are_rendered_once(tmp_path: Path) -> None:
     renderer, _ = load(folder_with(tmp_path, CHATML))
     history = [Message("user", "x"), Message("assistant", "y"), *(Message("user", f"w{n}") for n in range(1000))]

@@ -13,6 +13,7 @@ import pytest
 from tests import kit
 from tests.exact.agent import World
 from tests.exact.test_rows import SYSTEM, say, user
+from tests.speed import scaled
 from turngate.engines.base import Chunk, Generate
 
 
@@ -29,13 +30,13 @@ async def test_a_turn_that_is_cancelled_while_its_engine_is_left_is_recorded(tmp
                     yield chunks
                 finally:
                     leaving.set()
-                    await asyncio.sleep(30)
+                    await asyncio.sleep(3600)
 
         world.engine.generate = lingering  # type: ignore[method-assign,assignment]
         agent = world.agent()
         agent.messages = [SYSTEM, user("Say something.")]
         call: asyncio.Task[Any] = asyncio.create_task(agent.call(say(world, "something"), stream=stream))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             await leaving.wait()
             await world.gateway.control.seal(agent.session_id)
             await asyncio.wait([call])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.exact.agent import TOOLS, Agent, Reply, World, respell
 from tests.exact.invariants import check
+from tests.renderer_fixtures import renderer_params
 from turngate.engines.scripted import Turn
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=40)
@@ -151,7 +152,11 @@ async def step(agent: Agent, kind: str, turn: Turn, text: str, draw: random.Rand
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"]
+    "name",
+    renderer_params(
+        ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"],
+        full={"qwen2_5", "llama3_1", "family:qwen3", "family:deepseek-v3"},
+    ),
 )
 def test_random_conversations_stay_exact(name: str, renderers: Any) -> None:
     renderer = renderers(name)

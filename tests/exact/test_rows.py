@@ -11,6 +11,7 @@ import pytest
 from tests.exact.agent import TOOLS, Agent, World
 from tests.exact.invariants import check
 from tests.exact.test_property import follow, turn_of
+from tests.renderer_fixtures import renderer_params
 from turngate.engines.scripted import Turn
 from turngate.trace.roles import roles
 from turngate.trace.sample import samples
@@ -47,7 +48,9 @@ def role_list(agent: Agent) -> list[str]:
     return [found[turn.id] for turn in agent.session.trace.turns()]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "family:deepseek-v3", "builtin"])
+@pytest.mark.parametrize(
+    "name", renderer_params(["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "family:deepseek-v3", "builtin"])
+)
 async def test_forty_turns_with_thinking_and_tools_are_one_row(name: str, renderers: Any, tmp_path: Any) -> None:
     import random
 
@@ -194,6 +197,7 @@ async def test_edited_words_of_the_model_fork_and_are_not_trained(world: World) 
     assert trained == sum(len(t.ids) for t in agent.session.trace.turns())
 
 
+@pytest.mark.promise(3)
 async def test_going_back_to_an_earlier_turn_branches_and_trains_shared_turns_once(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
@@ -207,6 +211,7 @@ async def test_going_back_to_an_earlier_turn_branches_and_trains_shared_turns_on
     assert [s.reason for row in rows for s in row.spans if not s.trained] == ["trained in another row"]
 
 
+@pytest.mark.needs("tokenizers")
 async def test_dropped_thinking_is_a_choice_that_forks_visibly(renderers: Any, tmp_path: Any) -> None:
     renderer = renderers("qwen3")
     async with World.of(tmp_path, renderer) as world:

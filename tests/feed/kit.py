@@ -7,9 +7,25 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.kit import Json, Opened, Running, gateway, say, user
+import pytest
+
+import turngate.feed
+import turngate.trainers.feed
+from tests.kit import Json, Opened, Running, gateway, say, until, user
 from turngate.rollout.client import GatewayClient
 from turngate.store.outcome import Class, Recorded
+
+
+def poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One question waits for as long as the trainer does: a reader that nobody wakes does not find out by asking again."""
+    monkeypatch.setattr(turngate.feed, "LONGEST_WAIT_S", 3600)
+    monkeypatch.setattr(turngate.trainers.feed, "LONGEST_WAIT_S", 3600)
+    monkeypatch.setattr(turngate.trainers.feed, "_WAIT_S", 3600)
+
+
+async def reader_waits(g: Running) -> None:
+    """A reader waits at this gateway for what is to come."""
+    await until(lambda: g.app.events._followers)
 
 
 class Trained(NamedTuple):

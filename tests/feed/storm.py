@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 
 from tests.crash.storm import ADMIN, Server
+from tests.speed import SLOWNESS, scaled, slowness
 from turngate.rollout.client import GatewayClient, Refused, Unreachable
 from turngate.store.outcome import Recorded
 from turngate.trainers.feed import Delivery, Feed, FeedConfig
@@ -53,7 +54,7 @@ class Runner:
         self.url, self.folder = url, folder
 
     async def run(self) -> None:
-        async with GatewayClient(self.url, ADMIN) as self.client, httpx.AsyncClient(timeout=20) as self.http:
+        async with GatewayClient(self.url, ADMIN) as self.client, httpx.AsyncClient(timeout=scaled(20)) as self.http:
             await asyncio.gather(*(self.lane(lane) for lane in range(LANES)))
 
     async def lane(self, lane: int) -> None:
@@ -169,8 +170,11 @@ class Program:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        env = {**os.environ, SLOWNESS: str(slowness())}  # measured once, not at each start
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=env, cwd=Path(__file__).parents[2]
+            )
 
     def kill(self) -> None:
         """Whatever it is doing. One that has ended by itself, and not because it was told to, is a failure."""
@@ -225,7 +229,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                 lines = trained(folder / "trained")
                 check(lines, groups)
                 async with await Feed.open(client, "storm", CONFIG, after=0) as feed:
-                    again = [line(one) for _ in lines if (one := await feed.next(10)) is not None]
+                    again = [line(one) for _ in lines if (one := await feed.next(scaled(10))) is not None]
                 assert again == lines, "the same number says something else than before"
                 # The trainer may have been killed before the last of its commits.
                 committed = (await client.show_feed("storm")).committed
@@ -239,7 +243,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
 
 async def _ready(server: Server) -> None:
     """Over a new connection: on an old one the workers of a front that was killed may still answer for a moment."""
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=scaled(30)) as http:
         await server.ready(http)
 
 
@@ -257,14 +261,15 @@ def check(lines: list[dict[str, Any]], groups: list[int]) -> None:
 
 
 async def _some(path: Path, count: int, limit_s: float = 60) -> None:
-    end = time.monotonic() + limit_s
+    limit = scaled(limit_s)
+    end = time.monotonic() + limit
     while len(trained(path)) < count:
-        assert time.monotonic() < end, f"{len(trained(path))} of {count} groups were trained in {limit_s} s"
+        assert time.monotonic() < end, f"{len(trained(path))} of {count} groups were trained in {limit:.0f} s"
         await asyncio.sleep(0.05)
 
 
 async def _ended(program: Program, limit_s: float = 60) -> None:
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + scaled(limit_s)
     assert program.process is not None
     while program.process.poll() is None:
         assert time.monotonic() < end, program.log.read_text()[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from tests.feed.kit import Trained, training
+from tests.speed import scaled
 from turngate.errors import BadRequest
 from turngate.feed import FeedConfig
 from turngate.rollout.client import Unreachable
@@ -60,7 +62,7 @@ def test_ctrl_c_loses_no_delivery() -> None:
     thread.start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert ready.wait(60)
+        assert ready.wait(scaled(60))
         _interrupted(*serving[0])
     finally:
         signal.signal(signal.SIGINT, before)
@@ -70,29 +72,36 @@ def test_ctrl_c_loses_no_delivery() -> None:
 
 def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
     def rollout(reward: float) -> None:
-        asyncio.run_coroutine_threadsafe(t.rollout(reward), loop).result(60)
+        asyncio.run_coroutine_threadsafe(t.rollout(reward), loop).result(scaled(60))
 
     main = threading.main_thread().ident
     assert main is not None
+
+    def interrupt() -> None:
+        while not t.g.app.events._followers:  # until the question is at the gateway
+            time.sleep(0.01)
+        time.sleep(0.1)
+        signal.pthread_kill(main, signal.SIGINT)
+
     with blocking(t) as feed:
-        threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-        began = time.monotonic()
+        threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
-            feed.next(20)
-        assert time.monotonic() - began < 5
+            feed.next(scaled(20))
+        asked = feed._asked
+        assert asked is not None and not asked.done()  # interrupted while it waited, not at the end of that
         rollout(1.0)
-        time.sleep(0.2)  # it arrives while nobody waits for it
+        concurrent.futures.wait([asked], scaled(20))  # it arrives while nobody waits for it
         rollout(2.0)
-        assert [found.number for found in (feed.next(5), feed.next(5)) if found is not None] == [1, 2]
+        assert [found.number for found in (feed.next(scaled(5)), feed.next(scaled(5))) if found is not None] == [1, 2]
 
 
 async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken_over(t: Trained) -> None:
         with blocking(t) as older, blocking(t):
             with pytest.raises(TakenOver):
-                older.next(5)
+                older.next(scaled(5))
             with pytest.raises(TakenOver):  # and again, rather than hanging on what failed
-                older.next(5)
+                older.next(scaled(5))
 
     async with training() as t:
         await asyncio.to_thread(taken_over, t)
@@ -108,7 +117,7 @@ async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.Monke
 async def test_a_gateway_that_is_waited_for_is_told_and_a_wrong_name_is_nobodys_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_BACK_S", 0.1)
+    monkeypatch.setattr(module, "_BACK_S", scaled(0.1))
 
     def read(url: str, name: str) -> None:
         with BlockingFeed(url, "k", name, PLAIN):

@@ -1,4 +1,4 @@
-"""Gateway, trainer and runner are killed at random moments; every group is trained once all the same."""
+"""The gateway, trainer and runner are killed at random moments, and every group is still trained exactly once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 
 from tests.feed.storm import storm
 
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.mark.full]
 
-@pytest.mark.parametrize(("workers", "kills"), [(1, 9), (2, 8)])
-async def test_each_group_is_trained_once_whoever_is_killed(workers: int, kills: int) -> None:
-    print(await storm(kills, seed=workers, workers=workers))
+
+@pytest.mark.real
+@pytest.mark.parametrize(("workers", "kills"), [(1, 90), (2, 80)])
+async def test_each_group_is_trained_once_whatever_is_killed(workers: int, kills: int, storm_scale: float) -> None:
+    print(await storm(round(kills * storm_scale), seed=workers, workers=workers))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.feed.kit import Trained, training
+from tests.speed import scaled
 from turngate.feed import FeedConfig, WireDelivery, WireRolled, WireRow
 from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import Span
@@ -17,7 +18,7 @@ from turngate.trainers.feed import Damaged, Delivery, Feed, _read
 async def delivered(t: Trained, config: FeedConfig, name: str = "f") -> Delivery:
     """The first delivery of a feed over all that was recorded."""
     async with await Feed.open(t.client, name, config) as feed:
-        found = await feed.next(5)
+        found = await feed.next(scaled(5))
         assert found is not None
         return found
 
@@ -110,7 +111,7 @@ async def test_a_session_that_is_deleted_later_is_told_as_such() -> None:
             first, second = await t.rollout(1.0), await t.rollout(0.0)
             assert (await t.g.admin.delete(f"/admin/sessions/{first}")).is_success  # while its group waits
             third = await t.rollout(0.5)
-            found = await feed.next(5)
+            found = await feed.next(scaled(5))
             assert found is not None and [r.session for r in found.rollouts] == [first, second, third]
             assert found.rollouts[0].excluded == "its session was deleted" and found.rollouts[0].reward == 1.0
             assert [r.advantage for r in found.rollouts[1:]] == pytest.approx([-1.0, 1.0], rel=1e-4)
@@ -118,7 +119,7 @@ async def test_a_session_that_is_deleted_later_is_told_as_such() -> None:
         await t.talk(again)
         await t.g.seal(first)
         async with await Feed.open(t.client, "f", FeedConfig(n=3)) as feed:
-            found = await feed.next(5)
+            found = await feed.next(scaled(5))
             assert found is not None and found.rollouts[0].excluded == "its session was deleted"
 
 

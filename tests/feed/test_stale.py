@@ -9,6 +9,7 @@ import pytest
 
 from tests.feed.kit import Trained, training
 from tests.kit import Gated, gateway, say, until
+from tests.speed import scaled
 from turngate.feed import FeedConfig
 from turngate.rollout.client import GatewayClient
 from turngate.trace.advantage import EPSILON
@@ -40,7 +41,7 @@ async def test_what_is_too_old_is_marked_and_has_no_say() -> None:
             await t.rollout(reward)
         root = 2**0.5 + EPSILON
         async with await Feed.open(t.client, "one", FeedConfig(n=4, max_staleness=1)) as feed:
-            found = await feed.next(5)
+            found = await feed.next(scaled(5))
             assert found is not None and found.version == 2 and found.rollouts[0].session == old
             assert (
                 found.rollouts[0].excluded == "stale: sampled at version 0, which is more than 1 before the present 2"
@@ -49,18 +50,18 @@ async def test_what_is_too_old_is_marked_and_has_no_say() -> None:
             assert [r.advantage for r in found.rollouts[1:]] == pytest.approx([2 / root, -1 / root, -1 / root])
         for name, bound in (("two", 2), ("none", None)):
             async with await Feed.open(t.client, name, FeedConfig(n=4, max_staleness=bound)) as feed:
-                found = await feed.next(5)
+                found = await feed.next(scaled(5))
                 assert found is not None and [r.excluded for r in found.rollouts] == [""] * 4
 
 
 async def test_it_is_judged_anew_each_time() -> None:
     async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, max_staleness=0)) as feed:
         await t.rollout(1.0)
-        found = await feed.next(5)
+        found = await feed.next(scaled(5))
         assert found is not None and found.rollouts[0].excluded == "" and found.version == 0
         await t.g.resume(1)
         async with await Feed.open(t.client, "f", FeedConfig(n=1, max_staleness=0)) as again:
-            later = await again.next(5)
+            later = await again.next(scaled(5))
             assert later is not None and later.number == found.number and later.version == 1
             assert later.rollouts[0].excluded.startswith("stale") and later.rollouts[0].reward == 1.0
 
@@ -75,7 +76,7 @@ async def test_the_oldest_turn_counts() -> None:
         await t.record(session.id, 1.0)
         config = FeedConfig(n=1, max_staleness=4, from_start=True)
         async with await Feed.open(t.client, "f", config) as feed:
-            found = await feed.next(5)
+            found = await feed.next(scaled(5))
             assert found is not None and "sampled at version 0" in found.rollouts[0].excluded
 
 
@@ -136,7 +137,7 @@ async def test_what_is_not_trained_makes_nothing_stale() -> None:
         await t.g.seal(session.id)
         await t.record(session.id, 1.0)
         async with await Feed.open(t.client, "f", FeedConfig(n=1, max_staleness=0, advantage="none")) as feed:
-            found = await feed.next(5)
+            found = await feed.next(scaled(5))
             assert found is not None and found.rollouts[0].excluded == ""
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.feed.kit import Trained
+import pytest
+
+from tests.feed.kit import Trained, poll_without_end, reader_waits
 from tests.kit import until
 from tests.server.test_siblings import Crew, crew
+from tests.speed import scaled
 from turngate.feed import FeedConfig
 from turngate.rollout.client import GatewayClient
 from turngate.store.outcome import Recorded
@@ -32,10 +35,11 @@ async def test_groups_that_several_workers_complete_at_once_are_numbered_once() 
             GatewayClient(g.root, g.app.admin_key) as client,
             await Feed.open(client, "f", FeedConfig(n=N, advantage="none")) as feed,
         ):
-            waiting = asyncio.create_task(feed.next(20))  # at worker 1, which nobody wakes for what worker 0 writes
+            # At worker 1, which nobody wakes for what worker 0 writes.
+            waiting = asyncio.create_task(feed.next(scaled(20)))
             work = [rollout(workers, n % 2, f"g{n // N}") for n in range(3 * N)]
             await asyncio.gather(*work)
-            found = [await waiting, await feed.next(5), await feed.next(5)]
+            found = [await waiting, await feed.next(scaled(5)), await feed.next(scaled(5))]
             assert [one.number for one in found if one is not None] == [1, 2, 3]
             assert sorted(one.group for one in found if one is not None) == ["g0", "g1", "g2"]
             sessions = [rolled.session for one in found if one is not None for rolled in one.rollouts]
@@ -43,17 +47,18 @@ async def test_groups_that_several_workers_complete_at_once_are_numbered_once() 
             assert await feed.next(0) is None
 
 
-async def test_a_reader_is_told_of_what_another_worker_completes() -> None:
+async def test_a_reader_is_told_of_what_another_worker_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+    poll_without_end(monkeypatch)
     async with crew() as workers:
         g = workers[1]
         async with (
             GatewayClient(g.root, g.app.admin_key) as client,
             await Feed.open(client, "f", FeedConfig(n=1, advantage="none")) as feed,
         ):
-            waiting = asyncio.create_task(feed.next(20))
-            await asyncio.sleep(0.1)
+            waiting = asyncio.create_task(feed.next(3600))
+            await reader_waits(g)
             await rollout(workers, 0, "g")
-            found = await asyncio.wait_for(waiting, 2)
+            found = await asyncio.wait_for(waiting, scaled(5))
             assert found is not None and found.rollouts[0].reward == 0.0
 
 

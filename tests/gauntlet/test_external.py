@@ -28,6 +28,8 @@ from tests.gauntlet import outside
 from tests.gauntlet.test_engine_and_agent import Letters
 from turngate.trace import tree
 
+pytestmark = pytest.mark.process
+
 ROW = {"ids": [1, 2], "mask": [0, 1], "logprobs": [None, -1.0]}
 
 

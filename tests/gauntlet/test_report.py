@@ -70,6 +70,7 @@ def test_the_readme_keeps_all_but_what_is_between_the_marks(tmp_path: Path) -> N
     assert "stale" not in text
 
 
+@pytest.mark.process
 def test_the_page_has_a_json_beside_it(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
     paper.write_page(page, ALL, ABOUT, "turngate")
@@ -79,6 +80,7 @@ def test_the_page_has_a_json_beside_it(tmp_path: Path) -> None:
     assert told["gateways"][0]["costs"][0]["cpu_ms"] == [6, 1]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("options", "told"),
     [

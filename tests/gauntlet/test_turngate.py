@@ -1,4 +1,4 @@
-"""Turngate goes through the Gauntlet in every dialect, with full marks. Marked `real` by name: it needs Qwen3's tokenizer."""
+"""Turngate goes through the Gauntlet in every dialect, with full marks. It needs Qwen3's tokenizer."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from gauntlet.tokens import default_model
 from gauntlet.trial import engine
 from gauntlet.voices import VOICES
 from tests.kit import real_tokenizer
+from tests.speed import scaled
+
+pytestmark = [pytest.mark.needs("tokenizers"), pytest.mark.process, pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = f"{sys.executable} {Path(__file__).with_name('outside.py')}"
@@ -50,6 +53,8 @@ def dropped() -> Result:
 
 
 @pytest.mark.parametrize("dialect", VOICES)
+@pytest.mark.real
+@pytest.mark.promise(1)
 def test_turngate_has_full_marks(result: Result, dialect: str) -> None:
     assert not result.trouble
     rollouts = [rollout for rollout in result.rollouts if rollout.dialect == dialect]
@@ -99,14 +104,15 @@ def by_hand(engine_port: int, data: Path) -> Iterator[str]:
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TURNGATE_ADMIN_KEY": "outside-the-gauntlet"})
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(300):
+        end = time.monotonic() + scaled(30)
+        while True:
             try:
                 urllib.request.urlopen(f"{url}/health").close()
                 break
             except urllib.error.HTTPError:
                 break  # it is there, and says that the engine is not
             except urllib.error.URLError:
-                assert process.poll() is None
+                assert process.poll() is None and time.monotonic() < end
                 time.sleep(0.1)
         yield url
     finally:
@@ -115,9 +121,8 @@ def by_hand(engine_port: int, data: Path) -> Iterator[str]:
 
 
 def gauntlet(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gauntlet", *options], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-m", "gauntlet", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(120), check=False)
 
 
 def test_a_gateway_is_known_by_its_address_alone(tmp_path: Path) -> None:

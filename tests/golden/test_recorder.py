@@ -15,6 +15,7 @@ import pytest
 from tests.agents_real import kit as agents
 from tests.golden import recording
 from tests.golden.recording import Json
+from tests.speed import scaled
 from tools.record_golden import Elided, Heard, Steady, listening
 from turngate.slots import new_secret
 
@@ -150,11 +151,12 @@ def test_calls_are_heard_and_commands_of_the_host_are_not() -> None:
     assert calls == [Heard("POST", "/v1/messages?a=1", [("k", "v")], b"do it", 201, [("x-y", "z")], b"yes")]
 
 
-@pytest.mark.real
+@pytest.mark.needs("agent:pi")
+@pytest.mark.full
 def test_an_agent_that_is_recorded_again_sends_the_same(tmp_path: Path) -> None:
     agents.agent("pi")
     command = [sys.executable, str(ROOT / "tools" / "record_golden.py"), "--to", str(tmp_path), "pi"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "pi.json").read_text())
     now = [e["request"]["body"] for e in recording.unpacked(made["exchanges"])]

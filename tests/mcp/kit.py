@@ -26,6 +26,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from tests.cli.kit import ROOT, Process, process
 from tests.rollout.kit import PRELUDE
+from tests.speed import scaled
 
 Json = Any
 KEY = "a key of the tests, long enough"
@@ -116,7 +117,7 @@ async def at(server: Server, mode: str = "auto", key: str = KEY, **options: Any)
         return
     headers = {"Authorization": f"Bearer {key}"}
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=60, trust_env=False) as http,
+        httpx2.AsyncClient(headers=headers, timeout=scaled(60), trust_env=False) as http,
         Client(streamable_http_client(server.url, http_client=http), mode=mode, **options) as client,
     ):
         yield client
@@ -141,7 +142,7 @@ async def refused(client: Client, tool: str, /, **arguments: Json) -> str:
 
 def asked(program: str, **more: Json) -> dict[str, Json]:
     """Arguments for a rollout whose agent is a Python program."""
-    return {"model_key": MODEL, "instruction": PRELUDE + program, "agent_timeout_s": 60, **more}
+    return {"model_key": MODEL, "instruction": PRELUDE + program, "agent_timeout_s": scaled(60), **more}
 
 
 def until_there(file: Path) -> str:
@@ -160,7 +161,8 @@ async def there(file: Path, seconds: float = 30.0) -> None:
 
 
 def wait_for(file: Path, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
+    limit = scaled(seconds)
+    end = time.monotonic() + limit
     while not file.exists():
-        assert time.monotonic() < end, f"there is still no {file} after {seconds} s"
+        assert time.monotonic() < end, f"there is still no {file} after {limit:.0f} s"
         time.sleep(0.01)

@@ -18,7 +18,10 @@ import pytest
 from tests.cli import kit as cli
 from tests.mcp import kit
 from tests.mcp.kit import KEY, asked, at, called, until_there
+from tests.speed import scaled
 from turngate.mcp.http import MOST_BYTES
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 INITIALIZE = {
     "jsonrpc": "2.0",
@@ -87,7 +90,7 @@ async def test_many_clients_at_once(http: kit.Server) -> None:
 async def test_who_is_let_in(http: kit.Server) -> None:
     good = {"authorization": f"Bearer {KEY}", "accept": "application/json, text/event-stream"}
     port = http.url.split(":")[2].split("/")[0]
-    async with httpx2.AsyncClient(trust_env=False) as client:
+    async with httpx2.AsyncClient(trust_env=False, timeout=scaled(5)) as client:
 
         async def status(**headers: str) -> int:
             sent = {name: value for name, value in {**good, **headers}.items() if value}
@@ -165,7 +168,7 @@ class Raw:
 
     def ended(self) -> int:
         self.lines += self.stdout.read().decode().splitlines()
-        return self.process.wait(20)
+        return self.process.wait(scaled(20))
 
 
 @pytest.fixture
@@ -220,7 +223,7 @@ def test_a_client_that_was_killed_is_no_failure_of_the_server(raw: Raw, stdio: k
     kit.wait_for(stdio.folder / "never.waits")
     raw.stdout.close()
     raw.stdin.close()
-    assert raw.process.wait(20) == 0
+    assert raw.process.wait(scaled(20)) == 0
     assert stdio.alive() == []
     assert "Traceback" not in (stdio.folder / "stderr").read_text()
 

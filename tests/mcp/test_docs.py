@@ -16,7 +16,10 @@ import pytest
 
 from tests.cli.kit import ROOT
 from tests.mcp import kit
+from tests.speed import scaled
 from turngate.service.config import load
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 PAGE = (ROOT / "docs" / "mcp.md").read_text()
 
@@ -45,7 +48,7 @@ def test_the_python_client_over_stdio(stdio: kit.Server) -> None:
         env={**stdio.env, "PATH": path, "HOME": os.environ["HOME"]},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -56,5 +59,5 @@ async def test_the_python_client_over_http(http: kit.Server, monkeypatch: pytest
     monkeypatch.setenv("TURNGATE_MCP_KEY", kit.KEY)
     names: dict[str, Any] = {}
     exec(snippets("python")[1], names)
-    found = await asyncio.wait_for(names["endpoints"](http.url), 20)
+    found = await asyncio.wait_for(names["endpoints"](http.url), scaled(20))
     assert [one["key"] for one in found] == [kit.MODEL, "openai://hosted"]

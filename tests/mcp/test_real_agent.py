@@ -15,40 +15,45 @@ from pathlib import Path
 import pytest
 
 from tests import kit as gateways
-from tests.agents_real.kit import agent, call, says
+from tests.agents_real.kit import agent, agents, call, says
 from tests.mcp import kit
 from tests.mcp.kit import KEY, MODEL, asked
 from tests.mcp.test_tools import ROW
+from tests.speed import scaled
 from turngate.agents.launch import Launch, plan
 from turngate.rollout.playbook import Playbook, Scene
 from turngate.service.tools import TOOLS
+
+pytestmark = pytest.mark.full
 
 PROMPT = "Try the rollouts, please."
 WITHIN_S = 120.0
 
 
-ORDER = asked('open("a.txt", "w").write(ask("Hi"))', test_script="grep -q Hello a.txt")
-ORDER["instruction"] = re.sub(
-    r"\{(\w+)\}", r"{ \1 }", ORDER["instruction"]
-)  # so that it is no placeholder of the playbook's
 ONE: dict[str, object] = {"rollout_id": "{rollout}"}  # that was started
-# Every tool, with what it is called with.
-CALLS: tuple[tuple[str, dict[str, object]], ...] = (
-    ("list_endpoints", {}),
-    ("start_rollout", ORDER),
-    ("finalize_rollout", {**ONE, "wait_s": 40, "logprobs": False}),
-    ("get_state", ONE),
-    ("get_messages", ONE),
-    ("subscribe_events", ONE),
-    ("abort_rollout", ONE),  # which changes nothing about one that has ended
-    ("run_rollout", {**ORDER, "task_id": "at-once", "logprobs": False}),
-    ("run_swe_rollout", {"task": ROW, "model_key": MODEL}),
-    ("list_rollouts", {}),
-)
+
+
+def _calls() -> tuple[tuple[str, dict[str, object]], ...]:
+    """Every tool, with what it is called with."""
+    order = asked('open("a.txt", "w").write(ask("Hi"))', test_script="grep -q Hello a.txt")
+    # So that it is no placeholder of the playbook's.
+    order["instruction"] = re.sub(r"\{(\w+)\}", r"{ \1 }", order["instruction"])
+    return (
+        ("list_endpoints", {}),
+        ("start_rollout", order),
+        ("finalize_rollout", {**ONE, "wait_s": scaled(20), "logprobs": False}),
+        ("get_state", ONE),
+        ("get_messages", ONE),
+        ("subscribe_events", ONE),
+        ("abort_rollout", ONE),  # which changes nothing about one that has ended
+        ("run_rollout", {**order, "task_id": "at-once", "logprobs": False}),
+        ("run_swe_rollout", {"task": ROW, "model_key": MODEL}),
+        ("list_rollouts", {}),
+    )
 
 
 def _scene() -> Scene:
-    steps = [says("", call(f"mcp__turngate__{name}", **arguments)) for name, arguments in CALLS]
+    steps = [says("", call(f"mcp__turngate__{name}", **arguments)) for name, arguments in _calls()]
     return Scene(PROMPT, (*steps, says("All done.")), finds={"rollout": r'"rollout_id":"([^"]+)"'})
 
 
@@ -68,10 +73,11 @@ def _codex(server: kit.Server, home: Path, launch: Launch) -> list[str]:
     """`[mcp_servers.turngate]` in its config.toml."""
     parameters = server.parameters()
     lines = [f"command = {json.dumps(parameters.command)}", f"args = {json.dumps(parameters.args)}"]
-    lines += ["required = true", "startup_timeout_sec = 60"]
+    lines += ["required = true", f"startup_timeout_sec = {scaled(60):.0f}"]
     lines += [f"env.{name} = {json.dumps(value)}" for name, value in server.env.items() if name != "TURNGATE_MCP_KEY"]
     if server.url:
         lines = [f'url = "{server.url}"', 'bearer_token_env_var = "TURNGATE_MCP_KEY"']
+    lines.append(f"tool_timeout_sec = {scaled(60):.0f}")
     file = home / ".codex" / "config.toml"
     file.write_text("\n".join([file.read_text(), "[mcp_servers.turngate]", *lines, ""]))
     tomllib.loads(file.read_text())
@@ -81,7 +87,7 @@ def _codex(server: kit.Server, home: Path, launch: Launch) -> list[str]:
 SET_UP = {"claude-code": _claude, "codex": _codex}
 
 
-@pytest.mark.parametrize("name", SET_UP)
+@pytest.mark.parametrize("name", agents(*SET_UP))
 async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_path: Path) -> None:
     spec, installed = agent(name)
     async with gateways.gateway(Playbook(gateways.renderer(), [_scene()]), max_context=200_000) as gateway:
@@ -102,6 +108,7 @@ async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(file.data)
         own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TURNGATE_MCP_KEY": KEY}
+        own["MCP_TIMEOUT"] = f"{scaled(30) * 1000:.0f}"  # Claude Code's, in milliseconds
         process = await asyncio.create_subprocess_exec(
             *SET_UP[name](server, tmp_path, launch),
             cwd=work,
@@ -110,7 +117,7 @@ async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), WITHIN_S)
+            said, _ = await asyncio.wait_for(process.communicate(), scaled(WITHIN_S))
         finally:
             if process.returncode is None:
                 process.kill()
@@ -121,7 +128,7 @@ async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_
     def told(mark: str) -> list[str]:
         return [text for text in heard if mark in text]
 
-    assert {name for name, _ in CALLS} == set(TOOLS)
+    assert {name for name, _ in _calls()} == set(TOOLS)
     [endpoints] = told('"endpoints":[')
     assert MODEL in endpoints
     results = told('"workdir_files":')

@@ -13,6 +13,8 @@ from tests.mcp import kit
 from tests.mcp.kit import MODEL, asked, at, called, refused, until_there
 from turngate.service.tools import TOOLS
 
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
 ROW = {
     "instance_id": "own__thing-1",
     "repo": "own/thing",
@@ -27,6 +29,7 @@ ROW = {
 }
 
 
+@pytest.mark.real
 async def test_a_rollout_step_by_step(server: kit.Server, folder: Path) -> None:
     gate = folder / "gate"
     async with at(server) as client:

@@ -16,21 +16,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 from playwright.async_api import Locator, Page, async_playwright, expect
 
-from tools import base_image
+from tests.needs import uses
+from tests.speed import scaled
 
 DESK = (1360, 860)
 PHONE = (390, 800)
-WAIT_MS = 15_000  # for a machine that does other things too
 _PLACE = Path(__file__).parents[2] / "docs" / "images"
 
 
-def need_chromium() -> None:
-    """Skips the test where there is none; in CI that is a failure."""
-    if reason := base_image.missing_chromium():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+def wait_ms() -> float:
+    """How long anything on a page is waited for."""
+    return 1000 * scaled(15)
 
 
 class Web:
@@ -64,18 +62,18 @@ class Web:
     async def sees(self, what: str, text: str = "") -> Locator:
         """Waits until it is there."""
         found = self.find(what, text).first
-        await expect(found).to_be_visible(timeout=WAIT_MS)
+        await expect(found).to_be_visible()
         return found
 
     async def misses(self, what: str, text: str = "") -> None:
         """Waits until it is gone."""
-        await expect(self.find(what, text)).to_have_count(0, timeout=WAIT_MS)
+        await expect(self.find(what, text)).to_have_count(0)
 
     async def says(self, what: str, text: str) -> None:
-        await expect(self.page.locator(what).first).to_contain_text(text, timeout=WAIT_MS)
+        await expect(self.page.locator(what).first).to_contain_text(text)
 
     async def says_no_more(self, what: str, text: str) -> None:
-        await expect(self.page.locator(what).first).not_to_contain_text(text, timeout=WAIT_MS)
+        await expect(self.page.locator(what).first).not_to_contain_text(text)
 
     async def press(self, *keys: str) -> None:
         for key in keys:
@@ -103,18 +101,22 @@ class Web:
         await self.page.screenshot(path=place / f"{name}.png", animations="disabled")
 
 
+@uses("chromium")
 @asynccontextmanager
 async def browsing(
     root: str, key: str = "", *, shots: Path, size: tuple[int, int] = DESK, dark: bool = False, **options: Any
 ) -> AsyncIterator[Web]:
     """A window on the page, logged in where a key is given. The test fails if the page complained about anything."""
-    need_chromium()
     async with async_playwright() as playwright:
         # Debian's own; as root it cannot have a sandbox of its own.
-        browser = await playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox"], timeout=wait_ms()
+        )
+        expect.set_options(timeout=wait_ms())
         try:
             view = {"width": size[0], "height": size[1]}
             page = await browser.new_page(viewport=view, color_scheme="dark" if dark else "light", **options)
+            page.set_default_timeout(wait_ms())
             web = Web(page, root, shots)
             if key:
                 await web.login(key)

@@ -7,15 +7,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from playwright.async_api import Route
 
 from tests import page_kit
-from tests.page.browser import browsing, need_chromium
+from tests.page.browser import browsing
+from tests.speed import scaled
 from turngate.store.outcome import Recorded
+
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 
 async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     page_kit.fill(data, 8)
     with page_kit.building(data) as builder:
@@ -59,7 +62,6 @@ async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path:
 
 
 async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     groups = {"close": (1e17, 1e17 + 16), "wide": (-1.7e308, 1.7e308), "small": (0.0, 5e-324)}
     with page_kit.building(data) as builder:
@@ -96,7 +98,6 @@ async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> Non
 
 
 async def test_what_changes_while_somebody_logs_in_is_shown(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     page_kit.fill(data, 20)
     async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
@@ -111,7 +112,7 @@ async def test_what_changes_while_somebody_logs_in_is_shown(tmp_path: Path, shot
 
         async def late(route: Route) -> None:  # after the list, where the page asks for both at once
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), 1)
+                await asyncio.wait_for(changed.wait(), scaled(1))
             await route.fulfill(response=await route.fetch())
 
         await web.page.route("**/page/api/rollouts?*", overtaken)
@@ -121,7 +122,6 @@ async def test_what_changes_while_somebody_logs_in_is_shown(tmp_path: Path, shot
 
 
 async def test_a_lost_connection_is_tried_once_at_a_time(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     page_kit.fill(data, 8)
     async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
@@ -159,7 +159,7 @@ async def test_a_lost_connection_is_tried_once_at_a_time(tmp_path: Path, shots: 
             const { Paced } = await import("/page/js/paced.js");
             const waiting = [];
             const paced = new Paced(() => new Promise(done => waiting.push(done)), 0);
-            const turn = () => new Promise(done => setTimeout(done, 20));
+            const turn = () => new Promise(done => setTimeout(done, 200));
             const counts = [];
             paced.now();
             const steps = [
@@ -188,7 +188,6 @@ async def test_a_lost_connection_is_tried_once_at_a_time(tmp_path: Path, shots: 
 
 
 async def test_two_rollouts_are_called_the_same_only_where_all_was_compared(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     page_kit.fill(data, 8)
     long = "a" * 15_000 + "{}" + "b" * 15_000  # the middle of it is left out at first
@@ -219,7 +218,6 @@ async def test_two_rollouts_are_called_the_same_only_where_all_was_compared(tmp_
 
 
 async def test_small_things(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     blank = "\U000e0041\u3164\u2800\u034f\u180e\uffa0\ufe01"
     page_kit.fill(data, 8)

@@ -7,17 +7,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from tests import page_kit
 from tests.kit import Running
 from tests.page import scenes
-from tests.page.browser import Web, browsing, need_chromium
+from tests.page.browser import Web, browsing
+
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 FIRST = "fix-slug-0"
 
 
 @asynccontextmanager
 async def looking(tmp_path: Path, shots: Path, *, dark: bool = False) -> AsyncIterator[tuple[Running, Web]]:
-    need_chromium()
     data = tmp_path / "data"
     scenes.training(data)
     scenes.worked(data)
@@ -27,6 +30,7 @@ async def looking(tmp_path: Path, shots: Path, *, dark: bool = False) -> AsyncIt
             yield g, web
 
 
+@pytest.mark.real
 async def test_the_evidence_for_every_token(tmp_path: Path, shots: Path) -> None:
     async with looking(tmp_path, shots) as (g, web):
         turns = await g.turns(FIRST)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import page_kit
-from tests.page.browser import browsing, need_chromium
+from tests.page.browser import browsing
+
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 SIGNS = "\x1b[31mred\x07\x00 \u202egnp.exe\u202c \u2066hidden\u2069 \ufeff"
 BROKEN = (
@@ -25,7 +29,6 @@ def evil(data: Path) -> None:
 
 
 async def test_a_hostile_transcript_runs_nothing_and_shows_as_text(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     page_kit.hostile(data)
     evil(data)

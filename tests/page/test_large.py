@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import page_kit
-from tests.page.browser import browsing, need_chromium
+from tests.page.browser import browsing
+
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 ROWS = "document.querySelectorAll('.list-row').length"
 
 
 async def test_ten_thousand_rollouts_scroll_and_filter(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     page_kit.fill(data, 10_000)
     async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
@@ -45,7 +48,6 @@ async def test_ten_thousand_rollouts_scroll_and_filter(tmp_path: Path, shots: Pa
 
 
 async def test_two_hundred_turns_and_a_hundred_thousand_tokens(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     page_kit.long_rollout(data, turns=200, tokens=100_000)
     async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:

@@ -16,10 +16,14 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from playwright.async_api import expect
 
 from tests.kit import calls, tool, user
-from tests.page.browser import WAIT_MS, browsing, need_chromium
+from tests.page.browser import browsing
+from tests.speed import scaled
+
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 Json = Any
 ROOT = Path(__file__).parents[2]
@@ -42,7 +46,7 @@ class Served:
         self.admin = {"authorization": f"Bearer {KEY}"}
 
     async def open(self, **config: Json) -> Json:
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=scaled(5)) as http:
             return (await http.post(f"{self.url}/admin/sessions", json=config, headers=self.admin)).json()
 
     async def say(self, key: str, messages: list[Json]) -> Json:
@@ -82,7 +86,7 @@ async def serving(data: Path, port: int = 0) -> AsyncIterator[Served]:
             env={**os.environ, "TURNGATE_ADMIN_KEY": KEY},
         )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(scaled(30)):
             while not (found := re.search(r"listens on (http://\S+)", log.read_text())):
                 assert child.returncode is None, log.read_text()
                 await asyncio.sleep(0.05)
@@ -94,7 +98,6 @@ async def serving(data: Path, port: int = 0) -> AsyncIterator[Served]:
 
 
 async def test_only_the_admin_key_opens_the_page_and_it_is_kept_nowhere(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     async with serving(tmp_path / "data") as served, browsing(served.url, shots=shots) as web:
         await web.page.goto(served.url)  # people with a browser are led to the page
         await web.page.fill("#key", "not the key")
@@ -118,8 +121,8 @@ async def test_only_the_admin_key_opens_the_page_and_it_is_kept_nowhere(tmp_path
         await web.sees("#key")
 
 
+@pytest.mark.real
 async def test_turns_appear_as_they_happen_and_a_rollout_can_be_cancelled(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     async with serving(tmp_path / "data") as served, browsing(served.url, KEY, shots=shots) as web:
         await web.asks("window.loaded = true")
         opened = await served.open(
@@ -148,13 +151,12 @@ async def test_turns_appear_as_they_happen_and_a_rollout_can_be_cancelled(tmp_pa
         await web.page.click(".actions >> text=Cancel")
         await web.page.click("dialog >> text=Cancel the rollout")
         await web.sees(".view-head .badge", "cancelled")
-        await expect(web.find(".actions button", "Cancel")).to_have_count(0, timeout=WAIT_MS)
-        async with httpx.AsyncClient(trust_env=False, headers=served.admin) as http:
+        await expect(web.find(".actions button", "Cancel")).to_have_count(0)
+        async with httpx.AsyncClient(trust_env=False, timeout=scaled(5), headers=served.admin) as http:
             assert (await http.get(f"{served.url}/admin/sessions/{opened['id']}")).json()["status"] == "cancelled"
 
 
 async def test_a_gateway_that_goes_away_and_comes_back_is_taken_up_again(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     async with serving(tmp_path / "data") as served:
         opened = await served.open(id="kept")
         history = await served.say(opened["api_key"], [user("What is in this folder?")])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from playwright.async_api import expect
 
 from tests import page_kit
 from tests.page import scenes
-from tests.page.browser import PHONE, WAIT_MS, browsing, need_chromium
+from tests.page.browser import PHONE, browsing
+
+pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 
 async def test_nothing_is_too_wide_for_a_phone(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     scenes.training(data, groups=6)
     scenes.worked(data)
@@ -52,12 +54,11 @@ async def test_nothing_is_too_wide_for_a_phone(tmp_path: Path, shots: Path) -> N
 
 
 async def test_everything_can_be_done_with_the_keyboard(tmp_path: Path, shots: Path) -> None:
-    need_chromium()
     data = tmp_path / "data"
     scenes.worked(data)
     async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
         await web.page.goto(f"{g.root}/page/")
-        await expect(web.find("#key")).to_be_focused(timeout=WAIT_MS)
+        await expect(web.find("#key")).to_be_focused()
         await web.page.keyboard.type(g.app.admin_key)
         await web.press("Enter")
         await web.sees(".list-row")

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from tests.cli.kit import ran
-from tests.real.conftest import Model
+from tests.vllm import Model
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.full
 LOOKED_AT = ("engine", "engine call", "log-probabilities", "engine clock", "template", "tokenizer")
 
 

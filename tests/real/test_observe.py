@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.kit import gateway
-from tests.real.conftest import Model
 from tests.sdk_agents import DIALECTS, agent
+from tests.vllm import Model
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.real.conftest import Model
-from tests.real.test_vllm import Gateway, converse, gateway  # noqa: F401
+from tests.real.test_vllm import PAIRS, Gateway, converse, gateway  # noqa: F401
 from tests.verify.kit import tampering, wrong
 from turngate.verdicts import stored_rows
 from turngate.verify import VLLM, Folder, Means, verify
 
-pytestmark = pytest.mark.real
 
-
-def test_vllm_agrees_with_what_it_sampled(model: Model, gateway: Gateway, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("gateway", PAIRS, indirect=True)
+def test_vllm_agrees_with_what_it_sampled(gateway: Gateway) -> None:  # noqa: F811
+    model, data = gateway.model, gateway.data
     session, client = gateway.open()
     converse(client, model.name, 6)
-    with Folder(tmp_path) as folder, stored_rows(tmp_path) as rows:
+    with Folder(data) as folder, stored_rows(data) as rows:
         means = Means(rows=rows, scorer=VLLM(model.url, model.name))
         found = verify(folder, session, means)
         assert found.ok and not found.notes, found
         assert found.replay is not None and found.replay.turns == 6 and found.replay.largest < 2e-3
         gateway.http.post(f"/admin/sessions/{session}/seal")
-        with tampering(tmp_path, session) as t:
+        with tampering(data, session) as t:
             turn = t.row(t.of_kind("sampled")[2])
             scores = np.frombuffer(turn.logprobs or b"", np.float32).copy()
             scores[1] -= 0.1

@@ -20,9 +20,9 @@ import httpx
 import openai
 import pytest
 
-from tests.real.conftest import Model, free_port
+from tests.speed import scaled
+from tests.vllm import Model, Servers, free_port
 
-pytestmark = pytest.mark.real
 ADMIN = "real-admin-key-0123456789"
 TOOLS: list[Any] = [
     {
@@ -37,9 +37,11 @@ TOOLS: list[Any] = [
 
 
 class Gateway:
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {ADMIN}"}, timeout=120)
+    """A gateway before a model, and its data folder."""
+
+    def __init__(self, url: str, model: Model, data: Path) -> None:
+        self.url, self.model, self.data = url, model, data
+        self.http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {ADMIN}"}, timeout=scaled(120))
         self.clients: list[openai.OpenAI] = []
 
     def close(self) -> None:
@@ -49,7 +51,9 @@ class Gateway:
 
     def open(self, **config: Any) -> tuple[str, openai.OpenAI]:
         session = self.http.post("/admin/sessions", json=config).json()
-        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=session["api_key"], max_retries=0, timeout=120)
+        client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=session["api_key"], max_retries=0, timeout=scaled(120)
+        )
         self.clients.append(client)
         return session["id"], client
 
@@ -60,10 +64,28 @@ class Gateway:
         return self.http.get(f"/admin/sessions/{session}/samples").json()["samples"]
 
 
-@pytest.fixture(params=["completions", "generate"])
-def gateway(request: pytest.FixtureRequest, model: Model, tmp_path: Path) -> Iterator[Gateway]:
-    with started(model, request.param, tmp_path) as gateway:
+@pytest.fixture(scope="module")
+def gateway(
+    request: pytest.FixtureRequest, vllm: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gateway]:
+    """One for all tests with the same model and API of vLLM: they only open sessions."""
+    name, api = request.param
+    with started(vllm.get(name), api, tmp_path_factory.mktemp("gateway")) as gateway:
         yield gateway
+
+
+def serving(*pairs: tuple[str, str], tier: pytest.MarkDecorator = pytest.mark.full) -> list[Any]:
+    """Models and APIs for `parametrize`, with the marks of what they need."""
+    return [pytest.param(pair, marks=[pytest.mark.needs("vllm", pair[0]), tier], id="-".join(pair)) for pair in pairs]
+
+
+# The tiny model is the harder one: its ids do not tokenise to themselves again.
+TINY, SMOLLM2 = "tiny-qwen3", "smollm2"
+EVERY = [
+    *serving((TINY, "completions"), (TINY, "generate"), tier=pytest.mark.real),
+    *serving((SMOLLM2, "completions"), (SMOLLM2, "generate")),
+]
+PAIRS = serving((TINY, "generate"), (SMOLLM2, "completions"))
 
 
 @contextmanager
@@ -84,19 +106,21 @@ def started(model: Model, api: str, data: Path) -> Iterator[Gateway]:
     process = subprocess.Popen(argv, env={**os.environ, "TURNGATE_ADMIN_KEY": ADMIN})
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(300):
+        end = time.monotonic() + scaled(30)
+        while True:
             try:
-                httpx.get(f"{url}/health", timeout=5)
+                httpx.get(f"{url}/health", timeout=scaled(5))
                 break
             except httpx.HTTPError:
                 assert process.poll() is None, "the gateway ended"
+                assert time.monotonic() < end, "the gateway does not answer"
                 time.sleep(0.1)
-        gateway = Gateway(url)
+        gateway = Gateway(url, model, data)
         yield gateway
         gateway.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(scaled(20))
 
 
 def converse(client: openai.OpenAI, model: str, turns: int, max_tokens: int = 24) -> list[Any]:
@@ -130,9 +154,11 @@ def converse(client: openai.OpenAI, model: str, turns: int, max_tokens: int = 24
     return messages
 
 
-def test_every_prompt_is_the_one_vllm_saw_and_the_rollout_is_one_row(model: Model, gateway: Gateway) -> None:
+@pytest.mark.promise(1)
+@pytest.mark.parametrize("gateway", EVERY, indirect=True)
+def test_every_prompt_is_the_one_vllm_saw_and_the_rollout_is_one_row(gateway: Gateway) -> None:
     session, client = gateway.open()
-    converse(client, model.name, 8)
+    converse(client, gateway.model.name, 8)
     (row,) = gateway.samples(session)
     assert len(row["spans"]) == 8
     assert all(span["trained"] for span in row["spans"]), row["spans"]
@@ -140,18 +166,29 @@ def test_every_prompt_is_the_one_vllm_saw_and_the_rollout_is_one_row(model: Mode
     assert all((p is not None) == bool(m) for p, m in zip(row["logprobs"], row["mask"], strict=True))
 
 
-def test_vllm_gives_the_recorded_log_probabilities_again(model: Model, gateway: Gateway) -> None:
+@pytest.mark.promise(1)
+@pytest.mark.parametrize("gateway", EVERY, indirect=True)
+def test_vllm_gives_the_recorded_log_probabilities_again(gateway: Gateway) -> None:
     session, client = gateway.open()
-    converse(client, model.name, 4)
+    converse(client, gateway.model.name, 4)
     (row,) = gateway.samples(session)
-    body = {"model": model.name, "prompt": row["ids"], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    scored = httpx.post(f"{model.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["prompt_logprobs"]
+    body = {
+        "model": gateway.model.name,
+        "prompt": row["ids"],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": 0,
+    }
+    scored = httpx.post(f"{gateway.model.url}/v1/completions", json=body, timeout=scaled(120)).json()["choices"][0][
+        "prompt_logprobs"
+    ]
     again = [entry[str(token)]["logprob"] if entry else None for token, entry in zip(row["ids"], scored, strict=True)]
     differences = [abs(a - b) for a, b, m in zip(again, row["logprobs"], row["mask"], strict=True) if m]
     assert max(differences) < 2e-3, max(differences)
 
 
-def test_a_forced_tool_is_called_and_marked(model: Model, gateway: Gateway) -> None:
+@pytest.mark.parametrize("gateway", PAIRS, indirect=True)
+def test_a_forced_tool_is_called_and_marked(gateway: Gateway) -> None:
     session, client = gateway.open()
     schema = {
         "type": "object",
@@ -162,7 +199,11 @@ def test_a_forced_tool_is_called_and_marked(model: Model, gateway: Gateway) -> N
     tools: list[Any] = [{"type": "function", "function": {"name": "read", "parameters": schema}}]
     choice: Any = {"type": "function", "function": {"name": "read"}}
     reply = client.chat.completions.create(
-        model=model.name, messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice=choice, max_tokens=200
+        model=gateway.model.name,
+        messages=[{"role": "user", "content": "x"}],
+        tools=tools,
+        tool_choice=choice,
+        max_tokens=200,
     )
     (call,) = reply.choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments)["path"] in ("a", "b")
@@ -171,28 +212,30 @@ def test_a_forced_tool_is_called_and_marked(model: Model, gateway: Gateway) -> N
     assert gateway.samples(session) == []
 
 
-def test_context_overflow_reads_as_one(model: Model, gateway: Gateway) -> None:
+@pytest.mark.parametrize("gateway", PAIRS, indirect=True)
+def test_context_overflow_reads_as_one(gateway: Gateway) -> None:
     _, client = gateway.open()
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
-            model=model.name, messages=[{"role": "user", "content": "word " * (model.max_context + 50)}]
+            model=gateway.model.name, messages=[{"role": "user", "content": "word " * (gateway.model.max_context + 50)}]
         )
     assert caught.value.code == "context_length_exceeded"
     assert "maximum context length" in str(caught.value)
 
 
-def test_hanging_up_aborts_the_generation(model: Model, gateway: Gateway) -> None:
+@pytest.mark.parametrize("gateway", PAIRS, indirect=True)
+def test_hanging_up_aborts_the_generation(gateway: Gateway) -> None:
     session, client = gateway.open(sampling={"min_tokens": 1500})
     stream = client.chat.completions.create(
-        model=model.name, messages=[{"role": "user", "content": "x"}], max_tokens=1500, stream=True
+        model=gateway.model.name, messages=[{"role": "user", "content": "x"}], max_tokens=1500, stream=True
     )
     next(iter(stream))
     stream.close()
-    end = time.monotonic() + 20
+    end = time.monotonic() + scaled(20)
     while time.monotonic() < end:
         running = [
             line
-            for line in httpx.get(f"{model.url}/metrics").text.splitlines()
+            for line in httpx.get(f"{gateway.model.url}/metrics", timeout=scaled(5)).text.splitlines()
             if line.startswith("vllm:num_requests_running{")
         ]
         if running and float(running[0].rsplit(" ", 1)[1]) == 0:

@@ -202,7 +202,7 @@ SCRIPT: dict[str, str] = {
     "kills everything": PAY + "import signal\nos.kill(-1, signal.SIGKILL)\n",
     "leaves a daemon": REWARD
     + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import time\n"
-    + "        while True:\n            time.sleep(1.5)\n            open(reward, 'w').write('1')\n    os._exit(0)\n",
+    + "        while True:\n            time.sleep(30)\n            open(reward, 'w').write('1')\n    os._exit(0)\n",
     "a link": REWARD + "open('mine', 'w').write('1')\nos.symlink(os.path.abspath('mine'), reward)\n",
     "a second name": REWARD + "open(reward, 'w').write('1')\nos.link(reward, reward + '.kept')\n",
     "a folder": REWARD + "os.mkdir(reward)\n",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import uses
 from tests.tasks.grading import kit
 from turngate.tasks.grading.grade import Ground
 
@@ -23,6 +24,7 @@ def root() -> Iterator[Path]:
 
 
 @pytest.fixture
+@uses("bubblewrap")
 def walled(root: Path) -> Ground:
     """bubblewrap: walls, and no second to lose."""
     return kit.ground("bubblewrap", root)

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.sandboxes.kit import processes
+from tests.sandboxes.kit import backends, processes
+from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.sandboxes.base import Sandbox
 from turngate.tasks import place
@@ -16,6 +17,8 @@ from turngate.tasks.grading import work as work_module
 from turngate.tasks.grading.grade import Ground, Work
 from turngate.tasks.grading.work import take
 from turngate.tasks.task import Solution, Task
+
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
 
 MESS = r"""
 mkdir -p deep/dir
@@ -34,7 +37,7 @@ git init -q . 2>/dev/null; mkdir -p .git/hooks; printf '#!/bin/sh\ntouch /tmp/ev
 async def agent(sandbox: Sandbox, script: str, folder: Path) -> Work:
     """Run as an agent is: in the background, then killed with all it left, then its work is taken."""
     job = await sandbox.start(["/bin/sh", "-c", script])
-    await asyncio.wait_for(job.wait(), 60)
+    await asyncio.wait_for(job.wait(), scaled(60))
     await job.kill()
     return await take(sandbox, folder)
 
@@ -127,7 +130,7 @@ true
 """
 
 
-@pytest.mark.parametrize("sandbox", ["bubblewrap", "docker"])
+@pytest.mark.parametrize("sandbox", backends("bubblewrap", "docker"))
 async def test_neither_tests_nor_reference_can_be_found(sandbox: str, root: Path, tmp_path: Path) -> None:
     """All readable files, all processes and all git objects of an agent's sandbox are searched."""
     ground = kit.ground(sandbox, root)
@@ -144,7 +147,7 @@ async def test_neither_tests_nor_reference_can_be_found(sandbox: str, root: Path
         found = await made.exec(
             ["/bin/sh", "-c", 'word=SENT; eval "$(cat)"'],
             stdin=SEARCH.replace("SENTINEL", '"$word"INEL').encode(),
-            timeout_s=100,
+            timeout_s=scaled(100),
         )
         assert found.stdout == b"", found.stdout.decode()
     finally:

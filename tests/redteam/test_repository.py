@@ -8,8 +8,12 @@ import msgspec
 import pytest
 
 from tests.redteam import attacks
+from tests.sandboxes.kit import backends
+from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading.grade import Grade, Ground
+
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,7 @@ async def test_nor_do_links_and_git(name: str, shop: kit.Task, walled: Ground, t
     assert not Path("/tmp/git-ran-it").exists()
 
 
+@pytest.mark.real
 async def test_honest_work_beside_all_of_it_is_paid(shop: kit.Task, walled: Ground, tmp_path: Path) -> None:
     """Whoever mends the code resolves the task, also where the work has things in it that are set aside."""
     junk = {"tests/test_prices.py": attacks.ALWAYS, "conftest.py": attacks.HOOK, "sitecustomize.py": attacks.RUNTEST}
@@ -147,7 +152,9 @@ async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: Ground
     ours = msgspec.structs.replace(
         task,
         grader=msgspec.structs.replace(
-            kit.SWE, test_cmd=f"if [ -d lib ]; then {look}{kit.PYTEST}; else {kit.PYTEST}; fi"
+            kit.SWE,
+            test_cmd=f"if [ -d lib ]; then {look}{kit.PYTEST}; else {kit.PYTEST}; fi",
+            timeout_s=scaled(60),
         ),
     )
     found = await kit.graded(ours, kit.worked(tmp_path / "a", {**fix, "setup.cfg": cfg}, files), walled)
@@ -157,7 +164,7 @@ async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: Ground
     assert found.notes == ("setup.cfg: what it says to pytest was changed by the work; the task's own is used",)
 
 
-@pytest.mark.parametrize("sandbox", ["docker", "local"])
+@pytest.mark.parametrize("sandbox", backends("docker", "local"))
 async def test_the_same_in_other_sandboxes(sandbox: str, shop: kit.Task, root: Path, tmp_path: Path) -> None:
     ground = kit.ground(sandbox, root)
     found = await kit.graded(shop, kit.worked(tmp_path / "honest", {"shop/prices.py": kit.FIX}), ground)

@@ -8,17 +8,22 @@ import msgspec
 import pytest
 
 from tests.redteam import attacks
-from tests.sandboxes.kit import processes
+from tests.sandboxes.kit import backends, processes
+from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.sandboxes.base import Resources
 from turngate.tasks.grading.grade import Ground
 
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
+
 
 @pytest.fixture(scope="module")
 def prices(tmp_path_factory: pytest.TempPathFactory) -> kit.Task:
-    return kit.scripted(tmp_path_factory.mktemp("prices"), timeout_s=5.0)
+    return kit.scripted(tmp_path_factory.mktemp("prices"), timeout_s=scaled(2))  # some works use it up
 
 
+@pytest.mark.real
+@pytest.mark.promise(6)
 @pytest.mark.parametrize("name", attacks.SCRIPT)
 async def test_cheating_does_not_pay(name: str, prices: kit.Task, walled: Ground, tmp_path: Path) -> None:
     work = kit.worked(tmp_path / "work", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
@@ -62,7 +67,7 @@ async def test_honest_work_is_paid_in_every_form(prices: kit.Task, walled: Groun
         assert (found.kind, found.reward, found.message) == ("graded", 1.0, ""), found.log
 
 
-@pytest.mark.parametrize("sandbox", ["docker", "local"])
+@pytest.mark.parametrize("sandbox", backends("docker", "local"))
 async def test_the_same_in_other_sandboxes(sandbox: str, prices: kit.Task, root: Path, tmp_path: Path) -> None:
     ground = kit.ground(sandbox, root, resources=Resources(pids=64))
     honest = kit.worked(tmp_path / "honest", {"prices.py": kit.FIX}, kit.FOLDER)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from turngate.render import tokenizer
@@ -33,7 +33,7 @@ _ENCODERS = [_encoder(pattern) for pattern in sorted(_BY_LINES)]
 
 @pytest.mark.parametrize("encoder", _ENCODERS, ids=["llama", "qwen"])
 @given(text=some.text(_CHARACTERS, max_size=40))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_line_by_line_is_the_same(encoder: _FastEncoder, text: str) -> None:
     assert encoder.encode(text) == encoder._encoding.encode_ordinary(text)
 

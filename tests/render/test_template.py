@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.renderer_fixtures import renderer_params
 from turngate.errors import ConfigError
 from turngate.render import load
 from turngate.render.certify import CASES
@@ -19,7 +20,7 @@ from turngate.types import Message
 REAL = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3"]
 
 
-@pytest.mark.parametrize("name", [*REAL, "builtin"])
+@pytest.mark.parametrize("name", renderer_params([*REAL, "builtin"]))
 def test_rendering_is_what_transformers_renders(name: str, renderers: Any) -> None:
     transformers = pytest.importorskip("transformers")
     renderer: TemplateRenderer = renderers(name)
@@ -41,7 +42,7 @@ def test_rendering_is_what_transformers_renders(name: str, renderers: Any) -> No
         assert renderer.render(case.messages, case.tools, {}) == ids, case.name
 
 
-@pytest.mark.parametrize("name", [*REAL, "smollm2", "builtin"])
+@pytest.mark.parametrize("name", renderer_params([*REAL, "smollm2", "builtin"]))
 def test_decoding_in_pieces_is_decoding_at_once(name: str, renderers: Any) -> None:
     tokenizer = renderers(name).tokenizer
     for text in probe_corpus(tokenizer.added)[:60]:
@@ -50,12 +51,12 @@ def test_decoding_in_pieces_is_decoding_at_once(name: str, renderers: Any) -> No
         assert "".join(decoder.feed([i]) for i in ids) + decoder.flush() == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "smollm2", "builtin"])
+@pytest.mark.parametrize("name", renderer_params(["qwen3", "qwen2_5", "llama3_1", "smollm2", "builtin"]))
 def test_the_fast_encoder_is_in_use(name: str, renderers: Any) -> None:
     assert renderers(name).tokenizer.fast
 
 
-@pytest.mark.parametrize("name", [*REAL, "smollm2", "builtin", "family:qwen3", "family:deepseek-v3"])
+@pytest.mark.parametrize("name", renderer_params([*REAL, "smollm2", "builtin", "family:qwen3", "family:deepseek-v3"]))
 def test_real_templates_are_certified(name: str, renderers: Any) -> None:
     from turngate.render.certify import certify
 

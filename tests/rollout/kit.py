@@ -18,6 +18,7 @@ from typing import Any
 
 from tests import kit
 from tests.sandboxes import kit as sandboxes
+from tests.speed import scaled
 from turngate.agents.install import Installed
 from turngate.agents.spec import AgentSpec, find, parse
 from turngate.engines.scripted import Script, Turn
@@ -29,7 +30,8 @@ from turngate.sandboxes import folders
 from turngate.sandboxes.base import Backend
 from turngate.tasks.task import Task
 
-# What a small agent needs: `ask` for one call of the model, `http` for anything else. Standard library only.
+# What a small agent needs: `ask` for one call of the model, `http` for anything else. Standard library only. A call that hangs is ended
+# by the rollout's own limit.
 PRELUDE = """\
 import json, os, sys, time, urllib.request, urllib.error
 URL, KEY = os.environ["TURNGATE_BASE_URL"], os.environ["TURNGATE_API_KEY"]
@@ -39,7 +41,7 @@ def http(method, path, body=None, key=KEY, url=URL, **headers):
     headers = {"content-type": "application/json", **({"authorization": "Bearer " + key} if key else {}), **headers}
     request = urllib.request.Request(url + path, data, headers, method=method)
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as reply:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=3600) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -75,7 +77,7 @@ class Stage:
         client: GatewayClient | None = None,
         watch: Callable[[Progress], None] = lambda progress: None,
         task: Task | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         **order: Any,
     ) -> Rollout:
         """One that is about to begin. `program` is Python; or give a `task` and the shell `command` that is to do it."""
@@ -92,7 +94,7 @@ class Stage:
             installed=Installed(),
             backend=sandboxes.MAKE[backend](self.root) if isinstance(backend, str) else backend,
             model="m",
-            timeout_s=timeout_s,
+            timeout_s=timeout_s or scaled(60),
             **{"folder": self.folder, "options": {} if agent else {"command": command}, **order},
         )
         return Rollout(whole, client or self.client, self.wayout, watched)

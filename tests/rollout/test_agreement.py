@@ -12,6 +12,8 @@ from turngate.agents.spec import find
 from turngate.rollout.agreement import differences
 from turngate.trace.session import farewell
 
+pytestmark = pytest.mark.process
+
 PLACE = Path("home/.claude/projects/-work")
 
 

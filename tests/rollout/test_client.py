@@ -9,10 +9,13 @@ import pytest
 from aiohttp import ClientSession, web
 
 from tests.feed.kit import training
+from tests.speed import scaled
 from turngate.errors import ConfigError
 from turngate.feed import FeedConfig
 from turngate.rollout.client import GatewayClient, Unreachable
 from turngate.trainers.feed import Feed
+
+pytestmark = pytest.mark.process
 
 
 class Front:
@@ -73,7 +76,7 @@ async def test_a_trainer_goes_on_when_the_gateway_is_back_behind_its_proxy() -> 
         feed = await Feed.open(client, "train", FeedConfig(n=1))
         await running.rollout(1.0)
         front.instead = [502, 504, 503]
-        delivery = await feed.next(20)
+        delivery = await feed.next(scaled(20))
         assert delivery is not None and delivery.number == 1
         front.instead = [503]
         await feed.commit(1)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.kit import say
+from tests.kit import say, until
 from tests.rollout.kit import PRELUDE, Stage, staged
 from tests.sandboxes import kit as sandboxes
+from tests.speed import paced
 from turngate.engines.scripted import Turn
 from turngate.errors import Boundary
 from turngate.rollout import judge, one
@@ -25,6 +26,8 @@ from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.grading.grade import Grade
 from turngate.tasks.task import Script, Task
 from turngate.trace import session
+
+pytestmark = pytest.mark.process
 
 WRITES = 'ask("Hi")\nopen("answer.txt", "w").write("{answer}")'
 IS_42 = """
@@ -129,14 +132,14 @@ async def test_a_task_without_a_grader_has_no_class_and_no_reward(stage: Stage) 
 
 async def test_what_a_timed_out_agent_did_is_graded(stage: Stage, tmp_path: Path) -> None:
     program = WRITES.format(answer="42") + "\ntime.sleep(600)"
-    outcome = await stage.run(task=asked(tmp_path, program), timeout_s=4.0)
+    outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(1.5))
     assert (outcome.status, outcome.kind, outcome.reward) == ("timed out", "graded", 1.0)
 
 
 async def test_what_a_timed_out_agent_did_is_left_out_by_policy(stage: Stage, tmp_path: Path) -> None:
     program = WRITES.format(answer="42") + "\ntime.sleep(600)"
     task, policy = asked(tmp_path, program), EndPolicy(timed_out="exclude")
-    outcome = await stage.run(task=task, timeout_s=4.0, policy=policy)
+    outcome = await stage.run(task=task, timeout_s=paced(1.5), policy=policy)
     assert (outcome.status, outcome.kind, outcome.reward) == ("timed out", "agent failed", None)
     assert (await stage.gateway.show(outcome.session))["outcome"]["reward"] is None
 
@@ -154,7 +157,7 @@ HANGS_UP = 'ask("Hi")\nif not (child := os.fork()): ask("More")\ntime.sleep(2)\n
 async def test_an_engine_that_goes_silent_is_never_the_agents_zero(tmp_path: Path, program: str) -> None:
     """Also where the agent hangs up and tries again."""
     async with staged([say("Hello."), Turn(hang=True), Turn(hang=True)]) as stage:
-        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=5.0)
+        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(2.5))
     assert (outcome.status, outcome.kind, outcome.reward, outcome.turns) == ("error", "infrastructure fault", None, 1)
     assert outcome.fault is not None and (outcome.fault.boundary, outcome.fault.stage) == ("engine", "agent")
     assert "went silent" in outcome.fault.message
@@ -162,17 +165,18 @@ async def test_an_engine_that_goes_silent_is_never_the_agents_zero(tmp_path: Pat
 
 async def test_a_slow_engine_is_no_excuse(tmp_path: Path) -> None:
     """Its tokens come."""
-    async with staged([say("A long story " * 100, pace_s=0.1)]) as stage:
+    async with staged([say("A long story " * 100, pace_s=paced(0.025))]) as stage:
         call = '{"stream": True, "messages": [{"role": "user", "content": "Hi"}]}'
         program = f'http("POST", "/v1/chat/completions", {call})'
-        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=4.0)
+        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(1.5))
     assert (outcome.status, outcome.fault) == ("timed out", None)
     assert outcome.kind == "agent failed"  # there was no whole turn
 
 
 async def test_a_call_at_the_very_end_is_no_excuse(tmp_path: Path) -> None:
     async with staged([say("Hello."), Turn(hang=True)]) as stage:
-        outcome = await stage.run(task=asked(tmp_path, 'ask("Hi")\ntime.sleep(4)\nask("More")'), timeout_s=6.0)
+        program = f'ask("Hi")\ntime.sleep({paced(1.4)})\nask("More")'
+        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(2))
     assert (outcome.status, outcome.kind, outcome.reward, outcome.fault) == ("timed out", "graded", 0.0, None)
 
 
@@ -240,6 +244,8 @@ async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
 # ── nothing to grade, by the agent's own doing ──────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.needs("docker")
+@pytest.mark.full
 async def test_an_agent_that_ends_its_own_container_gets_no_second_chance(stage: Stage, tmp_path: Path) -> None:
     sandboxes.need("docker")
     task = asked(tmp_path, 'ask("Hi")\nos.kill(-1, 9)')
@@ -250,14 +256,16 @@ async def test_an_agent_that_ends_its_own_container_gets_no_second_chance(stage:
     assert (left_out.kind, left_out.reward) == ("agent failed", None)
 
 
+@pytest.mark.needs("docker")
+@pytest.mark.full
 async def test_a_container_that_somebody_else_ends_is_nobodys_zero(stage: Stage, tmp_path: Path) -> None:
     sandboxes.need("docker")
     task = asked(tmp_path, 'ask("Hi")\ntime.sleep(600)')
-    running = asyncio.create_task(stage.run(task=task, backend="docker"))
+    rollout = stage.rollout(task=task, backend="docker")
+    running = asyncio.create_task(rollout.run())
+    await until(lambda: running.done() or rollout.progress.turns == 1, 60)
     names = ["docker", "ps", "--quiet", "--filter", "label=task=forty-two"]
-    while not (found := subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()):
-        await asyncio.sleep(0.2)
-    await asyncio.sleep(3)
+    found = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()
     subprocess.run(["docker", "kill", *found], capture_output=True, check=True)
     outcome = await running
     assert (outcome.kind, outcome.reward) == ("infrastructure fault", None)
@@ -277,7 +285,7 @@ async def test_the_tasks_variables_reach_the_agent(stage: Stage, tmp_path: Path)
     assert (await stage.run(task=task)).collected.stdout == "said\n"
 
 
-@pytest.mark.parametrize("backend", ["local", "bubblewrap", "docker"])
+@pytest.mark.parametrize("backend", sandboxes.backends())
 async def test_a_sandbox_that_works_is_not_called_broken(stage: Stage, backend: str) -> None:
     """Where a work could not be taken, that alone decides between the agent's zero and nobody's."""
     sandboxes.need(backend)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.kit import say
 from tests.rollout.kit import staged
 from tests.rollout.test_judge import asked
 from tests.server.test_page import entered, told
+
+pytestmark = pytest.mark.process
 
 PROGRAM = """
 ask("Hi")

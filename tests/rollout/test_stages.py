@@ -15,9 +15,10 @@ import msgspec
 import pytest
 
 from tests.cli.test_serve import process, written
-from tests.kit import say, until
+from tests.kit import Gated, say, until
 from tests.rollout.kit import Stage, own_agent, staged
 from tests.sandboxes.kit import processes
+from tests.speed import paced, scaled
 from turngate.engines.scripted import Turn
 from turngate.errors import SandboxError
 from turngate.rollout import one
@@ -28,9 +29,23 @@ from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks.task import Task
 
+pytestmark = pytest.mark.process
+
 ALL = ["sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "done"]
 NAP = f"63{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
 TWO_TURNS = 'first = ask("Hi")\nprint(first, ask("Hi", first, "More?"))\nopen("left.txt", "w").write("done")'
+
+# The same, but after each turn it waits until the rollout was told of it: `told` makes a file in FOLDER.
+TOLD_TURNS = """
+def wait(turns):
+    while not os.path.exists(f"FOLDER/{turns}"): time.sleep(0.02)
+first = ask("Hi"); wait(1)
+print(first, ask("Hi", first, "More?")); wait(2)
+"""
+
+
+def told(folder: Path, progress: Progress) -> None:
+    (folder / str(progress.turns)).touch()
 
 
 @pytest.fixture
@@ -62,9 +77,14 @@ async def test_the_stages_come_in_order_and_each_has_its_time(stage: Stage) -> N
     assert all(seconds >= 0 for seconds in outcome.seconds.values())
 
 
-async def test_progress_counts_turns_as_they_come(stage: Stage) -> None:
+async def test_progress_counts_turns_as_they_come(stage: Stage, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    await stage.run(TWO_TURNS + "\ntime.sleep(0.5)", watch=lambda p: seen.append((p.stage, p.turns, p.sampled_tokens)))
+
+    def watch(progress: Progress) -> None:
+        seen.append((progress.stage, progress.turns, progress.sampled_tokens))
+        told(tmp_path, progress)
+
+    await stage.run(TOLD_TURNS.replace("FOLDER", str(tmp_path)), watch=watch)
     tokens = len(say("Hello.").ids)
     assert ("agent", 1, tokens) in seen
     assert seen[-1] == ("done", 2, tokens + len(say("And more.").ids))
@@ -95,17 +115,21 @@ async def test_an_agent_that_is_killed(stage: Stage) -> None:
 async def test_an_agent_that_runs_out_of_time(stage: Stage) -> None:
     """What it had until then is kept: the trace, its output, its files. Nothing of it runs on."""
     program = 'print(ask("Hi"), flush=True)\nopen("half", "w").write("x")\nos.system("sleep 6301 & sleep 6301")'
-    outcome = await stage.run(program, timeout_s=3)
+    outcome = await stage.run(program, timeout_s=paced(1.5))
     assert (outcome.status, outcome.exit_code, outcome.fault) == ("timed out", None, None)
     assert (outcome.turns, outcome.collected.stdout) == (1, "Hello.\n")
     assert stage.left(outcome, "half") == b"x"
     assert (await stage.gateway.show(outcome.session))["stop"] == "timed out"
 
 
-async def test_an_agent_that_ends_in_the_middle_of_its_call() -> None:
-    async with staged([say("A long story " * 20, delay_s=0.1, pace_s=0.1)]) as stage:
+async def test_an_agent_that_ends_in_the_middle_of_its_call(tmp_path: Path) -> None:
+    async with staged(engine=Gated([say("A long story " * 20)], tokens=3)) as stage:
         call = 'http("POST", "/v1/chat/completions", {"stream": True, "messages": [{"role": "user", "content": "Hi"}]})'
-        outcome = await stage.run(f"if os.fork() == 0: {call}\ntime.sleep(1.5)\nos._exit(4)")
+        wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
+        running = asyncio.create_task(stage.run(f"if os.fork() == 0: {call}\n{wait}\nos._exit(4)"))
+        await until(lambda: running.done() or stage.gateway.gated.waiting, 30)
+        (tmp_path / "go").touch()
+        outcome = await running
         assert (outcome.status, outcome.exit_code) == ("failed", 4)
         assert outcome.roles == {"aborted": 1} and outcome.rows == 0
 
@@ -164,7 +188,7 @@ async def test_a_session_that_is_ended_at_the_gateway_ends_its_agent(verb: str, 
             done.append(stage.gateway.start(getattr(stage.client, verb)(progress.session)))
 
     done: list[Any] = []
-    outcome = await asyncio.wait_for(stage.run('ask("Hi")\ntime.sleep(600)', watch=ended), 30)
+    outcome = await asyncio.wait_for(stage.run('ask("Hi")\ntime.sleep(600)', watch=ended), scaled(30))
     assert (outcome.status, outcome.exit_code, outcome.turns) == ("cancelled", None, 1)
     assert outcome.stop == f"the session was {verb}{'led' if verb == 'cancel' else 'ed'} at the gateway"
 
@@ -367,7 +391,7 @@ async def test_a_server_that_is_no_gateway(stage: Stage) -> None:
         assert fault(await stage.run("", client=client))[2] == f"gateway: {url} is not a turngate gateway"
 
 
-async def test_a_gateway_that_goes_away_for_good(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_that_goes_away_for_good(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rollout ends and says so; its trace is where the gateway left it."""
     monkeypatch.setattr(one, "_BACK_S", 0.5)
 
@@ -378,7 +402,8 @@ async def test_a_gateway_that_goes_away_for_good(stage: Stage, monkeypatch: pyte
             return await super()._ask(method, path, body, **how)
 
     async with Leaving(stage.gateway.root, stage.gateway.app.admin_key) as leaving:
-        outcome = await stage.run(TWO_TURNS, client=leaving)
+        program = TOLD_TURNS.replace("FOLDER", str(tmp_path))
+        outcome = await stage.run(program, client=leaving, watch=lambda progress: told(tmp_path, progress))
     boundary, where, message = fault(outcome)
     assert (boundary, where) == ("gateway", "seal") and "cannot be reached" in message
     assert outcome.turns == 2  # as far as we were told
@@ -463,7 +488,8 @@ async def test_two_rollouts_at_once_do_not_meet() -> None:
 async def test_a_gateway_in_another_process_can_be_started_again_in_the_middle(tmp_path: Path) -> None:
     """Recorded before delivered, and a restarted gateway carries live rollouts on: the agent does not notice."""
     script = written(tmp_path / "script.json", json.dumps(["Hello."]))
-    program = 'first = ask("Hi")\ntime.sleep(1)\nprint(first, ask("Hi", first, "More?"))'
+    wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
+    program = f'first = ask("Hi")\n{wait}\nprint(first, ask("Hi", first, "More?"))'
     async with staged() as stage, AsyncExitStack() as stack:
         first = await asyncio.to_thread(stack.enter_context, process(tmp_path / "data", "--script", script))
         key = (tmp_path / "data" / "admin-key").read_text().strip()
@@ -474,8 +500,9 @@ async def test_a_gateway_in_another_process_can_be_started_again_in_the_middle(t
         await until(lambda: running.done() or rollout.progress.turns == 1, 30)
         first.process.kill()
         first.process.wait()
+        (tmp_path / "go").touch()
         again = process(tmp_path / "data", "--script", script, "--port", first.url.rpartition(":")[2])
         await asyncio.to_thread(stack.enter_context, again)
-        outcome = await asyncio.wait_for(running, 60)
+        outcome = await asyncio.wait_for(running, scaled(60))
         assert (outcome.status, outcome.turns, outcome.rows, outcome.notes) == ("finished", 2, 1, ())
         assert outcome.collected.stdout == "Hello. Hello.\n"

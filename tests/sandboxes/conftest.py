@@ -25,7 +25,7 @@ def root() -> Iterator[Path]:
     assert not left, "sandboxes left folders behind"
 
 
-@pytest.fixture(params=kit.MAKE)
+@pytest.fixture(params=kit.backends())
 def backend(request: pytest.FixtureRequest, root: Path) -> Backend:
     kit.need(request.param)
     return kit.MAKE[request.param](root)

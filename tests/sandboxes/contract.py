@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.speed import paced, scaled
 from turngate.errors import SandboxError, SandboxFileMissing
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 
@@ -37,8 +38,16 @@ async def alive(sandbox: Sandbox, word: str) -> bool:
     return done.exit_code == 0
 
 
+async def begun(sandbox: Sandbox, *words: str) -> None:
+    """Wait until each of these runs."""
+    async with asyncio.timeout(scaled(20)):
+        for word in words:
+            while not await alive(sandbox, word):
+                await asyncio.sleep(0.05)
+
+
 async def ended(sandbox: Sandbox, word: str, within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + scaled(within_s)
     while await alive(sandbox, word):
         if time.monotonic() > deadline:
             return False
@@ -79,7 +88,7 @@ class Contract:
         data = bytes(range(256)) * 5000
         done = await sandbox.exec(["cat"], stdin=data)
         assert done.stdout == data
-        assert (await sandbox.exec(["cat"], timeout_s=20)).stdout == b""
+        assert (await sandbox.exec(["cat"], timeout_s=scaled(20))).stdout == b""
 
     async def test_large_output_comes_whole(self, sandbox: Sandbox) -> None:
         done = await sandbox.exec(["/bin/sh", "-c", "head -c 20000000 /dev/zero; head -c 3000000 /dev/zero >&2"])
@@ -100,34 +109,32 @@ class Contract:
 
     async def test_time_that_runs_out_kills_everything_and_keeps_what_was_printed(self, sandbox: Sandbox) -> None:
         script = "trap '' TERM; echo before; (setsid sleep 3177 &) ; sleep 3178"
-        began = time.monotonic()
-        done = await sandbox.exec(["/bin/sh", "-c", script], timeout_s=1)
+        async with asyncio.timeout(scaled(15)):  # the command itself would take an hour
+            done = await sandbox.exec(["/bin/sh", "-c", script], timeout_s=paced(0.5))
         assert (done.timed_out, done.stdout) == (True, b"before\n")
         assert done.exit_code != 0
-        assert time.monotonic() - began < 15
         assert await ended(sandbox, "sleep 3177")
         assert await ended(sandbox, "sleep 3178")
 
     async def test_a_cancelled_exec_leaves_no_process(self, sandbox: Sandbox) -> None:
         task = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", "sleep 3179"]))
-        while not await alive(sandbox, "sleep 3179"):
-            await asyncio.sleep(0.05)
+        await begun(sandbox, "sleep 3179")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await ended(sandbox, "sleep 3179")
 
     async def test_a_daemon_left_behind_does_not_keep_its_exec_waiting(self, sandbox: Sandbox) -> None:
-        began = time.monotonic()
-        assert await sh(sandbox, "sleep 3180 & echo started") == "started\n"
-        assert time.monotonic() - began < 10
+        async with asyncio.timeout(scaled(10)):  # the daemon runs for an hour
+            assert await sh(sandbox, "sleep 3180 & echo started") == "started\n"
         assert await alive(sandbox, "sleep 3180")
 
     async def test_many_commands_run_at_once(self, sandbox: Sandbox) -> None:
-        began = time.monotonic()
-        printed = await asyncio.gather(*(sh(sandbox, 'sleep 1; echo "$1"', str(n)) for n in range(10)))
+        # Each ends only when all of them run.
+        together = 'n=$1; touch "at-$n"; while set -- at-*; [ $# -lt 10 ]; do sleep 0.2; done; echo "$n"'
+        async with asyncio.timeout(scaled(20)):
+            printed = await asyncio.gather(*(sh(sandbox, together, str(n)) for n in range(10)))
         assert printed == [f"{n}\n" for n in range(10)]
-        assert time.monotonic() - began < 9
 
     # ── background jobs ──
 
@@ -149,22 +156,19 @@ class Contract:
     async def test_a_job_runs_while_others_are_executed(self, sandbox: Sandbox) -> None:
         job = await sandbox.start(["/bin/sh", "-c", "while [ ! -e go ]; do sleep 0.1; done; exit 5"])
         waiting = asyncio.create_task(job.wait())
-        async with asyncio.timeout(20):
-            while not await alive(sandbox, "while [ ! -e go ]"):  # a container takes a moment to begin
-                await asyncio.sleep(0.05)
+        await begun(sandbox, "while [ ! -e go ]")  # a container takes a moment
         assert not waiting.done()
         await sandbox.write("go", b"")
-        assert await asyncio.wait_for(waiting, 20) == 5
+        assert await asyncio.wait_for(waiting, scaled(20)) == 5
 
     async def test_killing_a_job_ends_all_that_it_started(self, sandbox: Sandbox) -> None:
         script = "sleep 3181 & (setsid sleep 3182 &); setsid sh -c 'sleep 3183 & wait' & sleep 3184"
         job = await sandbox.start(["/bin/sh", "-c", script])
-        for word in ("sleep 3181", "sleep 3182", "sleep 3183", "sleep 3184"):
-            while not await alive(sandbox, word):
-                await asyncio.sleep(0.05)
+        words = ("sleep 3181", "sleep 3182", "sleep 3183", "sleep 3184")
+        await begun(sandbox, *words)
         await job.kill()
-        assert await asyncio.wait_for(job.wait(), 20) in (137, 143)
-        for word in ("sleep 3181", "sleep 3182", "sleep 3183", "sleep 3184"):
+        assert await asyncio.wait_for(job.wait(), scaled(20)) in (137, 143)
+        for word in words:
             assert await ended(sandbox, word), word
         await job.kill()
 
@@ -173,8 +177,8 @@ class Contract:
             ["/bin/sh", "-c", "trap 'echo bye >said; exit 3' TERM; touch a; while :; do sleep 0.1; done"]
         )
         stubborn = await sandbox.start(["/bin/sh", "-c", "trap '' TERM; touch b; while :; do sleep 0.1; done"])
-        await sh(sandbox, "while [ ! -e a ] || [ ! -e b ]; do sleep 0.1; done", timeout_s=20)
-        await polite.kill(grace_s=10)
+        await sh(sandbox, "while [ ! -e a ] || [ ! -e b ]; do sleep 0.1; done", timeout_s=scaled(20))
+        await polite.kill(grace_s=scaled(10))
         assert await polite.wait() == 3
         assert await sandbox.read("said") == b"bye\n"
         await stubborn.kill(grace_s=0.3)
@@ -182,14 +186,15 @@ class Contract:
 
     async def test_a_job_that_somebody_else_kills_does_not_report_success(self, sandbox: Sandbox) -> None:
         job = await sandbox.start(["/bin/sh", "-c", "echo $$ >pid; exec sleep 3185"])
-        await sh(sandbox, "while [ ! -s pid ]; do sleep 0.1; done; kill -KILL $(cat pid)", timeout_s=20)
-        assert await asyncio.wait_for(job.wait(), 20) == 137
+        await sh(sandbox, "while [ ! -s pid ]; do sleep 0.1; done; kill -KILL $(cat pid)", timeout_s=scaled(20))
+        assert await asyncio.wait_for(job.wait(), scaled(20)) == 137
 
     async def test_a_cancelled_wait_does_not_disturb_the_job(self, sandbox: Sandbox) -> None:
-        job = await sandbox.start(["/bin/sh", "-c", "sleep 1; exit 6"])
+        job = await sandbox.start(["/bin/sh", "-c", "while [ ! -e go ]; do sleep 0.1; done; exit 6"])
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(job.wait(), 0.1)
-        assert await asyncio.wait_for(job.wait(), 20) == 6
+        await sandbox.write("go", b"")
+        assert await asyncio.wait_for(job.wait(), scaled(20)) == 6
 
     # ── files ──
 
@@ -278,11 +283,11 @@ class Contract:
         sandbox = await backend.create(SandboxSpec())
         job = await sandbox.start(["/bin/sh", "-c", "(setsid sleep 3186 &); sleep 3187"])
         other = asyncio.create_task(sandbox.exec(["sleep", "3188"]))
-        await asyncio.sleep(0.5)
+        await begun(sandbox, "sleep 3186", "sleep 3187", "sleep 3188")
         await sandbox.stop()
         await sandbox.stop()
-        assert await asyncio.wait_for(job.wait(), 20) != 0
-        assert (await asyncio.wait_for(other, 20)).exit_code != 0
+        assert await asyncio.wait_for(job.wait(), scaled(20)) != 0
+        assert (await asyncio.wait_for(other, scaled(20))).exit_code != 0
         await job.kill()
         with pytest.raises(SandboxError):
             await sandbox.exec(["true"])

@@ -17,6 +17,7 @@ BASE, KEY = os.environ["TURNGATE_BASE_URL"], os.environ["TURNGATE_API_KEY"]
 PORT = int(BASE.rpartition(":")[2])
 HOME = os.environ["HOME"]
 GUESSES = json.loads(base64.b64decode(sys.argv[1]))
+WAIT_S, QUIET_S = GUESSES["wait_s"], GUESSES["quiet_s"]  # for an answer, and for another one behind it
 with open(f"{HOME}/.turngate/target") as file:
     TARGET = file.read().strip()
 
@@ -24,9 +25,9 @@ with open(f"{HOME}/.turngate/target") as file:
 def connected(way):
     """A connection to the relay, or past it to the door."""
     if way == "relay":
-        return socket.create_connection(("127.0.0.1", PORT), timeout=10)
+        return socket.create_connection(("127.0.0.1", PORT), timeout=WAIT_S)
     door = socket.socket(socket.AF_UNIX)
-    door.settimeout(10)
+    door.settimeout(WAIT_S)
     door.connect(TARGET[len("unix:") :])
     return door
 
@@ -38,7 +39,7 @@ def raw(data, way="relay"):
         with connected(way) as connection:
             connection.sendall(data)
             while len(answer) < 200_000:
-                connection.settimeout(1 if answer else 10)
+                connection.settimeout(QUIET_S if answer else WAIT_S)
                 piece = connection.recv(65536)
                 if not piece:
                     break

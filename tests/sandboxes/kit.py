@@ -6,12 +6,13 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools import base_image
+from tests.needs import require
+from tests.speed import scaled
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.docker import DockerBackend
@@ -24,17 +25,22 @@ MAKE: dict[str, Callable[[Path], Backend]] = {
     "docker": DockerBackend,
 }
 CLOSED = ("bubblewrap", "docker")  # those with walls
-MISSING: dict[str, Callable[[], str | None]] = {
-    "local": lambda: None,
-    "bubblewrap": cache(base_image.missing_bubblewrap),
-    "docker": cache(base_image.missing_docker),
-}
+
+
+def backends(*names: str) -> list[Any]:
+    """Return backend names for `parametrize`, each with its marks. Without arguments, return all backends."""
+    marks: dict[str, list[pytest.MarkDecorator]] = {
+        "local": [pytest.mark.process],
+        "bubblewrap": [pytest.mark.needs("bubblewrap"), pytest.mark.full],
+        "docker": [pytest.mark.needs("docker"), pytest.mark.full],
+    }
+    return [pytest.param(name, marks=marks[name]) for name in names or MAKE]
 
 
 def need(name: str) -> None:
-    """Skip the test where the part that a backend needs is missing; in CI that is a failure."""
-    if reason := MISSING[name]():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    """Skip the current test if the part that a backend needs is missing; see `require`."""
+    if name != "local":
+        require(name)
 
 
 def processes(text: str) -> list[int]:
@@ -52,7 +58,7 @@ def processes(text: str) -> list[int]:
 
 async def soon(holds: Callable[[], object], within_s: float = 10.0) -> None:
     """Wait until something holds."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + scaled(within_s)
     while not holds():
         assert time.monotonic() < deadline, "that never came to hold"
         await asyncio.sleep(0.02)

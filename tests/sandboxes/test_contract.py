@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.sandboxes import kit
-from tests.sandboxes.contract import Contract, alive
+from tests.sandboxes.contract import Contract, ended
+from tests.speed import scaled
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import BACKENDS
 from turngate.sandboxes import backend as backend_named
 from turngate.sandboxes.base import Backend, SandboxSpec
+
+pytestmark = pytest.mark.process
 
 
 class TestContract(Contract):
@@ -84,13 +87,13 @@ async def test_a_stop_that_is_cancelled_stops_all_the_same(backend: Backend, roo
 
 
 async def test_a_sandbox_ends_by_itself_when_its_life_is_over(backend: Backend) -> None:
-    sandbox = await backend.create(SandboxSpec(life_s=2))
+    sandbox = await backend.create(SandboxSpec(life_s=scaled(1)))
     try:
         job = await sandbox.start(["sleep", "4201"])
-        assert await asyncio.wait_for(job.wait(), 20) == 137
+        assert await asyncio.wait_for(job.wait(), scaled(20)) == 137
         with pytest.raises(SandboxError):
             await sandbox.exec(["true"])
-        assert not kit.processes("sleep\x004201")
+        await kit.soon(lambda: not kit.processes("sleep\x004201"))
     finally:
         await sandbox.stop()
 
@@ -104,9 +107,9 @@ from turngate.sandboxes.base import SandboxSpec
 async def main():
     sandbox = await kit.MAKE[sys.argv[1]](Path(sys.argv[2])).create(SandboxSpec())
     await sandbox.start(["/bin/sh", "-c", "(setsid sleep " + sys.argv[3] + " &); env -i setsid sleep " + sys.argv[3]])
-    await asyncio.sleep(1)
+    await kit.soon(lambda: len(kit.processes("sleep\\0" + sys.argv[3])) >= 2)
     print("ready", flush=True)
-    await asyncio.sleep(600)
+    await asyncio.sleep(3600)
 
 asyncio.run(main())
 """
@@ -154,10 +157,10 @@ async def test_a_fork_bomb_is_killed_with_its_job(backend: Backend) -> None:
     try:
         bomb = "n=0; while [ $n -lt 60 ]; do (setsid sh -c 'while :; do sleep 4305 & sleep 0.2; done' &); n=$((n+1)); done; wait"
         job = await sandbox.start(["/bin/sh", "-c", bomb])
-        await asyncio.sleep(1.5)
+        await kit.soon(lambda: len(kit.processes("sleep\x004305")) >= 100, within_s=20)
         await job.kill(grace_s=0)
         await asyncio.sleep(0.5)
-        assert not await alive(sandbox, "sleep 4305")
+        assert await ended(sandbox, "sleep 4305")
     finally:
         await sandbox.stop()
     assert not kit.processes("sleep\x004305")

@@ -14,10 +14,13 @@ import pytest
 
 from tests.sandboxes import kit
 from tests.sandboxes.contract import sh
+from tests.speed import scaled
 from tools import base_image
 from turngate.errors import SandboxError
 from turngate.sandboxes.base import Resources, Sandbox, SandboxSpec
 from turngate.sandboxes.docker import DEFAULT_IMAGE, DockerBackend
+
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.full]
 
 
 @pytest.fixture
@@ -43,9 +46,10 @@ def test_the_default_image_is_the_one_that_we_make() -> None:
     assert base_image.IMAGE == DEFAULT_IMAGE
 
 
+@pytest.mark.real
 async def test_a_container_has_its_limits_and_labels(backend: DockerBackend) -> None:
-    limits = Resources(cpus=0.5, memory_mb=64, pids=40)
-    async with made(backend, SandboxSpec(resources=limits, labels={"rollout": "r1"}, life_s=77)) as sandbox:
+    limits, life_s = Resources(cpus=0.5, memory_mb=64, pids=40), round(scaled(77))
+    async with made(backend, SandboxSpec(resources=limits, labels={"rollout": "r1"}, life_s=life_s)) as sandbox:
         found = inspect(sandbox)
         host = found["HostConfig"]
         assert (host["NanoCpus"], host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (
@@ -59,10 +63,12 @@ async def test_a_container_has_its_limits_and_labels(backend: DockerBackend) -> 
         labels = found["Config"]["Labels"]
         assert labels["rollout"] == "r1"
         assert {"turngate.sandbox", "turngate.owner", "turngate.created"} <= set(labels)
-        assert found["Config"]["Cmd"] == ["77"]
+        assert found["Config"]["Cmd"] == [str(life_s)]
         greedy = await sandbox.start(["python3", "-c", "x = bytearray(500_000_000)"])
-        assert await asyncio.wait_for(greedy.wait(), 60) == 137
-        forks = await sandbox.exec(["/bin/sh", "-c", "for i in $(seq 100); do sleep 5 & done; wait"], timeout_s=60)
+        assert await asyncio.wait_for(greedy.wait(), scaled(60)) == 137
+        forks = await sandbox.exec(
+            ["/bin/sh", "-c", "for i in $(seq 100); do sleep 5 & done; wait"], timeout_s=scaled(60)
+        )
         assert b"annot fork" in forks.stderr
 
 
@@ -101,6 +107,7 @@ async def test_git_works_in_the_workdir(backend: DockerBackend) -> None:
         )
 
 
+@pytest.mark.real
 async def test_no_secret_is_in_a_command_line_or_in_the_containers_settings(backend: DockerBackend) -> None:
     spec = SandboxSpec(env={"KEY": "secret-of-the-spec"})
     async with made(backend, spec) as sandbox:
@@ -121,9 +128,9 @@ async def test_a_container_that_was_removed_is_noticed(backend: DockerBackend) -
     async with made(backend, SandboxSpec()) as sandbox:
         job = await sandbox.start(["sleep", "6302"])
         await kit.soon(lambda: kit.processes("sleep\x006302"))
-        await asyncio.sleep(0.3)  # and docker's command has noticed, too
+        await asyncio.sleep(scaled(0.1))  # and docker's command has noticed, too
         subprocess.run(["docker", "rm", "-f", sandbox.id], capture_output=True, check=True)
-        assert await asyncio.wait_for(job.wait(), 30) == 137
+        assert await asyncio.wait_for(job.wait(), scaled(30)) == 137
         with pytest.raises(SandboxError):
             await sandbox.exec(["true"])
         with pytest.raises(SandboxError):

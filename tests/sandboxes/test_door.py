@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.sandboxes.upstream import Call, raw, upstream
+from tests.speed import scaled
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes import door
 
@@ -100,7 +101,7 @@ BAD = {
 @pytest.mark.parametrize(("method", "path"), PASS)
 async def test_model_and_tool_calls_pass(method: str, path: str) -> None:
     async with upstream() as gateway, door.opened(gateway.url) as way:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
             reply = await client.request(method, way.target + path, content=b"x" if method == "POST" else None)
         assert reply.status_code == 200
         assert gateway.seen[0].first == f"{method} {path} HTTP/1.1"
@@ -140,7 +141,7 @@ async def test_a_refused_call_does_not_open_the_way_for_the_next() -> None:
 async def test_what_a_server_might_believe_of_a_proxy_is_taken_out() -> None:
     headers = {"x-forwarded-for": "127.0.0.1", "forwarded": "for=x", "x-turngate-session": "other", "x-api-key": "mine"}
     async with upstream() as gateway, door.opened(gateway.url) as way:
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
             await client.post(f"{way.target}/v1/messages", content=b"x", headers=headers)
         seen = gateway.seen[0].headers
         assert seen["x-api-key"] == "mine"
@@ -174,7 +175,10 @@ async def test_a_socket_whose_path_is_too_long_is_told_with_what_to_set() -> Non
 
 
 async def test_a_gateway_that_is_down_is_told_from_one_that_answers() -> None:
-    async with door.opened("http://127.0.0.1:1") as way, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        door.opened("http://127.0.0.1:1") as way,
+        httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client,
+    ):
         reply = await client.post(f"{way.target}/v1/messages", content=b"x")
         assert reply.status_code == 502
         assert "x-turngate" not in reply.headers
@@ -193,7 +197,7 @@ async def test_a_hang_up_passes_the_door() -> None:
         while not gateway.seen:
             await asyncio.sleep(0.01)
         writer.close()
-        await asyncio.wait_for(gone.wait(), 2)
+        await asyncio.wait_for(gone.wait(), scaled(2))
 
 
 async def test_doors_that_open_at_once_leave_the_umask_as_it_was(tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ async def test_a_door_that_nobody_waited_for_makes_the_loop_deaf_to_nobody(folde
             lambda reader=reader: asyncio.StreamReaderProtocol(reader), pipe
         )
         os.write(write_end, b"heard")
-        assert await asyncio.wait_for(reader.read(5), 10) == b"heard"
+        assert await asyncio.wait_for(reader.read(5), scaled(10)) == b"heard"
         os.close(write_end)
         transport.close()
         await asyncio.sleep(0)

@@ -12,10 +12,13 @@ from tests.sandboxes.contract import Contract
 from tests.sandboxes.standins.e2b import KEY, E2BStandIn
 from tests.sandboxes.standins.machine import Fault, serving
 from tests.sandboxes.standins.suite import Remote, RemoteSuite, until
+from tests.speed import paced
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes import shell
 from turngate.sandboxes.base import Backend, Resources, SandboxSpec
 from turngate.sandboxes.e2b import E2BBackend
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ async def test_a_busy_service_is_asked_again_and_makes_one_sandbox(remote: Remot
 async def test_an_account_that_may_not_keep_it_longer(
     remote: Remote, standin: E2BStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with remote.sandbox({"lease_s": 3.0}) as sandbox:
+    async with remote.sandbox({"lease_s": paced(1)}) as sandbox:
         standin.longest_s = 1
         with caplog.at_level(logging.WARNING):
             await until(lambda: "can be kept no longer" in caplog.text)

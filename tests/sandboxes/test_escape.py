@@ -29,12 +29,15 @@ import pytest
 from tests.kit import say
 from tests.rollout.kit import Stage, staged
 from tests.sandboxes import kit
+from tests.speed import scaled
 from turngate.rollout.client import GatewayClient, Opened
 from turngate.rollout.outcome import Outcome
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.task import Task
 
-BACKENDS = ["local", *(pytest.param(name, marks=pytest.mark.real) for name in kit.CLOSED)]
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
+BACKENDS = kit.backends()
 PROGRAM = Path(__file__).with_name("escape.py")
 REPOSITORY = Path(__file__).parents[2]
 OWN, OTHER = "the-agents-own-session", "somebody-elses-session"
@@ -76,7 +79,7 @@ def walled(closed: str) -> Attempt:
     return _attempt(closed)
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.real) for name in kit.CLOSED])
+@pytest.fixture(params=kit.backends(*kit.CLOSED))
 def closed(request: pytest.FixtureRequest) -> str:
     kit.need(request.param)
     return str(request.param)
@@ -124,7 +127,7 @@ async def _attempted(backend: str) -> Attempt:
         said = base64.b64encode(json.dumps(guesses).encode()).decode()
         task = Task(id="escape", instruction="Get out.", files=files)
         outcome = await stage.run(
-            task=task, backend=backend, client=client, command=f"exec python3 escape.py {said}", timeout_s=240
+            task=task, backend=backend, client=client, command=f"exec python3 escape.py {said}", timeout_s=scaled(240)
         )
         watching.cancel()
         assert outcome.status == "finished", (outcome, outcome.collected.stderr)
@@ -161,6 +164,7 @@ def _guesses(
     }
     return {
         "attempts": ["doors", "keyless", "tokens", "files", "secrets", "network"],
+        **_patience(),
         "session": OWN,
         "other": OTHER,
         "other_digest": hashlib.sha256(other_key.encode()).hexdigest(),
@@ -191,6 +195,10 @@ def _guesses(
             *((address, door.getsockname()[1]) for address in _addresses()),
         ],
     }
+
+
+def _patience() -> dict[str, float]:
+    return {"wait_s": scaled(10), "quiet_s": scaled(0.5)}
 
 
 def _addresses() -> list[str]:
@@ -234,6 +242,8 @@ def _status(answer: str) -> int:
 # ── the admin API and other sessions ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.real
+@pytest.mark.promise(7)
 def test_no_way_leads_to_the_admin_api(attempt: Attempt) -> None:
     doors = attempt.told["doors"]
     assert len(doors) > 300
@@ -336,6 +346,8 @@ def test_no_key_is_in_a_command_line(attempt: Attempt) -> None:
 # ── the network ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.real
+@pytest.mark.promise(7)
 def test_the_network_is_closed(walled: Attempt) -> None:
     network = dict(walled.told["network"])
     assert network.pop("interfaces") == "lo"
@@ -414,7 +426,7 @@ def relays():
 print(ask("Hi"), flush=True)
 killed = relays()
 for pid in killed: os.kill(pid, signal.SIGKILL)
-for n in range(200):
+while True:
     try:
         print(ask("Hi", "Hello.", "Again?"), len(killed)); break
     except (OSError, urllib.error.URLError):
@@ -434,7 +446,7 @@ async def test_killing_the_relay_does_not_end_the_rollout(backend: str) -> None:
                 'import glob, signal\n_ours = os.environ["HOME"].encode() + b"/.turngate/relay.py"',
             )
         )
-        outcome = await stage.run(program, backend=backend, timeout_s=60)
+        outcome = await stage.run(program, backend=backend)
         assert (outcome.status, outcome.collected.stdout) == ("finished", "Hello.\nStill here. 1\n")
         assert (outcome.turns, outcome.rows) == (2, 1)
 
@@ -445,16 +457,16 @@ async def test_a_relay_of_the_agents_own_reaches_no_further(closed: str) -> None
         program = """
 import glob, signal
 home = os.environ["HOME"] + "/.turngate/"
-open(home + "relay.py", "w").write("open('/tmp/mine', 'w').write(open('/proc/self/status').read()); import time; time.sleep(60)")
+open(home + "relay.py", "w").write(
+    "import os, time; open('/tmp/new', 'w').write(open('/proc/self/status').read()); os.rename('/tmp/new', '/tmp/mine'); time.sleep(3600)"
+)
 open(home + "target", "w").write("http://127.0.0.1:1/admin")
 for name in glob.glob("/proc/[0-9]*/cmdline"):
     if b"/relay.py" in open(name, "rb").read(): os.kill(int(name.split("/")[2]), signal.SIGKILL)
-for n in range(100):
-    if os.path.exists("/tmp/mine"): break
-    time.sleep(0.1)
+while not os.path.exists("/tmp/mine"): time.sleep(0.1)
 print([line.split()[1] for line in open("/tmp/mine") if line.startswith(("Uid", "CapEff"))])
 """
-        outcome = await stage.run(program, backend=closed, timeout_s=60)
+        outcome = await stage.run(program, backend=closed)
         assert outcome.status == "finished", outcome.collected.stderr
         assert outcome.collected.stdout == "['1000', '0000000000000000']\n"  # as whom the agent runs, too
 
@@ -511,6 +523,7 @@ def test_the_keys_of_turngate_run_are_not_to_be_had_from_inside(backend: str, tm
     keys = {"TURNGATE_ADMIN_KEY": "admin-" + os.urandom(16).hex(), "MY_ENGINE_KEY": "engine-" + os.urandom(16).hex()}
     guesses = {
         "attempts": ["secrets"],
+        **_patience(),
         "session": "x",
         "other": "y",
         "other_digest": "z",
@@ -526,11 +539,10 @@ def test_the_keys_of_turngate_run_are_not_to_be_had_from_inside(backend: str, tm
     command = [
         *(sys.executable, "-m", "turngate", "run", "--agent", "shell", "--sandbox", backend, "--json"),
         *("--task", str(tmp_path / "task"), "--data", str(tmp_path / "data"), "--engine-key-env", "MY_ENGINE_KEY"),
-        *("--set", f"command=exec python3 escape.py {shlex.quote(said)}", "--timeout", "60"),
+        *("--set", f"command=exec python3 escape.py {shlex.quote(said)}", "--timeout", str(scaled(60))),
     ]
-    done = subprocess.run(
-        command, env={**os.environ, **keys}, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
-    )
+    env, limit = {**os.environ, **keys}, scaled(120)
+    done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
     told = json.loads((tmp_path / "data" / "rollouts" / outcome["session"] / "stdout").read_bytes())

@@ -18,6 +18,8 @@ from turngate.errors import SandboxError
 from turngate.sandboxes.base import Backend, SandboxSpec
 from turngate.sandboxes.huggingface import HuggingFaceBackend
 
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
 
 @pytest.fixture
 async def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HuggingFaceStandIn]:

@@ -14,13 +14,14 @@ import pytest
 
 from tests.sandboxes import kit
 from tests.sandboxes.contract import sh
+from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.local import LocalBackend
 
 
-@pytest.fixture(params=kit.CLOSED)
+@pytest.fixture(params=kit.backends(*kit.CLOSED))
 def backend(request: pytest.FixtureRequest, root: Path) -> Backend:
     kit.need(request.param)
     return kit.MAKE[request.param](root)
@@ -54,7 +55,7 @@ for address in (("127.0.0.1", int(sys.argv[1])), ("1.1.1.1", 53), ("172.17.0.1",
         pass
 print([name for _, name in socket.if_nameindex()])
 """
-        done = await sandbox.exec(["python3", "-c", script, str(port)], timeout_s=60)
+        done = await sandbox.exec(["python3", "-c", script, str(port)], timeout_s=scaled(60))
         assert done.stdout.decode().splitlines() == ["['lo']"], done
         host.settimeout(0.1)
         with pytest.raises(TimeoutError):
@@ -75,7 +76,8 @@ async def test_commands_share_one_loopback(sandbox: Sandbox) -> None:
     try:
         assert "200" in await sh(
             sandbox,
-            "curl -s --retry 20 --retry-connrefused --retry-delay 1 -o /dev/null -w '%{http_code}' 127.0.0.1:8123/",
+            "curl -s --retry $1 --retry-connrefused --retry-delay 1 -o /dev/null -w '%{http_code}' 127.0.0.1:8123/",
+            f"{scaled(20):.0f}",
         )
     finally:
         await job.kill()
@@ -127,7 +129,7 @@ async def test_processes_of_the_host_are_out_of_sight(sandbox: Sandbox) -> None:
         try:
             assert "6201" not in await sh(sandbox, "ps axww -o args")
             assert (await sandbox.exec(["/bin/sh", "-c", f"kill -0 {ours.pid}"])).exit_code != 0
-            await sandbox.exec(["/bin/sh", "-c", "kill -9 -1"], timeout_s=20)
+            await sandbox.exec(["/bin/sh", "-c", "kill -9 -1"], timeout_s=scaled(20))
             await asyncio.sleep(0.2)
             assert ours.poll() is None
         finally:
@@ -215,6 +217,8 @@ async def test_mounts_are_read_only_unless_they_are_not(backend: Backend, tmp_pa
         await backend.create(SandboxSpec(mounts=(Mount("/no/such/folder", "/mnt/x"),)))
 
 
+@pytest.mark.needs("bubblewrap")
+@pytest.mark.full
 async def test_a_supervisor_cannot_be_looked_into(root: Path) -> None:
     """It has the agent's own user id."""
     kit.need("bubblewrap")
@@ -236,6 +240,8 @@ async def as_nobody(root: Path) -> AsyncIterator[list[str]]:
     yield ["runuser", "-u", "nobody", "--"]
 
 
+@pytest.mark.needs("bubblewrap")
+@pytest.mark.full
 async def test_bubblewrap_needs_no_root(as_nobody: list[str]) -> None:
     kit.need("bubblewrap")
     script = """
@@ -271,6 +277,7 @@ asyncio.run(main())
 # ── what local does not promise ──
 
 
+@pytest.mark.process
 async def test_local_says_what_it_does_not_enforce(root: Path) -> None:
     backend = LocalBackend(root)
     assert "network" in backend.not_enforced(SandboxSpec())

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.sandboxes import kit
+from tests.speed import scaled
 from turngate.sandboxes import cgroups
 from turngate.sandboxes.base import Backend, Resources, SandboxSpec
+
+pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 LIMITS = Resources(cpus=0.5, memory_mb=100, pids=30)
 ALL = {"cpus", "memory_mb", "pids"}
 
 
-@pytest.fixture(params=["local", "bubblewrap"])
+@pytest.fixture(params=kit.backends("local", "bubblewrap"))
 def backend(request: pytest.FixtureRequest, root: Path) -> Backend:
     kit.need(request.param)
     return kit.MAKE[request.param](root)
@@ -31,15 +34,17 @@ async def test_limits_are_held_where_they_can_be(backend: Backend) -> None:
     before = groups()
     sandbox = await backend.create(SandboxSpec(resources=LIMITS))
     try:
-        greedy = await sandbox.exec(["python3", "-c", "x = bytearray(500_000_000)"], timeout_s=60)
+        greedy = await sandbox.exec(["python3", "-c", "x = bytearray(500_000_000)"], timeout_s=scaled(60))
         assert greedy.exit_code == 137
-        forks = await sandbox.exec(["/bin/sh", "-c", "for i in $(seq 100); do sleep 5 & done; wait"], timeout_s=60)
+        forks = await sandbox.exec(
+            ["/bin/sh", "-c", "for i in $(seq 100); do sleep 5 & done; wait"], timeout_s=scaled(60)
+        )
         assert b"annot fork" in forks.stderr
         full = await sandbox.exec(["true"])  # what the shell left is still sleeping
         assert (full.exit_code, b"cannot fork" in full.stderr) in ((126, True), (0, False))
         await kit.soon(lambda: not kit.processes("sleep\x005\x00"), within_s=20)
         script = "import time; began = time.monotonic(); t = time.process_time\nwhile time.monotonic() - began < 2: pass\nprint(t())"
-        used = float((await sandbox.exec(["python3", "-c", script], timeout_s=60)).stdout)
+        used = float((await sandbox.exec(["python3", "-c", script], timeout_s=scaled(60))).stdout)
         assert used < 1.5
     finally:
         await sandbox.stop()

@@ -25,6 +25,8 @@ async def test_a_working_folder_and_further_ones_are_where_they_are_asked_for(ba
         await sandbox.stop()
 
 
+@pytest.mark.needs("bubblewrap")
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["/", "/usr/x", "/etc", "relative", "/a/../b"])
 async def test_a_folder_that_cannot_be_there_is_named(place: str, root: Path) -> None:
     kit.need("bubblewrap")

@@ -10,16 +10,19 @@ import pytest
 from tests.sandboxes.contract import sh
 from tests.sandboxes.test_relay import node
 from tests.sandboxes.upstream import OK, Call, answer, upstream
+from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes import door
 from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
 from turngate.sandboxes.wayout import FOLDER, connected
 
+pytestmark = pytest.mark.process
+
 # As an agent would: a POST, in the sandbox; prints the status and what comes, as it comes.
 ASK = """
 import sys, urllib.request, urllib.error
 try:
-    reply = urllib.request.urlopen(urllib.request.Request(sys.argv[1], data=b"question"), timeout=30)
+    reply = urllib.request.urlopen(urllib.request.Request(sys.argv[1], data=b"question"), timeout=float(sys.argv[2]))
 except urllib.error.HTTPError as error:
     reply = error
 print(reply.status, reply.read().decode())
@@ -27,7 +30,7 @@ print(reply.status, reply.read().decode())
 
 
 async def ask(sandbox: Sandbox, url: str) -> str:
-    done = await sandbox.exec(["python3", "-c", ASK, url], timeout_s=60)
+    done = await sandbox.exec(["python3", "-c", ASK, url, str(scaled(30))], timeout_s=scaled(60))
     return done.stdout.decode().strip() or done.stderr.decode()[-200:]
 
 
@@ -42,7 +45,7 @@ async def test_a_sandbox_reaches_the_gateway_through_its_door_and_nothing_else(s
     assert sandbox.shared
     async with upstream(stream) as gateway:
         folder = sandbox.shared[0]
-        async with door.opened(gateway.url, folder=folder) as way, connected(sandbox, way, give_up_s=5) as url:
+        async with door.opened(gateway.url, folder=folder) as way, connected(sandbox, way, give_up_s=scaled(5)) as url:
             assert await ask(sandbox, f"{url}/v1/messages") == "200 one two"
             assert (await ask(sandbox, f"{url}/admin/sessions")).startswith("404")
             assert (await ask(sandbox, f"{url}/v1/rollouts/other/chat/completions")).startswith("404")
@@ -60,11 +63,9 @@ async def test_a_killed_relay_comes_back_on_its_port(sandbox: Sandbox) -> None:
         connected(sandbox, way) as url,
     ):
         await sh(sandbox, f"kill -KILL $(pgrep -f {sandbox.home}/{FOLDER}/[r]elay.py)")
-        for _ in range(40):
-            if await ask(sandbox, f"{url}/v1/messages") == "200 still here":
-                return
-            await asyncio.sleep(0.25)
-        raise AssertionError("the relay has not come back")
+        async with asyncio.timeout(scaled(20)):
+            while await ask(sandbox, f"{url}/v1/messages") != "200 still here":
+                await asyncio.sleep(0.25)
 
 
 async def test_a_gateway_that_restarts_is_not_noticed(sandbox: Sandbox) -> None:
@@ -92,6 +93,7 @@ async def test_a_gateway_that_is_not_there_is_named_at_once(sandbox: Sandbox) ->
     assert not await _relays(sandbox)
 
 
+@pytest.mark.needs("node")
 async def test_an_image_without_python_takes_node(backend: Backend) -> None:
     program = Path(node()).resolve()
     inside = str(program.parent) if backend.name == "local" else "/opt/node"

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.speed import scaled
+
 OK = "x-turngate: 1\r\n"
 
 
@@ -40,7 +42,7 @@ class Call:
     async def hung_up(self) -> bool:
         """Wait until the other side has gone."""
         try:
-            return await asyncio.wait_for(self.reader.read(1), 10) == b""
+            return await asyncio.wait_for(self.reader.read(1), scaled(10)) == b""
         except ConnectionError:
             return True
 
@@ -138,6 +140,6 @@ async def raw(port: int, request: bytes | str, *, path: Path | None = None) -> b
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request.encode() if isinstance(request, str) else request)
     try:
-        return await asyncio.wait_for(reader.read(), 20)
+        return await asyncio.wait_for(reader.read(), scaled(20))
     finally:
         writer.close()

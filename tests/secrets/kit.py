@@ -37,6 +37,7 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 
 from tests.cli.kit import ROOT
 from tests.rollout.kit import PRELUDE
+from tests.speed import scaled
 
 Json = Any
 TURNGATE = (sys.executable, "-m", "turngate")
@@ -393,9 +394,8 @@ class House:
     def ran(self, *words: str | Path, program: Sequence[str] = TURNGATE, input: str = "", **env: str) -> str:
         """A program of ours, to its end; what it printed is seen. Its exit code is its own business."""
         command = [*program, *map(str, words)]
-        done = subprocess.run(
-            command, env={**self.env, **env}, input=input, capture_output=True, text=True, cwd=self.folder, timeout=120
-        )
+        how = {"env": {**self.env, **env}, "cwd": self.folder, "timeout": scaled(120)}
+        done = subprocess.run(command, input=input, capture_output=True, text=True, **how)
         self.evidence.add(f"stdout of {' '.join(map(str, words[:2]))}", done.stdout)
         self.evidence.add(f"stderr of {' '.join(map(str, words[:2]))}", done.stderr)
         return done.stdout + done.stderr
@@ -415,7 +415,7 @@ class House:
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(40)
+                process.wait(scaled(40))
             finally:
                 process.kill()
             self.evidence.add(f"the log of {' '.join(map(str, words[:1]))} {self._logs}", log.read_bytes())
@@ -437,7 +437,7 @@ class House:
 
 def _place(process: subprocess.Popen[bytes], log: Path) -> str:
     """Where it listens, when it says so."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + scaled(60)
     while process.poll() is None and time.monotonic() < end:
         if found := re.search(r"(http://127\.0\.0\.1:\d+)", log.read_text()):
             return found[1]

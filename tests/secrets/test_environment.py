@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-
 import httpx
 import pytest
 
 from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Processes, Provider, house, looking
 from tests.secrets.test_service import CONFIG, HOSTED
+from tests.speed import scaled
 from tools import parts
+
+pytestmark = [pytest.mark.needs("trl"), pytest.mark.full]
 
 PART = "trl"  # its environment has openenv
 
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    if reason := parts.missing(PART):
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     return str(parts.ensure(PART) / "bin" / "python")
 
 
@@ -31,7 +30,7 @@ def test_no_secret_is_in_what_the_environment_tells(python: str) -> None:
         words = ("--port", "0", "--service", file)
         with (
             home.serving(*words, program=(python, "-m", "turngate.environment")) as url,
-            httpx.Client(base_url=url, timeout=100, trust_env=False) as client,
+            httpx.Client(base_url=url, timeout=scaled(100), trust_env=False) as client,
         ):
             for authorization in ("", f"Bearer {key}x"):
                 reply = client.post("/reset", json={}, headers={"authorization": authorization})

@@ -20,11 +20,14 @@ import pytest
 
 from tests.sandboxes.kit import need
 from tests.secrets.kit import PROCESSES, PROVIDER_KEY, House, Processes, Provider, Receiver, given_out, house, looking
+from tests.speed import scaled
 from turngate.server.page_files import FOLDER
+
+pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.needs("bubblewrap")]
 
 Json = Any
 OWN = {"x-turngate-page": "1"}
-SHELL = ("--agent", "shell", "--set", "command=exec python3 -", "--timeout", "60", "--log-format", "json", "--json")
+SHELL = ("--agent", "shell", "--set", "command=exec python3 -", "--timeout", "3600", "--log-format", "json", "--json")
 # What each dialect sends, and where.
 CALLS: dict[str, Json] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "{}"}]},
@@ -121,7 +124,7 @@ class Run:
         lines = (
             f"# {answer}",
             "mkdir -p $TURNGATE_LOGS/verifier",
-            f"grep -q '{answer}' seen.txt && reward=0 || reward=1",
+            f"case $(cat seen.txt) in *'{answer}'*) reward=0 ;; *) reward=1 ;; esac",
             "echo $reward > $TURNGATE_LOGS/verifier/reward.txt",
         )
         (task / "tests" / "test.sh").write_text("\n".join(lines) + "\n")
@@ -132,7 +135,7 @@ class Run:
         """Model calls of every dialect that go well and wrong, in sessions that are opened here."""
         planted, evidence = self.home.planted, self.home.evidence
         admin = {"authorization": f"Bearer {planted['the admin key']}"}
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=scaled(60)) as client:
             opened = client.post("/admin/sessions", json={"metadata": {"rollout": "by hand"}}, headers=admin).json()
             key = planted.known("session secret, opened by hand", opened.pop("api_key"))
             evidence.add("the rest of what opening a session answers", opened)
@@ -205,7 +208,7 @@ class Run:
     def looked(self, url: str, key: str) -> None:
         """Every file and every route of the page."""
         evidence = self.home.evidence
-        with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=url, trust_env=False, timeout=scaled(60)) as client:
             evidence.add_answer(client.post("/page/login", json={"key": key + "x"}, headers=OWN))
             entered = client.post("/page/login", json={"key": key}, headers=OWN)
             assert entered.status_code == 200
@@ -238,7 +241,7 @@ class Run:
     def refused_when_over(self) -> None:
         """What agents held opens nothing now."""
         sent = {"model": "gpt-x", "messages": [{"role": "user", "content": "Hi"}]}
-        with httpx.Client(trust_env=False, timeout=30) as client:
+        with httpx.Client(trust_env=False, timeout=scaled(30)) as client:
             for name in self.home.session_secrets():
                 for url in (self.url, self.other):
                     headers = {"authorization": f"Bearer {self.home.planted[name]}"}

@@ -19,6 +19,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Evidence, Planted, Processes, Provider, house
+from tests.speed import scaled
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
     "itself": lambda value: value,
@@ -74,23 +75,26 @@ def test_a_file_that_may_hold_a_secret_may_be_read_by_its_owner_only(tmp_path: P
     assert planted.found(evidence) == []
 
 
+@pytest.mark.process
 def test_a_leak_into_the_process_list_is_found() -> None:
     planted, evidence = Planted(), Evidence()
     with Processes().watching() as processes:
-        sleeping = [sys.executable, "-c", "import time; time.sleep(0.2)", "--key", planted.new("a key")]
-        subprocess.run(sleeping, check=True)
-        looks = processes.looks
-        while processes.looks < looks + 2:
-            time.sleep(0.01)
+        sleeping = [sys.executable, "-c", "import time; time.sleep(3600)", "--key", planted.new("a key")]
+        with subprocess.Popen(sleeping) as child:
+            looks = processes.looks
+            while processes.looks < looks + 2:
+                time.sleep(0.01)
+            child.kill()
     evidence.add(PROCESSES, b"\n".join(processes.lines()))
     assert {one.secret for one in planted.found(evidence)} == {"a key"}
 
 
+@pytest.mark.process
 def test_a_leak_in_an_answer_and_in_what_a_program_prints_is_found() -> None:
     """The stand-in of a provider does repeat what it was sent, and a program that prints its environment is heard."""
     with house() as home, Provider().running() as provider:
         key = home.env[PROVIDER_KEY]
-        with httpx.Client(trust_env=False) as client:
+        with httpx.Client(trust_env=False, timeout=scaled(5)) as client:
             reply = client.post(f"{provider.url}/v1/x", headers={"authorization": f"Bearer {key}"}, content=b"FAIL-500")
         home.evidence.add_answer(reply)
         home.ran("-c", "import os; print(os.environ)", program=(sys.executable,))

@@ -32,6 +32,9 @@ from tests.secrets.kit import (
     house,
     looking,
 )
+from tests.speed import scaled
+
+pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.needs("bubblewrap")]
 
 Json = Any
 HOSTED, KEYLESS = "openai://gpt-x", "openai://other"
@@ -90,7 +93,8 @@ class Run:
     @property
     def test(self) -> str:
         """That is passed where the agent has not seen the answer."""
-        return f"! grep -q '{self.home.planted['the hidden answer']}' seen.txt"
+        # The shell's own comparison: an argument of grep would be in the process list.
+        return f"case $(cat seen.txt) in *'{self.home.planted['the hidden answer']}'*) exit 1 ;; esac"
 
     def over_http(self) -> None:
         """Every way to end, behind walls."""
@@ -100,12 +104,12 @@ class Run:
             asyncio.run(self._http(f"{url}/mcp", key))
 
     async def _http(self, url: str, key: str) -> None:
-        with httpx.Client(trust_env=False) as client:
+        with httpx.Client(trust_env=False, timeout=scaled(5)) as client:
             for authorization in ("", f"Bearer {key}x"):
                 self.home.evidence.add_answer(client.post(url, json={}, headers={"authorization": authorization}))
         headers = {"Authorization": f"Bearer {key}"}
         async with (
-            httpx2.AsyncClient(headers=headers, timeout=60, trust_env=False) as http,
+            httpx2.AsyncClient(headers=headers, timeout=scaled(60), trust_env=False) as http,
             Client(streamable_http_client(url, http_client=http)) as client,
         ):
             await self._driven(client, walls=True)
@@ -138,15 +142,16 @@ class Run:
                 "the agent fails": {"then": 'ask("Hi"); sys.exit(3)'},
                 "setup fails": {"setup_shell": "env; cat /proc/self/environ; exit 7"},
                 "grading fails": {"test_script": f"{self.test}; env; exit 9"},
-                "timed out": {"then": 'ask("Hi"); time.sleep(600)', "agent_timeout_s": 12},
-                "aborted": {"then": 'ask("Hi"); time.sleep(600)'},
+                "timed out": {"then": 'ask("Hi"); time.sleep(3600)', "agent_timeout_s": scaled(4)},
+                "aborted": {"then": 'ask("Hi"); time.sleep(3600)'},
             }
         see("the tools", (await client.list_tools()).model_dump_json())
         await tell("list_endpoints")
         begun: dict[str, str] = {}
         for name, order in orders.items():
             program = looking(walls=walls, then=order.pop("then", ""))
-            asked = {"model_key": HOSTED, "instruction": program, "agent_timeout_s": 100, "task_id": "marked", **order}
+            limit = {"agent_timeout_s": scaled(50)}
+            asked = {"model_key": HOSTED, "instruction": program, "task_id": "marked", **limit, **order}
             begun[name] = (await tell("start_rollout", **asked))["rollout_id"]
         for wrong in (
             {"model_key": KEYLESS},
@@ -245,6 +250,8 @@ def test_it_was_a_full_run(run: Run) -> None:
     assert any(b"bwrap" in line for line in run.processes.lines())
 
 
+@pytest.mark.real
+@pytest.mark.promise(7)
 def test_no_secret_is_anywhere(run: Run) -> None:
     """Session secrets are in files that agents themselves wrote them into, and in no other."""
     may = re.compile(r"/work/own-key\.txt$")

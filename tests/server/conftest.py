@@ -11,12 +11,21 @@ import pytest
 import uvloop
 
 from tests import kit
+from turngate.events import Events
+from turngate.server import page
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who follows events looks again only when told: with each sign of life it would also find what nobody told it of."""
+    monkeypatch.setattr(Events._woken, "__defaults__", (3600.0,))
+    monkeypatch.setattr(page, "_ALIVE_S", 3600.0)
 
 
 @pytest.fixture

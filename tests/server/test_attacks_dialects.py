@@ -12,6 +12,7 @@ from openai._streaming import SSEDecoder
 
 from tests.engines.standins import StandIn, says, serving
 from tests.kit import gateway, say, user
+from tests.speed import scaled
 
 Json = Any
 
@@ -52,9 +53,9 @@ async def test_one_small_request_does_not_stall_the_others(attack: Any) -> None:
     async def heart() -> None:
         nonlocal stall
         while True:
-            last = time.monotonic()
+            last = time.thread_time()
             await asyncio.sleep(0.02)
-            stall = max(stall, time.monotonic() - last)
+            stall = max(stall, time.thread_time() - last)
 
     async with gateway(lambda request, n: say("Hello."), max_body_mb=8, max_context=100_000) as g:
         session = await g.open()
@@ -64,7 +65,7 @@ async def test_one_small_request_does_not_stall_the_others(attack: Any) -> None:
         reply = await g.http(session.key).post(path, json={"model": "m", **body})
         beating.cancel()
         assert reply.status_code in (200, 400), reply.text[:300]
-        assert stall < 2  # not a measurement: it was a fifth of a second at most, and once took half a minute
+        assert stall < scaled(1)  # of CPU time: it was a fifth of a second at most, and once half a minute
 
 
 async def test_what_a_request_spells_on_many_lines_is_one_line_of_a_stream() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kit import Gated, Running, gateway, say, until
+from tests.speed import scaled
 from turngate.config import ServeConfig
 from turngate.control import ANNOUNCED
 from turngate.errors import ConfigError, Unauthorized
@@ -178,6 +179,7 @@ async def test_turns_that_share_a_synced_transaction_have_their_events() -> None
             assert kinds(await told(g, f"/admin/sessions/{session.id}/events")) == ["opened", "turn"]
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_many_events_are_read_in_pages_and_followers_leave_nothing_behind(tmp_path: Path) -> None:
     store = Store(tmp_path)
     events = Events(store)
@@ -189,7 +191,7 @@ async def test_many_events_are_read_in_pages_and_followers_leave_nothing_behind(
     waiting = asyncio.ensure_future(anext(events.follow("s9")))
     await asyncio.sleep(0)
     events.add("s9", "note", {})
-    assert (await asyncio.wait_for(waiting, 1)) is not None
+    assert (await asyncio.wait_for(waiting, scaled(5))) is not None
     following = events.follow(after=count)
     await anext(following)
     await following.aclose()
@@ -204,6 +206,7 @@ async def test_a_cursor_from_another_data_folder_is_not_deaf() -> None:
         assert kinds(await told(g, after=10**15)) == ["opened"]
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_a_follower_that_waits_is_told_to_end_when_the_gateway_does(tmp_path: Path) -> None:
     store = Store(tmp_path)
     events = Events(store)
@@ -211,7 +214,7 @@ async def test_a_follower_that_waits_is_told_to_end_when_the_gateway_does(tmp_pa
     waiting = asyncio.ensure_future(anext(following, None))
     await asyncio.sleep(0.01)
     events.close()
-    assert await asyncio.wait_for(waiting, 1) is None
+    assert await asyncio.wait_for(waiting, scaled(5)) is None
     store.close()
 
 

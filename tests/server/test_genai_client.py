@@ -22,7 +22,11 @@ from tests.exact.agent import World, asgi
 from tests.exact.invariants import check
 from tests.exact.test_property import turn_of
 from tests.kit import WAYS, Gated, Json, Opened, Running, calls, gateway, real_tokenizer, say, tokenizer, until
-from tests.renderer_fixtures import renderers  # noqa: F401
+from tests.renderer_fixtures import (
+    renderer_params,
+    renderers,  # noqa: F401
+)
+from tests.speed import scaled
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
 
@@ -60,7 +64,7 @@ def said(chunks: Sequence[types.GenerateContentResponse]) -> Said:
 async def client(g: Running, key: str, path: str = "", **options: Any) -> AsyncIterator[genai.Client]:
     """Without certificates, which take a tenth of a second to load, and without retries."""
     async with aiohttp.ClientSession() as session:
-        with httpx.Client(verify=False, trust_env=False, timeout=20) as http:
+        with httpx.Client(verify=False, trust_env=False, timeout=scaled(20)) as http:
             transport: Json = {"aiohttp_client": session, "httpx_client": http, "base_url": g.root + path}
             transport |= {"client_args": {"verify": NO_TLS}, "async_client_args": {"ssl": NO_TLS}}
             yield genai.Client(api_key=key, http_options=types.HttpOptions(**{**transport, **options}))
@@ -412,6 +416,7 @@ async def test_a_signature_brings_a_thought_back_where_the_turn_is_not_known() -
         assert "First thought." in prompts(g)[1]
 
 
+@pytest.mark.needs("tokenizers")
 async def test_thinking_can_be_switched_off_where_the_template_knows_it() -> None:
     folder = real_tokenizer("qwen3")
     async with gateway([say("Yes.", folder=folder)] * 2, tokenizer=str(folder)) as g:
@@ -440,15 +445,19 @@ async def test_the_client_waits_patiently_and_notices_nothing(way: str, shown: b
 
 
 async def test_signs_of_life_go_out_while_a_thought_is_not_shown() -> None:
-    slow = say("<think>\n" + "word " * 12 + "\n</think>\n\nDone.", pace_s=0.02)
-    async with gateway([slow], alive_s=0.05) as g:
+    engine = Gated([say("<think>\n" + "word " * 12 + "\n</think>\n\nDone.")], tokens=8)
+    async with gateway(engine=engine, alive_s=0.05) as g, asyncio.timeout(scaled(10)):
         session = await g.open()
         body = {"contents": [{"parts": [{"text": "Hi"}]}]}
         url = "/v1beta/models/m:streamGenerateContent?alt=sse"
+        text, signs = "", 0
         async with g.http(session.key).stream("POST", url, json=body) as reply:
-            pieces = [piece async for piece in reply.aiter_text() if piece]
-        assert sum(piece.strip() == "" for piece in pieces) >= 2
-        assert "word" not in "".join(pieces)
+            async for piece in reply.aiter_text():
+                text += piece
+                signs += bool(piece) and not piece.strip()
+                if signs == 2:
+                    engine.gate.set()
+        assert signs >= 2 and "word" not in text and "Done" in text
 
 
 # ── counting and models ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -597,9 +606,10 @@ async def test_a_client_that_is_told_to_retry_does_so() -> None:
             reply = await c.aio.models.generate_content(model="m", contents="Hi")
             assert reply.text == "At last."
         await g.seal(session.id)
-        async with client(g, session.key, retry_options=retry) as c:
+        much_later = types.HttpRetryOptions(attempts=3, initial_delay=3600, max_delay=3600, jitter=0.01)
+        async with client(g, session.key, retry_options=much_later) as c:
             with pytest.raises(errors.ClientError):  # at once: this is hopeless
-                await asyncio.wait_for(c.aio.models.generate_content(model="m", contents="Hi"), 1)
+                await asyncio.wait_for(c.aio.models.generate_content(model="m", contents="Hi"), scaled(5))
 
 
 async def test_paths_and_bodies_that_are_wrong() -> None:
@@ -759,7 +769,7 @@ class Agent:
 KINDS = ["text", "think", "call", "calls", "think+call", "malformed", "truncated", "random", "random, cut", "empty"]
 
 
-@pytest.mark.parametrize("name", ["builtin", "qwen3", "llama3_1", "deepseek_v3"])
+@pytest.mark.parametrize("name", renderer_params(["builtin", "qwen3", "llama3_1", "deepseek_v3"]))
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_long_conversation_is_one_row_however_it_is_spelled(
     name: str,

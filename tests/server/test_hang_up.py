@@ -13,8 +13,10 @@ import openai
 import pytest
 
 from tests.kit import Gated, Opened, Running, gateway, say, tokenizer, until, user
+from tests.speed import scaled
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import Scripted, Turn
+from turngate.server import asgi
 
 HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -132,7 +134,7 @@ async def test_a_client_that_loses_patience_and_asks_again_by_itself() -> None:
     engine = Gated([say("Too late."), say("In time.")])
     async with gateway(engine=engine) as g:
         session = await g.open()
-        client = g.client(session.key, timeout=0.4, max_retries=1)
+        client = g.client(session.key, timeout=scaled(0.25), max_retries=1)
         task = g.start(client.chat.completions.create(model="m", messages=HI))
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
@@ -247,7 +249,7 @@ async def test_ending_a_session_reaches_a_call_at_the_fence() -> None:
         await g.pause()
         task = g.start(g.ask(session.key, HI))
         await until(lambda: g.app.control.find(session.id).in_flight == 1)
-        await asyncio.wait_for(g.cancel(session.id), 5)
+        await asyncio.wait_for(g.cancel(session.id), scaled(5))
         with pytest.raises(openai.ConflictError):
             await task
         await g.resume()
@@ -270,8 +272,9 @@ class Counted(Scripted):
             yield chunk
 
 
-async def test_ending_a_session_whose_agent_reads_slowly() -> None:
+async def test_ending_a_session_whose_agent_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway may be stuck in writing to it. The stream still ends with an error event, not in the middle of nowhere."""
+    monkeypatch.setattr(asgi, "STALL_S", 3600.0)
     long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
     engine = Counted([Turn([long] * 60_000, chunk=100)])
     async with gateway(engine=engine) as g:
@@ -279,12 +282,13 @@ async def test_ending_a_session_whose_agent_reads_slowly() -> None:
         body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
         async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body) as response:
             # Nothing is read until the buffers on the way are full and the gateway has to wait.
+            await until(lambda: engine.taken)
             seen = -1
             while engine.taken != seen:
                 seen = engine.taken
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(scaled(0.05))
             assert engine.in_flight == 1
-            await asyncio.wait_for(g.cancel(session.id), 5)
+            await asyncio.wait_for(g.cancel(session.id), scaled(5))
             lines = [line async for line in response.aiter_lines() if line]
         assert '"error"' in lines[-1] and "cancelled" in lines[-1]
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted"]
@@ -365,7 +369,7 @@ async def hung_up_while_writing(g: Running) -> Opened:
         task = g.start(g.ask(session.key, HI))
         await until(lambda: g.engine.received and not g.engine.in_flight)
         await hang_up(task)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(scaled(0.05))
     await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
     await until(lambda: g.app.control.find(session.id).in_flight == 0)
     return session

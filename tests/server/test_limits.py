@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.kit import WAYS, Gated, Heard, gateway, say, tokenizer, until, user
+from tests.speed import scaled
 from turngate.engines.scripted import Scripted
 
 HI = [user("Hi")]
@@ -72,10 +73,11 @@ async def test_seconds_that_run_out_in_the_middle_of_an_answer() -> None:
     """What was sampled stands, and the engine stops."""
     engine = Gated([say("One two three four.")], tokens=3)
     async with gateway(engine=engine) as g:
-        session = await g.open(limits={"seconds": 0.8})
-        began = time.monotonic()
-        heard = await g.ask(session.key, HI, "async stream")
-        assert 0.4 < time.monotonic() - began < 5
+        seconds, began = scaled(0.2), time.monotonic()
+        session = await g.open(limits={"seconds": seconds})
+        async with asyncio.timeout(seconds + scaled(5)):
+            heard = await g.ask(session.key, HI, "async stream")
+        assert time.monotonic() - began > 0.9 * seconds
         assert heard.finish == "length" and heard.content == tokenizer().decode(say("One two three four.").ids[:3])
         assert engine.aborted == 1
         [turn] = await g.turns(session.id)
@@ -98,7 +100,7 @@ async def test_seconds_that_run_out_at_the_fence(way: str) -> None:
         await g.pause()
         task = g.start(g.ask(session.key, HI, way))
         try:
-            assert is_last_word(await asyncio.wait_for(asyncio.shield(task), 1))
+            assert is_last_word(await asyncio.wait_for(asyncio.shield(task), scaled(5)))
         finally:
             await g.resume()
 

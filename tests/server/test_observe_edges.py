@@ -28,6 +28,7 @@ from tests.engines.standins import StandIn, event, says, serving
 from tests.kit import gateway, until
 from tests.sdk_agents import DIALECTS, Agent, MessagesAgent, agent
 from tests.server.test_observe import OWN, RESULTS, SCRIPT, every_dialect, every_endpoint, scene
+from tests.speed import scaled
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 
@@ -160,24 +161,17 @@ async def test_a_busy_provider_reads_as_busy(
 async def test_an_agent_that_hangs_up_hangs_up_on_the_provider(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(AnthropicProvider):
         def stream(self, said: Says, turn: int) -> Any:
-            return [*super().stream(said, turn)[:8], 60.0]
+            return [*super().stream(said, turn)[:8], 3600.0]
 
     async with scene(Slow(*SCRIPT), dialect, monkeypatch) as s:
         task = asyncio.create_task(s.agent.ask("Look around."))
         await until(lambda: bool(s.provider.seen))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(scaled(0.1))  # until the gateway has read what was sent
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(s.provider.hung_up.wait(), 5)
-
-        async def recorded() -> bool:
-            return bool(await s.gateway.turns(s.session.id))
-
-        for _ in range(50):
-            if await recorded():
-                break
-            await asyncio.sleep(0.05)
+        await asyncio.wait_for(s.provider.hung_up.wait(), scaled(5))
+        await until(lambda: s.gateway.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
         [turn] = await s.gateway.turns(s.session.id)
         assert (turn["role"], turn["finish"], turn["fault"]) == ("aborted", "abort", "aborted")
         assert turn["message"]["reasoning"] == SCRIPT[0].thought

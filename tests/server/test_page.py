@@ -16,6 +16,7 @@ import pytest
 
 from tests import kit, page_kit
 from tests.kit import gateway, say, user
+from tests.speed import scaled
 from turngate.server import page, page_login
 from turngate.server.page_files import SHIELD, Files
 from turngate.store.outcome import Recorded
@@ -56,7 +57,7 @@ async def told(client: httpx.AsyncClient, path: str, **query: Any) -> Any:
 
 async def events(client: httpx.AsyncClient, path: str, **query: Any) -> AsyncIterator[tuple[str, Any]]:
     """Kind and data, as they come."""
-    async with client.stream("GET", f"/page/api/{path}", params=query, timeout=10) as response:
+    async with client.stream("GET", f"/page/api/{path}", params=query, timeout=scaled(10)) as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
         kind = ""
         async for line in response.aiter_lines():
@@ -373,6 +374,7 @@ async def test_training_is_told_by_version_and_how_far_behind_it_was() -> None:
 # ── as it happens ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_what_changed_is_told_from_a_cursor() -> None:
     async with gateway([say("Hello."), say("Again.")]) as g:
         client = await entered(g)
@@ -386,7 +388,7 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
             assert [(row["id"], row["turns"]) for row in second["rollouts"]] == [(session.id, 1)]
             await g.seal(session.id)
             g.app.control.record(session.id, Recorded(kind="graded", reward=0.5, group="g", task="t"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(scaled(10)):
                 async for _, third in following:
                     if third["rollouts"][0]["reward"] == 0.5:
                         break
@@ -402,6 +404,7 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
         assert (await told(client, "rollouts"))["total"] == 0
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "_BEHIND", 2)
     async with gateway([say("Hello.")] * 2) as g:
@@ -421,11 +424,12 @@ async def test_a_follower_who_logs_out_is_told_nothing_more(monkeypatch: pytest.
         client = await entered(g)
         following = events(client, "events")
         waiting = asyncio.create_task(anext(following, None))
-        await asyncio.sleep(0)
+        await kit.until(lambda: g.app.events._followers)
         await client.post("/page/logout", headers=OWN)
-        assert await asyncio.wait_for(waiting, 5) is None
+        assert await asyncio.wait_for(waiting, scaled(5)) is None
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 @pytest.mark.parametrize("path", ["events", "rollouts/{}/events"])
 async def test_nor_is_a_follower_of_whom_much_happens(path: str) -> None:
     """What is told is asked for at every event, not only where nothing happens for a while."""
@@ -437,7 +441,7 @@ async def test_nor_is_a_follower_of_whom_much_happens(path: str) -> None:
             await client.post("/page/logout", headers=OWN)
             for _ in range(3):
                 g.app.control.announce(session.id, "note", {"secret": 1})
-            assert await asyncio.wait_for(anext(following, None), 5) is None
+            assert await asyncio.wait_for(anext(following, None), scaled(5)) is None
 
 
 # ── what can be done ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -93,6 +93,7 @@ def test_pieces_and_runs_are_the_bytes_of_the_tokens(ids: list[int]) -> None:
                 (spelled or b"\xff").decode()
 
 
+@pytest.mark.needs("tokenizers")
 def test_text_comes_back_whole() -> None:
     tokenizer = read_with(kit.real_tokenizer("qwen3"))
     text = "naïve 漢字 🙂👩‍👩‍👧‍👦 ไทย العربية \U0001f9ea ½ end"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import pytest
+
 from tests.server.test_page import OWN, entered, events, told
 from tests.server.test_siblings import crew
+from tests.speed import scaled
 from turngate.server.page_files import SHIELD
 from turngate.slots import NAMED, hinted
 
@@ -39,6 +42,7 @@ async def test_one_login_opens_the_page_at_every_worker() -> None:
             assert (await there.get(f"/page/api/rollouts/{other.id}")).status_code == 401
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_what_another_worker_does_is_told_and_its_sessions_are_ended_there() -> None:
     async with crew() as c:
         client = await entered(c[0])
@@ -58,6 +62,7 @@ async def test_what_another_worker_does_is_told_and_its_sessions_are_ended_there
         assert foreign.status_code == 403
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_a_batch_hears_of_a_retry_at_whatever_worker_it_listens() -> None:
     """Its stream is of no session, so any worker may add to it."""
     async with crew() as c:
@@ -66,7 +71,7 @@ async def test_a_batch_hears_of_a_retry_at_whatever_worker_it_listens() -> None:
             waiting = asyncio.create_task(anext(follower))
             await asyncio.sleep(0)
             c[writer].app.control.announce("batch:b", "retry", {"rollout": "b.t.0", "attempt": 1})
-            event = await asyncio.wait_for(waiting, 5)
+            event = await asyncio.wait_for(waiting, scaled(5))
             assert event is not None and event.kind == "retry"
             await follower.aclose()
 

@@ -393,6 +393,7 @@ async def test_a_fault_of_our_own_still_reads_as_an_error(stream: bool, caplog: 
         assert turn["role"] == "aborted" and await g.samples(session.id) == []
 
 
+@pytest.mark.promise(2)
 @STREAMED
 async def test_missing_log_probabilities_are_never_filled_in(stream: bool) -> None:
     async with gateway([say("Hello.", null_logprobs=True)]) as g:
@@ -406,6 +407,7 @@ async def test_missing_log_probabilities_are_never_filled_in(stream: bool) -> No
         assert not any(row["mask"]) and "log-probabilities" in row["spans"][0]["reason"]
 
 
+@pytest.mark.promise(2)
 async def test_one_missing_log_probability_is_enough() -> None:
     ids = say("Hello.").ids
     async with gateway([say("Hello.", logprobs=[None, *[-0.5] * (len(ids) - 1)])]) as g:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 import weakref
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from turngate.config import load
 from turngate.errors import ConfigError, NotFound
 from turngate.rest import give_back
 from turngate.trace.session import Session
+from turngate.trace.tools import LONGEST_WAIT_S
 from turngate.trace.tree import Context, Sampled
 
 HI = [user("Hi")]
@@ -80,7 +82,7 @@ async def test_nobody_is_put_to_rest_in_the_middle_of_a_call() -> None:
 async def test_nobody_is_put_to_rest_while_a_tool_of_the_host_is_asked() -> None:
     async with gateway() as g:
         session = await g.open(
-            tools=[{"name": "look", "description": "Look.", "schema": {"type": "object"}, "wait_s": 30}]
+            tools=[{"name": "look", "description": "Look.", "schema": {"type": "object"}, "wait_s": LONGEST_WAIT_S}]
         )
         agent = g.http(key=session.key)
         asked = g.start(agent.post("/v1/tools/look", json={}))
@@ -149,10 +151,9 @@ async def slowly(g: Running, key: str, meanwhile: Callable[[], Awaitable[object]
     """The answer to a call whose body takes its time."""
     body = msgspec.json.encode({"model": "m", "messages": HI})
     reader, writer = await asyncio.open_connection("127.0.0.1", int(g.root.rpartition(":")[2]))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body[:9])
-    await writer.drain()
-    await asyncio.sleep(0.05)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n"
+    writer.write(head.encode() + b"expect: 100-continue\r\n\r\n" + body[:9])
+    await reader.readuntil(b"100 Continue\r\n\r\n")  # the gateway knows whose call it is, and wants the body
     await meanwhile()
     writer.write(body[9:])
     answer = await reader.read(10_000)
@@ -348,7 +349,9 @@ async def test_looks_leave_nothing_in_memory() -> None:
 async def test_memory_is_not_given_back_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[None] = []
     monkeypatch.setattr("turngate.rest.give_back", lambda: times.append(None))
+    monkeypatch.setattr("turngate.rest._GIVE_BACK_S", 3600.0)
     async with gateway([say("One.")] * 5, rest_s=0.02) as g:
+        g.app.control.rest._given_back = -math.inf
         session = await g.open()
         for _ in range(5):
             await g.ask(session.key, HI)

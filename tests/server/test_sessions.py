@@ -14,6 +14,7 @@ import pytest
 
 from tests import kit
 from tests.kit import Gated, Json, Running, calls, gateway, result, say, tokenizer, tool, until, user
+from tests.speed import scaled
 from turngate.errors import ConfigError
 from turngate.events import Events
 from turngate.store.sqlite import Store
@@ -313,6 +314,7 @@ async def test_a_live_session_goes_on_after_a_restart_with_exact_ids(tmp_path: P
         assert "limit" in (await g.ask(session.key, [user("More")])).content  # its turns are counted on
 
 
+@pytest.mark.needs("tokenizers")
 async def test_a_restart_with_another_tokenizer_does_not_mix_two_vocabularies(tmp_path: Path) -> None:
     """The stored ids mean something else there. The gateway may refuse, or begin anew, but never append to them."""
     other = kit.real_tokenizer("qwen3")
@@ -330,14 +332,15 @@ async def test_a_restart_with_another_tokenizer_does_not_mix_two_vocabularies(tm
 
 
 async def test_sessions_that_nobody_uses_are_sealed() -> None:
-    async with gateway(engine=Gated([say("Hello.")]), idle_s=0.4) as g:
+    idle_s = scaled(0.1)
+    async with gateway(engine=Gated([say("Hello.")]), idle_s=idle_s) as g:
         idle, busy = await g.open(), await g.open()
         task = g.start(g.ask(busy.key, HI))
         await until(lambda: g.gated.waiting)
         await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", idle.id) == [("sealed",)])
         shown = await g.show(idle.id)
         assert (shown["status"], shown["stop"]) == ("sealed", "idle")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.25 * idle_s)
         assert (await g.show(busy.id))["status"] == "open"  # a call under way is use
         g.gated.gate.set()
         assert (await task).content == "Hello."
@@ -347,7 +350,7 @@ async def test_sessions_that_nobody_uses_are_sealed() -> None:
 async def test_sessions_from_before_a_restart_expire_too_but_not_at_once(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
         session = await g.open()
-    async with gateway(data=tmp_path, idle_s=0.5) as g:
+    async with gateway(data=tmp_path, idle_s=scaled(0.15)) as g:
         assert (await g.show(session.id))["status"] == "open"
         await until(lambda: g.rows("SELECT status FROM sessions") == [("sealed",)])
 
@@ -403,6 +406,7 @@ async def followed(g: Running, path: str, **headers: str) -> AsyncGenerator[Json
                 seen = {}
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_events_tell_the_story_of_a_session_from_the_start_and_live() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open(limits={"turns": 1})
@@ -411,7 +415,7 @@ async def test_events_tell_the_story_of_a_session_from_the_start_and_live() -> N
         assert (await anext(events))["kind"] == "opened"
         waiting = g.start(anext(events))
         await g.ask(session.key, HI)
-        turn = await asyncio.wait_for(waiting, 5)
+        turn = await asyncio.wait_for(waiting, scaled(5))
         assert (turn["kind"], turn["session"], turn["data"]["finish"]) == ("turn", session.id, "stop")
         assert turn["data"]["sampled_tokens"] == len(say("Hello.").ids)
         await g.ask(session.key, HI)
@@ -437,12 +441,13 @@ async def test_a_follower_that_comes_back_goes_on_where_it_was() -> None:
             await again.aclose()
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_the_fence_is_in_the_events_too() -> None:
     async with gateway() as g:
         events = followed(g, "/admin/events")
         waiting = g.start(anext(events))
         await g.pause()
-        assert (await asyncio.wait_for(waiting, 5))["data"] == {"paused": True, "mode": "hold"}
+        assert (await asyncio.wait_for(waiting, scaled(5)))["data"] == {"paused": True, "mode": "hold"}
         await g.resume(3)
         assert (await anext(events))["data"] == {"paused": False, "version": 3}
         await events.aclose()
@@ -454,6 +459,7 @@ async def test_a_cursor_that_makes_no_sense_is_refused(after: str) -> None:
         assert (await g.admin.get("/admin/events", params={"after": after})).status_code == 400
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_a_slow_follower_misses_nothing(tmp_path: Path) -> None:
     """What happens while it is busy with one event comes after that one."""
     store = Store(tmp_path)
@@ -464,7 +470,7 @@ async def test_a_slow_follower_misses_nothing(tmp_path: Path) -> None:
     got = [await anext(following)]
     events.add("s", "turn", {"n": 3})
     got += [await anext(following)]
-    third = await asyncio.wait_for(anext(following), 0.5)
+    third = await asyncio.wait_for(anext(following), scaled(5))
     assert third is not None and third.data == {"n": 3} and len(got) == 2
     await following.aclose()
     store.close()
@@ -522,7 +528,7 @@ async def test_draining_waits_for_calls_under_way_and_lets_no_new_one_in() -> No
         await asyncio.sleep(0.05)
         assert not draining.done() and len(g.engine.received) == 1
         g.gated.gate.set()
-        assert (await asyncio.wait_for(draining, 5))["in_flight"] == 0
+        assert (await asyncio.wait_for(draining, scaled(5)))["in_flight"] == 0
         assert (await under_way).content and not late.done()
         await g.resume(1)
         await late

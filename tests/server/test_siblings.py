@@ -23,6 +23,7 @@ from starlette.requests import Request
 from tests import kit
 from tests.kit import Gated, Opened, Running, say, until, user
 from tests.sdk_agents import DIALECTS, agent
+from tests.speed import scaled
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted
 from turngate.errors import BadRequest
@@ -33,6 +34,7 @@ from turngate.server.siblings import socket_of
 from turngate.server.worker import Worker
 from turngate.slots import Place, hinted, slot
 from turngate.store.lock import lock
+from turngate.trace.tools import LONGEST_WAIT_S
 
 HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -200,8 +202,8 @@ async def test_a_call_reaches_its_session_from_every_worker(dialect: str, stream
 async def test_several_sessions_over_one_connection() -> None:
     async with crew() as c:
         sessions = [await c[0].open() for _ in range(6)]
-        one = httpx.Limits(max_connections=1)
-        async with httpx.AsyncClient(base_url=c[0].root, limits=one, trust_env=False, verify=False) as http:
+        one: Any = {"limits": httpx.Limits(max_connections=1), "timeout": scaled(20)}
+        async with httpx.AsyncClient(base_url=c[0].root, trust_env=False, verify=False, **one) as http:
             for text in ("Hello.", "Again."):
                 for session in sessions:
                     key = {"authorization": f"Bearer {session.key}"}
@@ -401,8 +403,10 @@ async def test_drain_waits_for_calls_of_every_worker() -> None:
         await until(lambda: engines[0].waiting and engines[1].waiting)
         assert (await c[0].admin.get("/admin/fence")).json()["in_flight"] == 2
         draining = c[1].start(c[1].pause("drain"))
+        await until(lambda: all(worker.app.fence.paused for worker in c.workers))
         engines[0].gate.set()
         await calls[0]
+        await until(lambda: not c[0].app.fence.in_flight)
         await asyncio.sleep(0.05)
         assert not draining.done() and (await c[1].admin.get("/admin/fence")).json() == {
             "version": 0,
@@ -491,17 +495,18 @@ async def test_the_events_of_all_workers_are_one_stream_whose_cursor_holds_at_ea
         assert (await c[0].http("wrong").get("/admin/events")).status_code == 401
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
     async with crew() as c:
         before = await c.open_at(0)
         following = c[0].start(read_events(c[0], 4))
-        await asyncio.sleep(0.1)
+        await until(lambda: c[0].app.events._followers)
         session = await c.open_at(1)
         await c[0].admin.post(
             "/admin/events", json={"session": session.id, "kind": "stage", "data": {"stage": "setup"}}
         )
         await c[1].ask(session.key, "Hi")
-        found = await asyncio.wait_for(following, 10)  # and not with the next sign of life, after 15 s
+        found = await asyncio.wait_for(following, scaled(10))
         assert [(e["session"], e["kind"]) for _, e in found] == [
             (before.id, "opened"),
             (session.id, "opened"),
@@ -511,7 +516,7 @@ async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
 
 
 async def test_a_tool_call_and_its_answer_find_each_other_wherever_they_arrive() -> None:
-    ask = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": 20}
+    ask = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": LONGEST_WAIT_S}
     async with crew() as c:
         session = await c.open_at(1, tools=[ask])
         waiting = c[0].start(c[0].http(session.key).post("/v1/tools/ask", json={"n": 1}))
@@ -534,15 +539,16 @@ async def test_a_tool_call_and_its_answer_find_each_other_wherever_they_arrive()
             assert refused.status_code == 401
 
 
+@pytest.mark.usefixtures("no_signs_of_life")
 async def test_a_stage_told_to_any_worker_wakes_who_follows_that_session() -> None:
     async with crew() as c:
         session = await c.open_at(1)
         following = c[0].start(read_events(c[0], 2, f"/admin/sessions/{session.id}/events"))
-        await asyncio.sleep(0.1)
+        await until(lambda: c[1].app.events._followers)
         for worker in c.workers[:1]:
             told = await worker.admin.post("/admin/events", json={"session": session.id, "kind": "note"})
             assert told.status_code == 201
-        assert [e["kind"] for _, e in await asyncio.wait_for(following, 5)] == ["opened", "note"]
+        assert [e["kind"] for _, e in await asyncio.wait_for(following, scaled(5))] == ["opened", "note"]
 
 
 async def test_one_session_s_events_come_from_its_owner() -> None:
@@ -582,7 +588,7 @@ async def test_a_connection_that_says_nothing_useful_is_refused_and_no_more() ->
             wire.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(wire, b"\x16\x03\x01 this is no HTTP\r\n\r\n")
-            assert (await asyncio.wait_for(loop.sock_recv(wire, 1000), 5)).startswith(b"HTTP/1.1 400")
+            assert (await asyncio.wait_for(loop.sock_recv(wire, 1000), scaled(5))).startswith(b"HTTP/1.1 400")
         assert (await c[0].admin.get("/health")).status_code == 200
 
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.kit import Gated, Json, Running, calls, gateway, joined, say, tokenizer, tool, until, user
+from tests.speed import scaled
 
 HI = [user("Hi")]
 
@@ -118,7 +119,7 @@ async def test_the_end_waits_for_the_database(stream: bool) -> None:
             if stream:
                 assert joined(chunks).finish is None
             assert g.rows("SELECT count(*) FROM nodes") == [(0,)]
-        await asyncio.wait_for(reading, 5)
+        await asyncio.wait_for(reading, scaled(5))
         assert g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)]
 
 
@@ -169,7 +170,7 @@ async def test_signs_of_life_between_words_with_usage_asked_for() -> None:
 
 
 async def test_a_steady_stream_needs_no_signs_of_life() -> None:
-    async with gateway([say("One two three four.", pace_s=0.01)], alive_s=0.5) as g:
+    async with gateway([say("One two three four.", pace_s=0.01)], alive_s=scaled(0.5)) as g:
         session = await g.open()
         chunks = [c async for c in await begin(g, session.key)]
         assert all(c.choices[0].delta.content for c in chunks[1:-1])

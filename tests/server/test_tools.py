@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from tests.kit import Opened, Running, gateway, say, until
+from tests.speed import scaled
 from turngate import hosttools
 from turngate.rollout.client import GatewayClient, Refused
 from turngate.server.tools import MAX_ARGUMENTS
+from turngate.trace.tools import LONGEST_WAIT_S
 
 ANSWER = {
     "name": "answer",
@@ -25,7 +27,7 @@ ANSWER = {
         "additionalProperties": False,
     },
 }
-ASK = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": 30}
+ASK = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": LONGEST_WAIT_S}
 
 
 async def call(g: Running, session: Opened, arguments: Any, tool: str = "answer", **headers: str) -> httpx.Response:
@@ -55,6 +57,7 @@ def kinds(g: Running) -> list[str]:
 
 
 async def test_calls_are_recorded_in_order_and_answered(tmp_path: Path) -> None:
+    began = time.time()
     async with gateway([say("Hello.")], data=tmp_path) as g:
         session = await g.open(tools=[ANSWER, {**ANSWER, "name": "submit", "reply": {"thanks": [1]}}])
         assert (await call(g, session, {"text": "first"})).json() == {"ok": True}
@@ -67,7 +70,7 @@ async def test_calls_are_recorded_in_order_and_answered(tmp_path: Path) -> None:
             (1, "answer", {"text": "first"}, {"ok": True}, "tool", False),
             (2, "submit", {"text": "second", "sure": {"p": 0.5}}, {"thanks": [1]}, "tool", False),
         ]
-        assert all(abs(c["time"] - time.time()) < 60 for c in found)
+        assert all(began <= c["time"] <= time.time() for c in found)
         assert kinds(g) == ["opened", "tool", "tool", "turn", "sealed"]
         await g.admin.delete(f"/admin/sessions/{session.id}")
         assert g.rows("SELECT count(*) FROM tool_calls") == [(0,)]
@@ -257,12 +260,12 @@ async def test_a_host_that_says_nothing_leaves_nobody_hanging() -> None:
         began = time.monotonic()
         assert (await call(g, session, {}, "ask")).json() == {"ok": True, "answered": False}
         assert (await call(g, session, {}, "ask_2")).json() == "go on"
-        assert 0.2 <= time.monotonic() - began < 15
+        assert time.monotonic() - began >= 0.2
         late = await answer(g, session, 1, "too late")
         assert late.status_code == 409 and "time was up" in late.json()["error"]["message"]
         assert [c["answered_by"] for c in await calls(g, session)] == ["time", "time"]
-        clock = await g.open(tools=[ASK], limits={"seconds": 0.3})
-        assert (await asyncio.wait_for(call(g, clock, {}, "ask"), 15)).json() == {"ok": True, "answered": False}
+        clock = await g.open(tools=[ASK], limits={"seconds": scaled(0.1)})
+        assert (await asyncio.wait_for(call(g, clock, {}, "ask"), scaled(15))).json() == {"ok": True, "answered": False}
 
 
 async def test_the_end_of_a_session_ends_the_waiting() -> None:
@@ -275,7 +278,7 @@ async def test_the_end_of_a_session_ends_the_waiting() -> None:
                 await g.admin.delete(f"/admin/sessions/{session.id}")
             else:
                 await g.admin.post(f"/admin/sessions/{session.id}/{end}")
-            response = await asyncio.wait_for(waiting, 15)
+            response = await asyncio.wait_for(waiting, scaled(15))
             assert response.status_code == 409
             assert {"seal": "sealed"}.get(end, "cancelled") in response.json()["error"]["message"]
             if end != "delete":
@@ -289,7 +292,7 @@ async def test_the_end_of_the_gateway_ends_it_too_and_the_call_goes_on_after_it(
         waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
         await until(lambda: asking(g, session))
         await g.app.control.stop()
-        response = await asyncio.wait_for(waiting, 15)
+        response = await asyncio.wait_for(waiting, scaled(15))
         assert response.status_code == 503 and "repeat" in response.json()["error"]["message"]
     async with gateway(data=tmp_path) as g:
         assert (await answer(g, session, 1, "x")).status_code == 409  # nobody waits at present

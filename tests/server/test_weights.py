@@ -18,6 +18,7 @@ from aiohttp import web
 
 from tests.kit import Opened, Running, gateway, renderer, say, until
 from tests.server.test_siblings import crew
+from tests.speed import scaled
 from turngate.engines.pool import Pool
 from turngate.engines.vllm import VLLM
 from turngate.errors import StoreError
@@ -428,7 +429,7 @@ async def test_a_vllm_that_is_not_started_for_it_says_what_it_needs() -> None:
 async def test_a_pause_with_a_limit_ends_by_itself_at_the_old_version() -> None:
     async with served() as (g, [fake]):
         await g.resume(2)
-        await g.admin.post("/admin/fence/pause", json={"mode": "keep", "limit_s": 0.3})
+        await g.admin.post("/admin/fence/pause", json={"mode": "keep", "limit_s": scaled(0.2)})
         session = await g.open()
         asking = g.start(g.ask(session.key, "Hi"))
         await asyncio.sleep(0.05)
@@ -440,11 +441,12 @@ async def test_a_pause_with_a_limit_ends_by_itself_at_the_old_version() -> None:
 
 async def test_a_resume_in_time_ends_the_limit_and_a_second_pause_has_its_own() -> None:
     async with gateway([say("Hi")] * 3) as g:
-        await g.admin.post("/admin/fence/pause", json={"limit_s": 0.1})
+        limit_s = scaled(0.1)
+        await g.admin.post("/admin/fence/pause", json={"limit_s": limit_s})
         assert (await g.resume(1))["version"] == 1
         assert (await g.resume(1))["version"] == 1  # the same again is fine
         await g.pause()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.25 * limit_s)
         assert g.app.fence.paused
         await g.admin.post("/admin/fence/pause", json={"limit_s": 0.05})
         await until(lambda: not g.app.fence.paused)
@@ -475,14 +477,15 @@ async def test_a_pause_outlives_the_gateway_and_a_resume_ends_it(tmp_path: Path,
 
 async def test_the_limit_of_a_pause_outlives_the_gateway(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
-        await g.admin.post("/admin/fence/pause", json={"limit_s": 0.4})
+        await g.admin.post("/admin/fence/pause", json={"limit_s": scaled(0.25)})
     async with gateway([say("Hi")], data=tmp_path) as g:
         assert g.app.fence.paused
         await until(lambda: not g.app.fence.paused)
         assert (await events(g, "fence"))[-1] == {"paused": False, "version": 0, "expired": True}
-        await g.admin.post("/admin/fence/pause", json={"limit_s": 0.05})
+        limit_s = scaled(0.1)
+        await g.admin.post("/admin/fence/pause", json={"limit_s": limit_s})
         await g.app.updates.close()  # it is killed, and the limit passes meanwhile
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(1.25 * limit_s)
         assert g.app.fence.paused
     async with gateway([say("Hi")], data=tmp_path) as g:
         await until(lambda: not g.app.fence.paused)
@@ -536,7 +539,7 @@ async def test_new_weights_are_never_sampled_under_the_old_version(
             asked = asyncio.create_task(g.ask(session.key, "Hi"))
             await asyncio.sleep(0.1)
         # It may be written again: calls go on by themselves, at the old version and with its weights.
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(scaled(5)):
             assert (await asked).content == "[base][base]"
         assert await spans(g, session) == [(0, 0)]
         assert all(fake.awake.is_set() and fake.weights == "base" and not fake.adapters for fake in fakes)
@@ -549,7 +552,7 @@ async def test_a_resume_that_cannot_be_written_down_may_be_repeated_and_keeps_th
 ) -> None:
     for field in ("weights:", "policy_version"):
         async with gateway([say("Hi")] * 3) as g:
-            await g.admin.post("/admin/fence/pause", json={"limit_s": 0.5})
+            await g.admin.post("/admin/fence/pause", json={"limit_s": scaled(0.15)})
             async with full(g, monkeypatch, field):
                 answer = await g.admin.post("/admin/fence/resume", json={"version": 1})
                 assert answer.status_code == 503 and g.app.fence.paused
@@ -633,10 +636,10 @@ async def test_weights_of_all_workers_are_loaded_once() -> None:
 
 async def test_the_limit_of_a_pause_holds_for_all_workers_and_over_the_end_of_worker_0(tmp_path: Path) -> None:
     async with crew(data=tmp_path) as c:
-        await c[1].admin.post("/admin/fence/pause", json={"limit_s": 0.2})
+        await c[1].admin.post("/admin/fence/pause", json={"limit_s": scaled(0.1)})
         assert all(worker.app.fence.paused for worker in c.workers)
         await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
-        await c[1].admin.post("/admin/fence/pause", json={"limit_s": 0.5})
+        await c[1].admin.post("/admin/fence/pause", json={"limit_s": scaled(0.25)})
     async with crew(data=tmp_path, run="another") as c:  # all of it was started again
         assert all(worker.app.fence.paused for worker in c.workers)
         await until(lambda: not any(worker.app.fence.paused for worker in c.workers))

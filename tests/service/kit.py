@@ -21,6 +21,7 @@ from typing import Any
 
 from tests import kit
 from tests.rollout.kit import PRELUDE
+from tests.speed import scaled
 from turngate.engines.base import Engine
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.sandboxes import folders
@@ -33,7 +34,6 @@ from turngate.service.result import Event
 from turngate.service.rollouts import Rollouts
 
 KEY = "scripted://m"
-PATIENT = PRELUDE.replace("timeout=30", "timeout=300")  # many share the machine
 
 
 class Service:
@@ -47,7 +47,7 @@ class Service:
 
     def asked(self, program: str = "", **more: Any) -> Asked:
         """A rollout of a small program."""
-        return Asked(**{"model_key": KEY, "instruction": PATIENT + program, "agent_timeout_s": 60.0, **more})
+        return Asked(**{"model_key": KEY, "instruction": PRELUDE + program, "agent_timeout_s": scaled(60), **more})
 
     async def at(self, rollout: str, stage: str) -> None:
         """Wait until it has come so far."""

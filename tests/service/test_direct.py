@@ -15,6 +15,8 @@ from tests.service.kit import KEY, served
 from turngate.service.catalog import Endpoint
 from turngate.service.direct import Forwarder, Unrecorded
 
+pytestmark = pytest.mark.process
+
 CHAT = "/v1/chat/completions"
 Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

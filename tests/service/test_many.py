@@ -10,10 +10,14 @@ from contextlib import closing
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tests.kit import say
 from tests.service.kit import Service, served
+from tests.speed import scaled
 from turngate.service.result import Event, RolloutResult
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 COUNT = 50
 PROGRAM = 'print(ask("Hi"))\nprint(ask("Hi", "Hello.", "Go on"))\nopen("out.txt", "w").write("done")'
@@ -88,8 +92,8 @@ def check(n: int, result: RolloutResult, events: list[Event]) -> None:
     assert [event.cursor for event in events] == list(range(1, len(events) + 1))
     assert events[0].kind == "queued" and [event.kind for event in events].count("ended") == 1
     assert events[-1].kind == "ended" and events[-1].data["status"] == result.status
-    assert abs(result.wall_s - (events[-1].time - events[0].time)) < 1  # by another clock
-    assert "queued" in result.seconds and sum(result.seconds.values()) < result.wall_s + 0.5
+    assert abs(result.wall_s - (events[-1].time - events[0].time)) < scaled(1)  # by another clock
+    assert "queued" in result.seconds and sum(result.seconds.values()) < result.wall_s + scaled(0.5)
     if n % 3 or result.status == "finished":
         assert (result.status, result.reward, result.turn_count) == ("finished", 1.0, 2), shown(result)
         assert [turn.text for turn in result.turns] == ["Hello.", "Bye."]

@@ -17,6 +17,8 @@ from turngate.service.result import Said
 from turngate.types import Json
 from turngate.viewed import Viewed
 
+pytestmark = pytest.mark.process
+
 DEEP: Json = "x"
 for _ in range(100_000):
     DEEP = [DEEP]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.kit import until
 from tests.service.kit import Service, served
+
+pytestmark = pytest.mark.process
 
 
 async def test_their_folders_go_with_the_last_rollout_that_is_remembered() -> None:

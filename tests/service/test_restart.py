@@ -15,11 +15,14 @@ import pytest
 
 from tests.kit import say
 from tests.service.kit import KEY, config, open_sessions, served
+from tests.speed import scaled
 from turngate.errors import DataInUse, StoreError
 from turngate.service.books import Books
 from turngate.service.result import Event, RolloutState
 from turngate.service.rollouts import Rollouts
 from turngate.types import Json
+
+pytestmark = pytest.mark.process
 
 # A service in a process of its own, which is killed. Its agent has had one turn.
 PROGRAM = """
@@ -120,7 +123,7 @@ async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> No
     )
     try:
         assert process.stdout is not None
-        said = (await asyncio.wait_for(process.stdout.readline(), 180)).decode().split()
+        said = (await asyncio.wait_for(process.stdout.readline(), scaled(60))).decode().split()
         rollout, waiting, cursor = said[0], said[1], int(said[2])
     finally:
         process.send_signal(signal.SIGKILL)

@@ -17,6 +17,7 @@ from tests import kit
 from tests.kit import calls, say, until
 from tests.service.kit import KEY, Service, served
 from tests.service.test_config import ROW
+from tests.speed import scaled
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError
@@ -28,9 +29,12 @@ from turngate.service.config import Clamp
 from turngate.service.result import Event
 from turngate.trainers.gate import RemoteGate
 
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
 DOUBLE = 'print(ask("Hi"))\nopen("out.txt", "w").write(2 * open("data/in.txt").read())'
 
 
+@pytest.mark.real
 async def test_a_rollout_is_run_graded_and_told() -> None:
     async with served([say("Hello.")]) as service:
         result = await service.rollouts.run(
@@ -57,7 +61,7 @@ async def test_a_rollout_is_run_graded_and_told() -> None:
         [turn] = result.turns
         assert (turn.text, turn.finish_reason, turn.role, turn.capture) == ("Hello.", "stop", "main", "tokens")
         assert turn.logprobs is not None and len(turn.logprobs) == turn.sampled_tokens == result.sampled_tokens
-        assert 0 < sum(result.seconds.values()) <= result.wall_s + 0.5 and result.clamped == []
+        assert 0 < sum(result.seconds.values()) <= result.wall_s + scaled(0.5) and result.clamped == []
         state = service.rollouts.state(result.rollout_id)
         assert (state.done, state.stage, state.wall_s, state.reward) == (True, "done", result.wall_s, 1.0)
         kinds = [event.kind for event in await service.all_events(result.rollout_id)]
@@ -92,12 +96,13 @@ async def test_a_row_whose_image_cannot_be_had_here() -> None:
         assert result.error is not None and "a local sandbox has none" in result.error.message
 
 
-WRONG: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
-    ("", {"setup_shell": "echo no >&2; exit 3"}, ("error", "invalid task", "task", "setup")),
-    ('ask("Break")', {"test_script": "true"}, ("error", "infrastructure fault", "engine", "agent")),
-    ("sys.exit(4)", {"test_script": "true"}, ("failed", "agent failed", None, None)),
-    ('ask("Hi")\ntime.sleep(60)', {"agent_timeout_s": 0.5}, ("timed out", None, None, None)),
-]
+def wrong() -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:
+    return [
+        ("", {"setup_shell": "echo no >&2; exit 3"}, ("error", "invalid task", "task", "setup")),
+        ('ask("Break")', {"test_script": "true"}, ("error", "infrastructure fault", "engine", "agent")),
+        ("sys.exit(4)", {"test_script": "true"}, ("failed", "agent failed", None, None)),
+        ('ask("Hi")\ntime.sleep(3600)', {"agent_timeout_s": scaled(0.5)}, ("timed out", None, None, None)),
+    ]
 
 
 async def test_what_goes_wrong_is_a_result() -> None:
@@ -110,9 +115,9 @@ async def test_what_goes_wrong_is_a_result() -> None:
 
     async with served(script) as service:
         results = await asyncio.gather(
-            *(service.rollouts.run(service.asked(program, **more)) for program, more, _ in WRONG)
+            *(service.rollouts.run(service.asked(program, **more)) for program, more, _ in wrong())
         )
-        for result, (_, _, told) in zip(results, WRONG, strict=True):
+        for result, (_, _, told) in zip(results, wrong(), strict=True):
             error = result.error
             assert (result.status, result.kind, error and error.boundary, error and error.stage) == told
             assert result.reward is None and result.wall_s > 0 and result.done
@@ -195,7 +200,7 @@ async def test_an_agent_that_says_what_cannot_be_written_down_does_not_cost_the_
 for text in ("half \\ud800", "nul \\u0000", "<script>"):
     body = '{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "' + text + '"}]}]}'
     request = urllib.request.Request(URL + "/v1/chat/completions", body.encode(), {"authorization": "Bearer " + KEY})
-    try: urllib.request.urlopen(request, timeout=30).read()
+    try: urllib.request.urlopen(request, timeout=3600).read()
     except urllib.error.HTTPError as error: print(error.code)
 sys.stdout.flush()
 os.write(1, b"\xff\xfe\x00")
@@ -294,9 +299,9 @@ async def test_what_waits_is_on_disk_and_bounded() -> None:
 
 
 async def test_wrong_arguments_start_nothing() -> None:
-    async with served(most_agent_timeout_s=100.0) as service:
+    async with served(most_agent_timeout_s=scaled(100)) as service:
         for wrong, param in (
-            ({"agent_timeout_s": 101.0}, "agent_timeout_s"),
+            ({"agent_timeout_s": scaled(101)}, "agent_timeout_s"),
             ({"model_key": "vllm://none"}, "model_key"),
             ({"agent": "pi"}, "agent"),
             ({"agent": "/tmp/evil.toml"}, "agent"),

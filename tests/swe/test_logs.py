@@ -7,15 +7,17 @@ import subprocess
 import sys
 import time
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.speed import scaled
 from turngate.errors import TaskError
 from turngate.tasks.grading import logs
 from turngate.tasks.grading.attempt import Undecided
 from turngate.tasks.grading.grade import Case
+
+pytestmark = pytest.mark.process
 
 SUITE = '''
 import unittest
@@ -113,12 +115,6 @@ def ran(folder: Path, *options: str, columns: int = 80) -> str:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False).stdout
 
 
-def need_swebench() -> None:
-    if find_spec("swebench") is None:
-        reason = "swebench is missing (run: pip install 'turngate[swe]')"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-
-
 @pytest.mark.parametrize("options", [("-rA",), ("-rA", "--color=yes"), ("-rA", "-q")], ids=" ".join)
 def test_a_summary_tells_every_outcome_but_which_tests_were_skipped(suite: Path, options: tuple[str, ...]) -> None:
     assert logs.parse("pytest", ran(suite, *options)) == OUTCOMES
@@ -137,9 +133,9 @@ def test_several_runs_in_one_log_are_all_read(suite: Path, columns: int) -> None
     assert logs.parse("pytest", other + one) == OUTCOMES
 
 
+@pytest.mark.needs("swebench")
 def test_swebench_reads_the_same_where_names_are_plain(suite: Path) -> None:
     """And nothing was printed that looks like an outcome, and no test has two."""
-    need_swebench()
     log = ran(suite, "-rA", "-k", "plain or known or wrong or (good and not b)")
     ours = logs.parse("pytest", log)
     assert len(ours) == 6
@@ -162,8 +158,8 @@ def test_unittest_output_is_read(suite: Path) -> None:
     }
 
 
+@pytest.mark.needs("swebench")
 def test_a_parser_that_there_is_not_is_an_error_that_names_those_there_are() -> None:
-    need_swebench()
     assert logs.known("pytest") and logs.known("swebench:django/django") and logs.known("rebench:parse_log_pytest")
     for name, has in (("nose", "unittest"), ("swebench:no/repo", "django/django"), ("rebench:nose", "parse_log_cargo")):
         assert not logs.known(name)
@@ -171,15 +167,13 @@ def test_a_parser_that_there_is_not_is_an_error_that_names_those_there_are() -> 
             logs.parse(name, "")
 
 
+@pytest.mark.needs("swebench")
 def test_a_log_that_a_parser_gets_lost_in_decides_nothing_and_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no invalid task either: an agent could print its way out of a bad grade."""
-    need_swebench()
     assert logs.known("swebench:django/django")  # what there is, is asked for once, without haste
     monkeypatch.setattr(logs, "FOREIGN_S", 1.0)
-    began = time.monotonic()
-    with pytest.raises(Undecided, match="came to no end"):
+    with pytest.raises(Undecided, match="for 1 s and came to no end"):
         logs.parse("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(
@@ -187,8 +181,8 @@ def test_a_log_that_a_parser_gets_lost_in_decides_nothing_and_is_no_hang(monkeyp
     ["t.py::" + " FAILED" * 1100 + " x", "FAILED t[" + " - " * 2600, "=" * 8000, "PASSED " * 1000, "\x1b[" * 4000],
 )
 def test_our_own_parsers_do_not_get_lost(line: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for name in ("pytest", "unittest"):
         logs.parse(name, "=== short test summary info ===\n" + f"{line}\n" * 500)
         logs.parse(name, f"{line}\n" * 500)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < scaled(2.5)

@@ -15,6 +15,8 @@ import pytest
 
 from tools import swe_tasks
 
+pytestmark = pytest.mark.process
+
 FILE = "parse-1.20.1.tar.gz"
 
 

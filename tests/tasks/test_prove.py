@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tests.sandboxes.kit import MAKE, need, processes
+from tests.sandboxes.kit import MAKE, backends, need, processes
+from tests.speed import scaled
 from tests.tasks.test_swe import Repo
 from turngate.cli.main import app
 from turngate.sandboxes.local import LocalBackend
@@ -20,11 +21,14 @@ from turngate.tasks.grading.grade import Ground
 from turngate.tasks.prove import prove
 from turngate.tasks.task import Script, Solution
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 IMAGE = {"docker": "turngate-base:bookworm"}
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.real
+@pytest.mark.parametrize("name", backends())
 async def test_the_examples_prove_themselves(name: str, tmp_path: Path) -> None:
     need(name)
     ground = Ground(backend=MAKE[name](tmp_path / "sandboxes"), image=IMAGE.get(name, ""), log=tmp_path / "grade.log")
@@ -42,7 +46,7 @@ def script(at: Path, test: str, solve: str) -> Task:
     for name, text in {"tests/test.sh": test, "solution/solve.sh": solve}.items():
         (at / name).parent.mkdir(parents=True, exist_ok=True)
         (at / name).write_text(text)
-    grader = Script(files=at / "tests", decides="exit code", timeout_s=20)
+    grader = Script(files=at / "tests", decides="exit code", timeout_s=scaled(20))
     return Task(id=at.name, instruction="Make `done`.", grader=grader, solution=Solution(files=at / "solution"))
 
 

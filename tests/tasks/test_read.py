@@ -293,6 +293,8 @@ def test_an_empty_place(tmp_path: Path) -> None:
 # ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.process
+@pytest.mark.needs("swebench")
 def test_the_commands_say_what_is_there_and_what_is_wrong(tmp_path: Path) -> None:
     run = CliRunner(env={"COLUMNS": "200"}).invoke
     good = lines(tmp_path / "good.jsonl", own("a"), swe_row())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, path_ids, prompt_ids
@@ -21,6 +21,7 @@ def _array(ids: list[int]) -> np.ndarray:
 
 
 @given(some.lists(some.tuples(_IDS, _IDS), max_size=5), _IDS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_prompt_is_the_ids_of_its_path_and_what_is_added(
     turns: list[tuple[list[int], list[int]]], added: list[int]
 ) -> None:

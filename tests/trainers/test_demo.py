@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,41 +10,44 @@ from pathlib import Path
 import pytest
 
 from tests.engines import local_kit  # noqa: F401  # skips where there is no torch
-from tools import base_image, parts
-from turngate.agents import install
-from turngate.agents.spec import find
+from tests.speed import scaled
+
+pytestmark = [
+    pytest.mark.needs("smollm2", "torch", "bubblewrap", "agent:mini-swe-agent"),
+    pytest.mark.real,
+    pytest.mark.soak,
+]
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_fast_demo_trains_a_real_agent(tmp_path: Path) -> None:
-    for reason in (
-        parts.missing("smollm2"),
-        install.missing(find("mini-swe-agent").spec),
-        base_image.missing_bubblewrap(),
-    ):
-        if reason:
-            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+def test_the_fast_demo_trains_a_real_agent(tmp_path: Path, storm_scale: float) -> None:
+    """With one update; with its own three in `make soak`."""
+    count = max(1, round(3 * storm_scale))
     out = tmp_path / "demo"
     command = [
         sys.executable,
         str(ROOT / "examples" / "demo.py"),
         "--fast",
+        "--steps",
+        str(count),
         "--out",
         str(out),
         "--sandbox",
         "bubblewrap",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(300), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = json.loads((out / "steps.json").read_text())
-    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert [step["step"] for step in steps] == [*range(1, count + 1)]
     for step in steps:
         measured = step["measured"]
         assert measured["compared"] == measured["rows"] == 8 and not measured["refused"]
         assert measured["difference"] < 1e-3  # the trainer computes what the engine sampled with
-    assert any(step["measured"]["signal"] for step in steps), "no errand was done by some and failed by others"
+    assert count == 1 or any(step["measured"]["signal"] for step in steps), (
+        "no errand was done by some and failed by others"
+    )
     assert (out / "reward.svg").read_text().startswith("<svg")
-    assert [one.name for one in (out / "checkpoints").iterdir()] == ["step-00003"]
+    assert [one.name for one in (out / "checkpoints").iterdir()] == [f"step-{count:05}"]
     for told in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Picture:"):
         assert told in done.stdout

@@ -288,6 +288,7 @@ async def test_rollouts_whose_prompts_differ_make_no_pair(made: Recording) -> No
     assert [count for why, count in done.left_out.items() if "prompts differ" in why] and pairs
 
 
+@pytest.mark.promise(9)
 def test_where_there_are_no_pairs_it_is_said_why_and_nothing_is_replaced(made: Recording) -> None:
     with pytest.raises(
         ConfigError, match=r"no record comes of 5 rollouts, .*1 × pairs .* less than 5 \(--margin\) apart"
@@ -550,6 +551,7 @@ async def test_no_two_trajectories_are_one_file(made: Recording) -> None:
     assert {"a:1", "a_1", "a.1", "a-1"} < {one["session_id"] for one in records}
 
 
+@pytest.mark.promise(9)
 def test_a_damaged_trace_is_left_out_and_told(made: Recording) -> None:
     with sqlite3.connect(made.data / "turngate.db") as db:
         db.execute(

@@ -40,6 +40,8 @@ from turngate.trainers.local.grpo import (
 from turngate.trainers.local.loss import Terms, clipped_share, divergence, divisor, loss
 from turngate.types import Json
 
+pytestmark = pytest.mark.needs("torch")
+
 VOCABULARY = tokenizer().vocab_size
 N = 4
 

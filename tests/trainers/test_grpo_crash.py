@@ -11,13 +11,17 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tests.engines import local_kit  # noqa: F401  # skips where there is no torch
+from tests.speed import scaled
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Step
 
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
 KILLS, STEPS, EVERY = 5, 9, 2
-LONGEST_S = 240.0
+LONGEST_S = 120.0
 
 
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path) -> None:
@@ -46,7 +50,7 @@ def _run(folder: Path, kill_after: float | None = None) -> str:
         assert process.stdout is not None
         try:
             if kill_after is None:
-                said, _ = process.communicate(timeout=LONGEST_S)
+                said, _ = process.communicate(timeout=scaled(LONGEST_S))
                 assert process.returncode == 0
                 return said
             first = process.stdout.readline()

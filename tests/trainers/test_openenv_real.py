@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 
 import openai
 import pytest
 
 from tests.kit import Json, Running, calls, gateway, result, say, tool, user, whole
+from tests.speed import scaled
 from tools import parts
 from turngate.engines.scripted import Turn
 from turngate.trainers.openenv import training_trace
+
+pytestmark = [pytest.mark.needs("trl"), pytest.mark.full]
 
 PART = "trl"  # its environment has openenv
 
@@ -52,8 +54,6 @@ json.dump(told, sys.stdout)
 @pytest.fixture(scope="module")
 def python() -> str:
     """That has openenv."""
-    if reason := parts.missing(PART):
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     return str(parts.ensure(PART) / "bin" / "python")
 
 
@@ -65,12 +65,13 @@ async def judged(python: str, g: Running, session: str) -> Json:
     }
     command = [python, "-c", JUDGE]
     done = await asyncio.to_thread(
-        subprocess.run, command, input=json.dumps(given), capture_output=True, text=True, timeout=120
+        subprocess.run, command, input=json.dumps(given), capture_output=True, text=True, timeout=scaled(120)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
+@pytest.mark.real
 async def test_openenv_takes_our_traces(python: str) -> None:
     """An agent that works, retries, asks beside its work, is forced once and is cut short; and an engine that forgets to score."""
     script = [

@@ -17,12 +17,15 @@ from examples import demo
 from tests import kit
 from tests.batch.kit import plan
 from tests.engines.local_kit import model  # skips where there is no torch
+from tests.speed import scaled
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.client import GatewayClient
 from turngate.rollout.wayout import WayOut
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Settings, Step
 from turngate.trainers.local.training import Clocked, Goal, Place, Shares, Told, train
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 @asynccontextmanager
@@ -83,7 +86,7 @@ async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
         running = asyncio.create_task(
             train(place, goal(root, 50, "well-0"), root / "out", "", Told(step=stepped)), name="run"
         )
-        await asyncio.wait_for(made.wait(), 60)
+        await asyncio.wait_for(made.wait(), scaled(60))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -97,7 +100,7 @@ async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
 async def test_agents_that_come_to_nothing_keep_no_trainer_waiting(root: Path) -> None:
     async with placed(root / "data") as place:
         with pytest.raises(TurngateError, match="ended after 1 of 2 steps: 1 groups had no rollout that was graded"):
-            await asyncio.wait_for(train(place, goal(root, 2, "well-0", "sandbox-0"), root / "out", ""), 60)
+            await asyncio.wait_for(train(place, goal(root, 2, "well-0", "sandbox-0"), root / "out", ""), scaled(60))
 
 
 def test_what_nothing_could_be_learnt_from_is_refused_at_once(root: Path) -> None:

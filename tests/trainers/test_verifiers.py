@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.kit import Running, calls, gateway, say
+from tests.nested import ROOT, environment, run_tests
+from tests.speed import scaled
 from tools import parts
-from turngate.agents import install
-from turngate.agents.spec import find
+
+pytestmark = [pytest.mark.needs("verifiers", "agent:mini-swe-agent"), pytest.mark.full]
 
 PART = "verifiers"
 AGENT = "mini-swe-agent"
-ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "verifiers"
 FIX = [
     say("I look first.\n" + calls(("bash", {"command": "cat main.py"}))),
     say("I mend it.\n" + calls(("bash", {"command": "sed -i 's/a - b/a + b/' main.py"}))),
@@ -30,24 +30,13 @@ FIX = [
 @pytest.fixture(scope="module")
 def programs() -> Path:
     """Where the programs of verifiers' environment are."""
-    if reason := parts.missing(PART):
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     return parts.ensure(PART) / "bin"
 
 
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TURNGATE_ADMIN", "PYTEST"))}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "examples" / "verifiers")])
-    return {**kept, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **more}
-
-
 def test_its_own_classes_beside_ours(programs: Path) -> None:
-    """Every test of `inside_verifiers/`, run there."""
-    command = [programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/trainers/inside_verifiers"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    found = re.search(r"(\d+) passed", done.stdout)
-    assert found and int(found[1]) > 25 and "skipped" not in done.stdout
+    """The tests of `inside_verifiers/`, run there."""
+    env = environment(EXAMPLES)
+    assert run_tests(str(programs / "python"), "tests/trainers/inside_verifiers", "", env=env) > 25
 
 
 async def evaluated(programs: Path, g: Running, folder: Path, task: str, *more: str) -> list[dict[str, object]]:
@@ -60,18 +49,17 @@ async def evaluated(programs: Path, g: Running, folder: Path, task: str, *more: 
     ]
     command += ["-m", "m", "--no-rich", "--no-push", "-o", str(folder / "runs")]
     command += ["--env.agent.harness.agent", AGENT, "--env.agent.harness.out", str(folder / "left"), *more]
-    env = environment(TURNGATE_GATEWAY=g.root, TURNGATE_ADMIN_KEY=g.app.admin_key)
+    env = environment(EXAMPLES, TURNGATE_GATEWAY=g.root, TURNGATE_ADMIN_KEY=g.app.admin_key)
     done = await asyncio.to_thread(
-        subprocess.run, command, cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        subprocess.run, command, cwd=folder, env=env, capture_output=True, text=True, timeout=scaled(120)
     )
     assert done.returncode == 0, done.stderr[-5000:]
     [file] = (folder / "runs").rglob("traces.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.real
 async def test_its_command_evaluates_a_real_agent(programs: Path, tmp_path: Path) -> None:
-    if (reason := install.missing(find(AGENT).spec)) is not None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     async with gateway(FIX) as g:
         rollouts = ("-r", "2", "--env.agent.harness.sandbox", "local", "--sampling.temperature", "0.9")
         traces = await evaluated(programs, g, tmp_path, "fix-add", *rollouts)

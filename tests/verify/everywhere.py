@@ -1,16 +1,20 @@
-"""Whatever is recorded, with any gateway, is verified when that gateway stops. A fixture for tests here; a plugin for all others:
+"""Verify the recorded sessions of a gateway when it stops. Tests in this folder use a fixture; all others use a plugin:
 
-    pytest -p tests.verify.everywhere -m "not real"
+    pytest -p tests.verify.everywhere --verify-every 10
 
-Traces that a test has damaged on purpose are its own affair: those are refused by the gateway itself, and passed over. So are
-outcomes of which the same can be said, and those that a test has put into the store beside sessions without a turn.
+This verifies every tenth session. Without the option, it verifies all of them.
+
+Sessions that a test damaged on purpose are skipped: those whose trace or outcome cannot be read, and those with an outcome but no turns.
 """
 
 from __future__ import annotations
 
+import itertools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from turngate.errors import StoreError
 from turngate.server.app import Gateway
@@ -20,29 +24,32 @@ from turngate.verify import Folder, Means, Renderers, Scorer, Verdict, verify
 
 SEEN: list[Verdict] = []
 _stop = Gateway.stop
+_numbers = itertools.count()  # of the recorded sessions
 
 
-def verdicts(gateway: Gateway, scorer: Scorer | None = None) -> list[Verdict]:
-    """On every session of its folder, all of which have to be fine."""
+def verdicts(gateway: Gateway, scorer: Scorer | None = None, every: int = 1) -> list[Verdict]:
+    """Verify one in `every` sessions of a gateway. All must be exact."""
     data, found = Path(gateway.config.data), []
     if not (data / "turngate.db").is_file():
         return []
     with Folder(data) as folder, stored_rows(data) as rows:
         for session in folder.sessions():
+            if next(_numbers) % every:
+                continue
             try:
                 rows(session, True)
             except StoreError:
                 continue
             means = Means(rows=rows, renderers=Renderers(given=gateway.renderer), scorer=scorer, tolerance=0.0)
             verdict = verify(folder, session, means)
-            if {finding.check for finding in verdict.wrong} == {"outcome"} and _own_affair(data, verdict):
+            if {finding.check for finding in verdict.wrong} == {"outcome"} and _damaged_on_purpose(data, verdict):
                 continue
             assert verdict.ok, "\n".join(f"{f.part}/{f.check}: {f.what} ({f.where})" for f in verdict.wrong)
             found.append(verdict)
     return found
 
 
-def _own_affair(data: Path, verdict: Verdict) -> bool:
+def _damaged_on_purpose(data: Path, verdict: Verdict) -> bool:
     if not verdict.counts.turns:
         return True
     with closing(Store.reading(data)) as store:
@@ -50,26 +57,31 @@ def _own_affair(data: Path, verdict: Verdict) -> bool:
         return row is not None and bool(store.outcomes.damaged(row.key, row.key))
 
 
-async def _verified(self: Gateway) -> None:
-    await _stop(self)
-    SEEN.extend(verdicts(self))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--verify-every", type=int, default=1, help="verify one in N recorded sessions (default: all)")
 
 
-def pytest_configure(config: Any) -> None:
-    Gateway.stop = _verified  # type: ignore[method-assign]
+def pytest_configure(config: pytest.Config) -> None:
+    every = config.getoption("--verify-every")
+
+    async def stop(self: Gateway) -> None:
+        await _stop(self)
+        SEEN.extend(verdicts(self, every=every))
+
+    Gateway.stop = stop  # type: ignore[method-assign]
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(_Workers())
 
 
 class _Workers:
-    """What the processes of `pytest -n` have seen, added up."""
+    """Adds up the counts of the processes of `pytest -n`."""
 
     def __init__(self) -> None:
         self.sessions = self.turns = 0
 
     def pytest_sessionfinish(self, session: Any) -> None:
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["verified"] = _seen()
+            session.config.workeroutput["verified"] = _counts()
 
     def pytest_testnodedown(self, node: Any) -> None:
         sessions, turns = getattr(node, "workeroutput", {}).get("verified", (0, 0))
@@ -77,9 +89,9 @@ class _Workers:
         self.turns += turns
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        sessions, turns = (a + b for a, b in zip(_seen(), (self.sessions, self.turns), strict=True))
-        terminalreporter.write_line(f"verified everywhere: {sessions} sessions with {turns} turns")
+        sessions, turns = (a + b for a, b in zip(_counts(), (self.sessions, self.turns), strict=True))
+        terminalreporter.write_line(f"verified {sessions} recorded sessions with {turns} turns")
 
 
-def _seen() -> tuple[int, int]:
+def _counts() -> tuple[int, int]:
     return len(SEEN), sum(verdict.counts.turns for verdict in SEEN)

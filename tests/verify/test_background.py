@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,13 @@ import pytest
 from tests import kit
 from tests.exact.agent import Agent, World
 from tests.exact.test_rows import SYSTEM, talk, user
+from tests.speed import scaled
 from turngate.config import load
 from turngate.errors import ConfigError, StoreError
 from turngate.events import Event
 from turngate.verdicts import Apart
+
+pytestmark = pytest.mark.process
 
 
 async def spoken(world: World) -> Agent:
@@ -27,7 +33,7 @@ async def spoken(world: World) -> Agent:
 
 
 async def verified(world: World, session_id: str) -> Event:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         async for event in world.gateway.events.follow(session_id):
             if event is not None and event.kind == "verified":
                 return event
@@ -52,10 +58,21 @@ async def test_every_second_session_that_ends_is_proven_and_what_is_wrong_is_tol
     assert any(agents[3].session_id in r.getMessage() and "checksum" in r.getMessage() for r in caplog.records)
 
 
-async def test_a_gateway_that_stops_does_not_wait_for_a_verdict(tmp_path: Path) -> None:
-    async with asyncio.timeout(20), World.of(tmp_path, kit.renderer(), verify_every=1) as world:
+async def test_a_gateway_that_stops_does_not_wait_for_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def never(self: Apart) -> subprocess.Popen[bytes]:
+        asked.set()
+        command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+    monkeypatch.setattr(Apart, "_begun", never)
+    async with asyncio.timeout(scaled(20)), World.of(tmp_path, kit.renderer(), verify_every=1) as world:
         agent = await spoken(world)
         await world.gateway.control.seal(agent.session_id)
+        await kit.until(asked.is_set)
 
 
 async def test_a_deleted_session_is_not_looked_at(tmp_path: Path, caplog: Any) -> None:

@@ -29,6 +29,7 @@ async def forks(folder: Path, renderer: Renderer, story: Any, **config: Any) -> 
     return list(found.forks)
 
 
+@pytest.mark.needs("tokenizers")
 async def test_thinking_that_the_template_drops(renderers: Any, tmp_path: Path) -> None:
     async def story(agent: Agent, world: World) -> None:
         agent.tools = None
@@ -53,6 +54,7 @@ async def test_json_that_the_template_spells_anew(renderers: Any, tmp_path: Path
     assert (fork.was, fork.now) == ('"read","arguments":', ' "read", "arguments":')
 
 
+@pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize(
     ("sampled", "cause", "detail"),
     [
@@ -170,6 +172,7 @@ async def test_a_helper_has_left_nothing_but_its_own_price(renderers: Any, tmp_p
     assert (fork.recorded, fork.cause) == ("subagent", "sub-agent")
 
 
+@pytest.mark.needs("tokenizers")
 async def test_an_unbroken_line_has_no_fork_and_says_where_the_template_would_differ(
     renderers: Any, tmp_path: Path
 ) -> None:

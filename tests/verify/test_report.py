@@ -19,6 +19,7 @@ import pytest
 from tests import kit
 from tests.exact.agent import World
 from tests.exact.test_rows import SYSTEM, talk, user
+from tests.speed import scaled
 from tests.verify.kit import tampering, wrong
 from tests.verify.stories import rich
 from turngate.cli import verify as command
@@ -474,7 +475,7 @@ def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded:
     sampler.start()
     for ended in ("nobody", other, "nobody", "nobody", "nobody", session):
         sampler.ended(ended)
-    assert done.wait(120)  # it yields to everybody else
+    assert done.wait(scaled(120))  # it yields to everybody else
     sampler.stop()
     assert [(verdict.session, verdict.ok) for verdict in found] == [(other, True), (session, False)]
     assert sampler.looked == 2 and sampler.missed == 0
@@ -497,6 +498,6 @@ def test_a_check_that_falls_over_ends_neither_the_checks_nor_the_gateway(caplog:
     sampler.start()
     sampler.ended("one")
     sampler.ended("two")
-    assert tried.acquire(timeout=10) and tried.acquire(timeout=10)
+    assert tried.acquire(timeout=scaled(10)) and tried.acquire(timeout=scaled(10))
     sampler.stop()
     assert sampler.looked == 0

@@ -17,6 +17,7 @@ from tests.exact.test_rows import SYSTEM, say, talk, user
 from tests.golden import recording
 from tests.golden.replay import play as replayed
 from tests.kit import calls
+from tests.renderer_fixtures import renderer_params
 from tests.verify.kit import all_fine, verdict
 from turngate.engines.scripted import Turn
 from turngate.store.outcome import Recorded
@@ -41,7 +42,7 @@ TEXTS = ["ok", "Größe 👍🏽\n", "  x\n\n", "<think>x</think>", "é\u0301 �
 MODELS = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3", "smollm2", "family:qwen3", "family:deepseek-v3", "builtin"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", renderer_params(MODELS))
 def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]) -> None:
     draw = random.Random(name)
     for seed in range(12):
@@ -53,7 +54,7 @@ def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]
     assert all({f.part for f in found.findings} >= {"structure", "rows", "render", "replay"} for found in verified)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "builtin"])
+@pytest.mark.parametrize("name", renderer_params(["qwen3", "deepseek_v3", "builtin"]))
 async def test_a_long_rollout_is_one_row_without_a_fork(name: str, renderers: Any, tmp_path: Path) -> None:
     renderer, draw = renderers(name), random.Random(4)
     async with World.of(tmp_path, renderer) as world:

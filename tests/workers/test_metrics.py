@@ -7,13 +7,18 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
+from tests.speed import scaled
 from tests.test_metrics import plain, read, turns
 from tests.workers.test_processes import Serving, served, wait_for
+from turngate.server.together import _METRICS_S
+
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
 
 
 def scraped(serving: Serving, query: str = "") -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    response = httpx.get(f"{serving.url}/metrics{query}", headers=serving.admin, trust_env=False, timeout=20)
+    response = httpx.get(f"{serving.url}/metrics{query}", headers=serving.admin, trust_env=False, timeout=scaled(20))
     assert response.status_code == 200, response.text
     return read(response.text)
 
@@ -31,9 +36,10 @@ def test_they_are_summed_over_all_workers_or_told_apart(tmp_path: Path) -> None:
         name, labels = turns("chat", "exact", "stop")
         told = [apart[name, tuple(sorted((*labels, ("worker", str(n)))))] for n in (0, 1)]
         assert told == [2, 1]
-        without = httpx.get(f"{serving.url}/metrics", trust_env=False, timeout=20)
+        without = httpx.get(f"{serving.url}/metrics", trust_env=False, timeout=scaled(20))
         assert without.status_code == 401 and "turngate_" not in without.text
-        assert httpx.get(f"{serving.url}/worker/metrics", headers=serving.admin, trust_env=False).status_code == 404
+        own = httpx.get(f"{serving.url}/worker/metrics", headers=serving.admin, trust_env=False, timeout=scaled(20))
+        assert own.status_code == 404
 
 
 def test_a_worker_that_does_not_answer_is_missing_and_is_said_to_be(tmp_path: Path) -> None:
@@ -44,8 +50,11 @@ def test_a_worker_that_does_not_answer_is_missing_and_is_said_to_be(tmp_path: Pa
             seen: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
             def answered() -> bool:  # a connection that the front gives to the one that is stopped waits for ever
+                limit = _METRICS_S + scaled(1)
                 try:
-                    response = httpx.get(f"{serving.url}/metrics", headers=serving.admin, trust_env=False, timeout=4)
+                    response = httpx.get(
+                        f"{serving.url}/metrics", headers=serving.admin, trust_env=False, timeout=limit
+                    )
                 except httpx.TimeoutException:
                     return False
                 seen.update(read(response.text))

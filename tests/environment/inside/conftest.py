@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.environment import kit
+from tests.speed import scaled
 
 collect_ignore_glob = [] if find_spec("openenv") else ["test_*.py"]
 
@@ -16,7 +17,7 @@ collect_ignore_glob = [] if find_spec("openenv") else ["test_*.py"]
 @pytest.fixture(autouse=True)
 def _not_for_ever() -> Iterator[None]:
     """What waits for something that does not come is told where it stood."""
-    faulthandler.dump_traceback_later(120, exit=True)
+    faulthandler.dump_traceback_later(scaled(120), exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 

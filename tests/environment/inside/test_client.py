@@ -15,10 +15,13 @@ from openenv.core.generic_client import GenericEnvClient
 from openenv.core.mcp_client import MCPToolClient
 
 from tests.environment.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
+from tests.speed import scaled
 from turngate.environment import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
 from turngate.environment.app import MOST_BYTES
 from turngate.errors import BadRequest, NotFound
 from turngate.service.tools import TOOLS
+
+pytestmark = pytest.mark.process
 
 RUN = {"model_key": MODEL, "instruction": ASK, "test_script": GOOD}
 
@@ -26,6 +29,7 @@ RUN = {"model_key": MODEL, "instruction": ASK, "test_script": GOOD}
 # ── reset, step, state ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.real
 async def test_an_episode(url: str) -> None:
     async with TurngateEnv(url) as env:
         ready = await env.reset(episode_id="first", seed=3)
@@ -50,6 +54,7 @@ async def test_an_episode(url: str) -> None:
         assert again.episode_id != "first" and again.step_count == 0 and again.rollouts == []
 
 
+@pytest.mark.real
 async def test_a_reward_that_is_not_known_is_none_and_one_that_is_0_is_0(url: str) -> None:
     async with TurngateEnv(url) as env:
         ungraded = await env.step(CallToolAction(tool_name="run_rollout", arguments={**RUN, "test_script": ""}))
@@ -65,7 +70,7 @@ async def test_a_reward_that_is_not_known_is_none_and_one_that_is_0_is_0(url: st
 def test_from_code_that_does_not_await(url: str) -> None:
     with TurngateEnv(url).sync() as env:
         assert env.reset().observation.endpoints
-        result = env.run_rollout(MODEL, ASK, GOOD, task_id="sum", agent_timeout_s=60)
+        result = env.run_rollout(MODEL, ASK, GOOD, task_id="sum", agent_timeout_s=scaled(60))
         assert result.reward == 1.0 and result.task_id == "sum" and result.done and result.wall_s > 0
         assert env.state().step_count == 2  # start and finalize
 
@@ -123,6 +128,7 @@ async def test_rows_of_swe_data_sets(url: str) -> None:
         assert step.observation.error.error_type == "invalid_args" and step.observation.metadata["param"] == "task"
 
 
+@pytest.mark.real
 async def test_openenv_s_own_clients_know_the_tools(url: str) -> None:
     """At `/mcp` there are tools and nothing else: no reset, no step, no state."""
     async with MCPToolClient(url) as client:
@@ -181,7 +187,7 @@ async def test_what_is_no_tool_and_no_action(url: str) -> None:
         assert told.error.error_type == "tool_not_found" and "did you mean run_rollout?" in told.error.message
         with pytest.raises(RuntimeError, match="split: reset has no such argument"):
             await env.reset(split="train")
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=scaled(5)) as http:
         refused = await http.post(f"{url}/reset", json={"split": "train"})
         assert refused.status_code == 400 and refused.json()["param"] == "split"
     async with GenericEnvClient(base_url=url) as plain:
@@ -201,7 +207,7 @@ async def test_two_clients_at_once(url: str) -> None:
         waiting = asyncio.ensure_future(one.wait_for(slow))
         quick = await other.run_rollout(MODEL, ASK, GOOD)
         assert quick.reward == 1.0 and not waiting.done()
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=scaled(5)) as http:
             assert (await http.get(f"{url}/health")).json() == {"status": "healthy"}
         await other.abort_rollout(slow)
         assert (await waiting).status == "cancelled"
@@ -253,7 +259,7 @@ async def test_a_connection_that_breaks_is_made_again_while_a_rollout_is_waited_
 
 
 async def test_a_step_with_a_time_limit_is_answered_in_time(url: str) -> None:
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=scaled(60)) as http:
         action = {"type": "call_tool", "tool_name": "run_rollout", "arguments": {**RUN, "instruction": SLOW}}
         told = (await http.post(f"{url}/step", json={"action": action, "timeout_s": 0.5})).json()
         assert not told["done"] and told["reward"] is None and told["observation"]["status"] in ("queued", "running")
@@ -264,7 +270,7 @@ async def test_a_step_with_a_time_limit_is_answered_in_time(url: str) -> None:
 async def test_pages_of_other_sites_are_refused(url: str) -> None:
     """A browser on this machine would carry them here."""
     here = url.removeprefix("http://")
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=scaled(5)) as http:
         pages = ["https://example.org", "null", "http://["]
         for headers in [
             *({"origin": page} for page in pages),
@@ -279,7 +285,7 @@ async def test_pages_of_other_sites_are_refused(url: str) -> None:
 
 async def test_requests_that_nobody_means_are_refused_in_words(url: str) -> None:
     action = {"type": "call_tool", "tool_name": "list_endpoints", "arguments": {}}
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=scaled(60)) as http:
         for odd in ("NaN", "-1", '"soon"'):
             body = f'{{"action": {json.dumps(action)}, "timeout_s": {odd}}}'
             refused = await http.post(f"{url}/step", content=body, headers={"content-type": "application/json"})
@@ -305,7 +311,7 @@ async def test_a_server_with_a_key_and_how_it_ends(tmp_path: Path) -> None:
     """Stopped in the middle of a rollout it ends at once and leaves no process; started again it knows what became of it."""
     key = {"Authorization": "Bearer planted-key"}
     with serving(tmp_path, TURNGATE_OPENENV_KEY="planted-key", KEPT_KEY="planted-too") as server:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=scaled(5)) as http:
             assert (await http.get(f"{server.url}/health")).status_code == 200
             assert (await http.get(f"{server.url}/schema")).status_code == 401
             assert (await http.get(f"{server.url}/schema", headers=key)).status_code == 200

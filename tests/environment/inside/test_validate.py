@@ -23,6 +23,9 @@ from openenv.validation.types import Level, ProviderCapability
 from typer.testing import CliRunner
 
 from tests.environment.kit import ROOT, Server, environment, serving
+from tests.speed import scaled
+
+pytestmark = pytest.mark.process
 
 PACKAGE = ROOT / "envs" / "turngate"
 
@@ -39,6 +42,7 @@ def validated(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
     return done.exit_code, json.loads(done.stdout) if done.stdout.startswith("{") else {}
 
 
+@pytest.mark.real
 def test_the_package_is_valid() -> None:
     code, report = validated(PACKAGE)
     assert (
@@ -52,7 +56,7 @@ def test_the_package_is_valid() -> None:
 
 def test_as_it_is_typed() -> None:
     command = [str(Path(sys.executable).parent / "openenv"), "validate", str(PACKAGE)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0 and "PASS  static.manifest" in done.stdout and "Verdict: WARN" in done.stdout
 
 

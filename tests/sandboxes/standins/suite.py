@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.sandboxes.standins.machine import Fault, Machine, StandIn
+from tests.speed import paced, scaled
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
 
@@ -44,7 +45,7 @@ class Remote:
 
 
 async def until(true: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + scaled(seconds)
     while time.monotonic() < end:
         found = true()
         if found if isinstance(found, bool) else await found:
@@ -106,7 +107,7 @@ class RemoteSuite:
     async def test_past_its_time_a_command_is_killed_with_everything_that_it_started(self, remote: Remote) -> None:
         script = "sleep 61 & setsid sleep 62 & (trap '' TERM; sleep 63) & echo so far; wait"
         async with remote.sandbox() as sandbox:
-            done = await sandbox.exec(["sh", "-c", script], timeout_s=0.5)
+            done = await sandbox.exec(["sh", "-c", script], timeout_s=paced(0.5))
             assert (done.exit_code, done.stdout, done.timed_out) == (137, b"so far\n", True)
             assert sleepers(remote.machine(sandbox)) == []
 
@@ -142,18 +143,17 @@ class RemoteSuite:
     @pytest.mark.parametrize(
         ("command", "code"),
         [
-            (["sleep", "61"], 143),
-            (["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"], 137),
-            (["env", "-i", "sleep", "61"], 143),
-            (["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.1; done"], 0),
+            (["sh", "-c", "touch begun; exec sleep 61"], 143),
+            (["sh", "-c", "trap '' TERM; touch begun; while :; do sleep 0.1; done"], 137),
+            (["env", "-i", "sh", "-c", "touch begun; exec sleep 61"], 143),
+            (["sh", "-c", "trap 'exit 0' TERM; touch begun; while :; do sleep 0.1; done"], 0),
         ],
     )
     async def test_a_killed_job(self, remote: Remote, command: list[str], code: int) -> None:
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(command)
-            await until(lambda: sleepers(remote.machine(sandbox)) != [])
-            await asyncio.sleep(0.2)
-            await job.kill(0.5)
+            await until(lambda: Path(sandbox.workdir, "begun").exists())
+            await job.kill(paced(0.5))
             assert await job.wait() == code
             assert sleepers(remote.machine(sandbox)) == []
 
@@ -165,10 +165,11 @@ class RemoteSuite:
 
     async def test_who_stops_waiting_does_not_end_the_job(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
-            job = await sandbox.start(["sh", "-c", "sleep 0.6; exit 4"])
+            job = await sandbox.start(["sh", "-c", "while [ ! -e go ]; do sleep 0.1; done; exit 4"])
             for _ in range(2):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(job.wait(), 0.1)
+            await sandbox.write("go", b"")
             assert await job.wait() == 4
 
     async def test_two_outputs_into_one_file_and_into_folders_that_are_not_there(self, remote: Remote) -> None:
@@ -237,7 +238,7 @@ class RemoteSuite:
             job = await sandbox.start(["sleep", "61"])
             await self.vanish(remote, sandbox.id)
             with pytest.raises(SandboxError):
-                await asyncio.wait_for(job.wait(), 10)
+                await asyncio.wait_for(job.wait(), scaled(10))
             for asked in (sandbox.read("file"), sandbox.exec(["true"]), sandbox.write("file", b"")):
                 with pytest.raises(SandboxError) as error:
                     await asked
@@ -320,16 +321,16 @@ class RemoteSuite:
         assert [m for m in remote.standin.machines.values() if m.alive] == []
 
     async def test_it_lives_past_its_lease_while_its_owner_does_and_ends_with_its_life(self, remote: Remote) -> None:
-        async with remote.sandbox({"lease_s": 1.0}, life_s=3.0) as sandbox:
+        async with remote.sandbox({"lease_s": paced(0.5)}, life_s=paced(2)) as sandbox:
             began, machine = time.monotonic(), remote.machine(sandbox)
-            while time.monotonic() - began < 2.2:
+            while time.monotonic() - began < paced(1.1):
                 assert machine.alive
                 await asyncio.sleep(0.05)
             await until(lambda: not machine.alive, 3)
 
     async def test_it_ends_when_its_owner_is_gone_even_with_a_job_in_it(self, remote: Remote) -> None:
-        async with remote.sandbox({"lease_s": 1.0}, life_s=2.0) as sandbox:
-            job = await sandbox.start(["sleep", "61"])
+        async with remote.sandbox({"lease_s": paced(0.5)}, life_s=paced(1)) as sandbox:
+            job = await sandbox.start(["sleep", "3661"])
             for task in asyncio.all_tasks():  # what a killed owner no longer does
                 if task.get_coro().__qualname__ in ("ShellSandbox._renew", "ShellJob._watched"):  # type: ignore[union-attr]
                     task.cancel()
@@ -349,9 +350,9 @@ class RemoteSuite:
             await each.stop()
 
     async def test_a_job_ends_with_the_life_of_its_sandbox(self, remote: Remote) -> None:
-        async with remote.sandbox(life_s=2.0) as sandbox:
-            job = await sandbox.start(["sleep", "61"])
-            assert await asyncio.wait_for(job.wait(), 10) == 137
+        async with remote.sandbox(life_s=paced(1)) as sandbox:
+            job = await sandbox.start(["sleep", "3661"])
+            assert await asyncio.wait_for(job.wait(), scaled(10)) == 137
             with pytest.raises(SandboxError):
                 await sandbox.exec(["true"])
 
@@ -378,11 +379,11 @@ class RemoteSuite:
         bomb = "n=0; while [ $n -lt 40 ]; do (setsid sh -c 'while :; do sleep 61 & sleep 0.2; done' &); n=$((n+1)); done; sleep 62"
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(["sh", "-c", bomb])
-            await asyncio.sleep(1)
+            await until(lambda: len(sleepers(remote.machine(sandbox))) >= 100, 20)
             await job.kill(0)
             assert await job.wait() == 137
             await asyncio.sleep(0.5)
-            assert sleepers(remote.machine(sandbox)) == []
+            await until(lambda: sleepers(remote.machine(sandbox)) == [])
 
     # ---- keys
 

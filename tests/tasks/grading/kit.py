@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tests.sandboxes import kit
+from tests.speed import scaled
 from turngate.sandboxes.base import Resources
 from turngate.tasks.grading.grade import Grade, Ground, Work
 from turngate.tasks.grading.run import grade
@@ -118,7 +119,8 @@ def deps() -> Path:
 
 
 def repository(folder: Path, grader: Swe = SWE, files: Mapping[str, str] = REPO) -> Task:
-    """A task of the SWE kind, with git and pytest in it."""
+    """A task of the SWE kind, with git and pytest in it. The grader's time is that of an idle machine."""
+    grader = msgspec.structs.replace(grader, timeout_s=scaled(grader.timeout_s))
     laid(folder / "files", files)
     shutil.copy2(deps(), folder / "files" / ".deps.tar")
     return Task(id="shop", instruction="Mend total().", files=folder / "files", setup=SETUP, grader=grader)
@@ -164,7 +166,7 @@ if [ "$(tr -d ' ' < "$TURNGATE_LOGS/probe/answer.json")" = "$(cat "$TURNGATE_TES
 def scripted(folder: Path, tests: Mapping[str, str] | None = None, **fields: object) -> Task:
     laid(folder / "files", FOLDER)
     laid(folder / "tests", tests or {"test.sh": TEST_SH, "check.py": CHECK})
-    script = msgspec.structs.replace(Script(files=folder / "tests", timeout_s=60), **fields)
+    script = msgspec.structs.replace(Script(files=folder / "tests", timeout_s=scaled(60)), **fields)
     return Task(id="prices", instruction="Mend total().", files=folder / "files", grader=script)
 
 

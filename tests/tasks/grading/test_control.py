@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.redteam import attacks
+from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.errors import SandboxError, TaskError
 from turngate.sandboxes import archive
@@ -21,6 +22,8 @@ from turngate.tasks.grading import rubric
 from turngate.tasks.grading.grade import Grade, Ground
 from turngate.tasks.grading.run import grade
 from turngate.tasks.task import Function, Part, Rubric
+
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
 
 REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
 
@@ -38,7 +41,8 @@ REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
 async def test_a_grader_that_never_decides_is_an_invalid_task(
     script: str, why: str, walled: Ground, tmp_path: Path
 ) -> None:
-    task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=2.0)
+    timeout_s = 2.0 if "ran out" in why else scaled(30)
+    task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=timeout_s)
     for work in (None, kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)):
         found = await kit.graded(task, work, walled)
         assert (found.kind, found.reward) == ("invalid task", None)
@@ -47,8 +51,8 @@ async def test_a_grader_that_never_decides_is_an_invalid_task(
 
 async def test_a_grader_that_only_this_work_breaks_says_0_and_how(walled: Ground, tmp_path: Path) -> None:
     """The control is run once for all works of a task."""
-    script = 'echo "run" >> /tmp/runs; if grep -q hang prices.py; then sleep 60; fi; reward=0.5\n' + REWARD
-    task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=1.5)
+    script = 'echo "run" >> /tmp/runs; if grep -q hang prices.py; then sleep 3600; fi; reward=0.5\n' + REWARD
+    task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=scaled(1))
     made: list[str] = []
 
     class Counting(BubblewrapBackend):
@@ -185,7 +189,7 @@ class Failing(BubblewrapBackend):
 async def test_a_sandbox_that_fails_is_nobody_s_fault_and_never_0(walled: Ground, tmp_path: Path) -> None:
     backend = Failing(walled.backend.root)  # type: ignore[attr-defined]
     ground = msgspec.structs.replace(walled, backend=backend)
-    task = kit.scripted(tmp_path / "task", timeout_s=2.0)
+    task = kit.scripted(tmp_path / "task", timeout_s=scaled(1))
     work = kit.worked(tmp_path / "work", {"prices.py": attacks.SCRIPT["never ends"]}, kit.FOLDER)
     found = await kit.graded(task, work, ground)
     assert (found.kind, found.reward, found.message) == ("infrastructure fault", None, "no room for another one")

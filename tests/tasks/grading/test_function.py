@@ -8,9 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading.grade import Ground
 from turngate.tasks.task import Function, Part, Rubric, Task
+
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
 
 GRADERS = """
 import asyncio, time
@@ -45,10 +48,11 @@ async def swallows(subject):
 """
 
 
-def judged(folder: Path, name: str, timeout_s: float = 10.0) -> Task:
+def judged(folder: Path, name: str, timeout_s: float | None = None) -> Task:
     kit.laid(folder, {"graders.py": GRADERS})
     task = kit.scripted(folder / "task")
-    return msgspec.structs.replace(task, grader=Function(name=f"{folder}/graders.py:{name}", timeout_s=timeout_s))
+    grader = Function(name=f"{folder}/graders.py:{name}", timeout_s=timeout_s or scaled(10))
+    return msgspec.structs.replace(task, grader=grader)
 
 
 @pytest.mark.parametrize("name", ["reads", "runs", "runs_too"])
@@ -80,7 +84,8 @@ async def test_what_the_agent_answered_can_decide(walled: Ground, tmp_path: Path
     ],
 )
 async def test_one_that_never_decides_is_an_invalid_task(name: str, why: str, walled: Ground, tmp_path: Path) -> None:
-    found = await kit.graded(judged(tmp_path, name, 1.0), kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
+    task = judged(tmp_path, name, 1.0 if "ran out" in why else None)
+    found = await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
     assert (found.kind, found.reward) == ("invalid task", None)
     assert why in found.message
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.tasks.grading import kit
 from turngate.tasks.grading.patch import touched
 
@@ -19,6 +21,7 @@ def test_what_looks_like_a_header_in_a_hunk_is_none() -> None:
     assert touched(patch) == ("x.sql", "y")
 
 
+@pytest.mark.process
 def test_all_that_git_writes(tmp_path: Path) -> None:
     """Renames, removals, modes, binary files, empty files, line ends of Windows, names in any script: as git itself puts them."""
 

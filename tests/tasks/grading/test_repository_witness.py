@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading import swe, witness
 from turngate.tasks.grading.testimony import Testimony, heard
+
+pytestmark = pytest.mark.process
 
 MANY = """
 import asyncio, functools, unittest
@@ -105,7 +108,9 @@ def witnessed(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[Testim
     kit.laid(ours, {"key": key, "tests": given, "sitecustomize.py": site, "turngate_witness.py": source})
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ours}:{folder}:{folder}/lib"}
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False
+    )
     assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout
     report = ours / "report"
     return heard(key, report.read_bytes() if report.exists() else b""), done.stdout + done.stderr

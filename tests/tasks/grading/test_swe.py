@@ -10,13 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading.grade import Ground
 from turngate.tasks.task import Swe, Task
 
+pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
+
 
 def swe(**fields: object) -> Swe:
-    return msgspec.structs.replace(kit.SWE, **fields)
+    return msgspec.structs.replace(kit.SWE, **{"timeout_s": scaled(60), **fields})
 
 
 @pytest.fixture(scope="module")

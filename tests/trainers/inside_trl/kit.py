@@ -14,6 +14,7 @@ import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from tests.kit import Json, Running, user
+from tests.speed import scaled
 from turngate.feed import FeedConfig
 from turngate.rollout.client import GatewayClient
 from turngate.store.outcome import Recorded
@@ -71,7 +72,7 @@ async def following(
 
 
 async def taken(worker: TurngateWorker, count: int) -> list[RolloutSample]:
-    return [await apart(worker.rollout_buffer.get, True, 20) for _ in range(count)]
+    return [await apart(worker.rollout_buffer.get, True, scaled(20)) for _ in range(count)]
 
 
 async def none_left(worker: TurngateWorker, seconds: float = 0.5) -> bool:

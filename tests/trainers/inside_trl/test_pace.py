@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from turngate.rollout.ledger import Finished
 from turngate.trainers.trl.pace import Pace
+
+pytestmark = pytest.mark.process
 
 
 class Trainer:

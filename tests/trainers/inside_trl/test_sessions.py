@@ -18,6 +18,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
 from tests.kit import calls, gateway, say
+from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, same
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
 from turngate.rollout.client import Unreachable
@@ -26,6 +27,8 @@ from turngate.sandboxes.local import LocalBackend
 from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.trainers.trl import thread
 from turngate.trainers.trl.sessions import SessionsConfig, TurngateSessions, prompts
+
+pytestmark = pytest.mark.process
 
 TASK = Path(__file__).parents[3] / "examples" / "tasks" / "fix-add"
 MEND = [
@@ -48,15 +51,16 @@ def config(url: str, folder: Path, **given: Any) -> SessionsConfig:
 def drained(worker: HarnessRolloutWorker, count: int) -> list[RolloutSample]:
     """As TRL's trainer takes rows."""
     found: list[RolloutSample] = []
-    end = time.monotonic() + 150
+    end = time.monotonic() + scaled(150)
     while len(found) < count and time.monotonic() < end:
         try:
             found.append(worker.rollout_buffer.get(timeout=2))
         except queue.Empty:
-            worker.check_health(120)
+            worker.check_health(scaled(120))
     return found
 
 
+@pytest.mark.real
 async def test_trls_own_worker_trains_on_our_traces(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PartialState()  # TRL's log wants it, and its trainer would have made it
     monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda *_, **__: True)  # nothing of it is used here

@@ -29,6 +29,8 @@ from turngate.trainers.trl.rows import Buffer
 from turngate.trainers.trl.trainer import CheckpointedTrainer
 from turngate.trainers.trl.worker import LAST, STATE, State, TurngateWorker, WorkerConfig
 
+pytestmark = pytest.mark.process
+
 TASK = Path(__file__).parents[3] / "examples" / "tasks" / "fix-add"
 
 

@@ -15,6 +15,8 @@ from tests.trainers.inside_trl.kit import apart, following, rolled
 from turngate.rollout.client import GatewayClient
 from turngate.trainers.trl.weights import FencedTransfer, NoTransfer, fenced
 
+pytestmark = pytest.mark.process
+
 
 class Sent(NoTransfer):
     """A transfer that says what is asked of it, and may break in the middle."""
@@ -37,6 +39,7 @@ class Sent(NoTransfer):
         self.done.append("resume")
 
 
+@pytest.mark.real
 async def test_calls_wait_while_weights_go_over_and_are_of_the_next_version_then() -> None:
     async with gateway([say("Yes.")] * 3) as g:
         trainer = SimpleNamespace(weight_transfer=(sent := Sent()))

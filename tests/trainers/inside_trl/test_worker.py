@@ -13,6 +13,7 @@ import pytest
 from tests.kit import Gated, gateway, say, until
 from tests.rollout.kit import PRELUDE, Stage, staged
 from tests.sandboxes.kit import MAKE
+from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, following, none_left, rolled, same, taken, told
 from turngate.agents.install import Installed
 from turngate.agents.spec import find
@@ -25,9 +26,12 @@ from turngate.tasks.task import Function, Task
 from turngate.trainers.feed import Feed, OtherFeed
 from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker, WorkerConfig
 
+pytestmark = pytest.mark.process
+
 TALK = [say(f"Answer {n}.") for n in range(40)]
 
 
+@pytest.mark.real
 async def test_rows_are_those_of_the_trace() -> None:
     async with gateway(TALK) as g, following(g) as worker:
         good, bad = await rolled(g, "a", 1.0, turns=3), await rolled(g, "a", 0.0, turns=2)
@@ -39,9 +43,10 @@ async def test_rows_are_those_of_the_trace() -> None:
         assert samples[0].old_log_probs.dtype == np.float32
         assert {sample.group_id for sample in samples} == {1}
         assert samples[0].metrics == {"reward": 1.0, "reward_std": 0.5}
-        worker.check_health(5.0)
+        worker.check_health(scaled(5))
 
 
+@pytest.mark.real
 async def test_a_rollout_of_many_rows_counts_once() -> None:
     """Under TRL's mean over tokens, by tokens or by rollouts."""
     async with gateway(TALK) as g:
@@ -110,7 +115,7 @@ async def test_a_rollout_that_filled_its_context_is_the_policys_and_never_a_cras
         samples = await taken(worker, len(advantages))
         assert [sample.advantage for sample in samples] == pytest.approx(advantages, abs=1e-3)
         assert await none_left(worker)
-        worker.check_health(5.0)
+        worker.check_health(scaled(5))
         assert told(worker)["completions/clipped_ratio"] == [(1.0, 3.0)]
 
 
@@ -202,7 +207,7 @@ async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -
         assert worker.state().delivery == 1
         assert await none_left(worker, 0.1)  # a second `train()` of the same trainer would go on with them, unseen
         with pytest.raises(RuntimeError, match="not running: it was stopped, and is for one run"):
-            worker.check_health(5.0)
+            worker.check_health(scaled(5))
         with pytest.raises(ConfigError, match="make a worker and a trainer anew, with its `checkpoint`"):
             await apart(worker.update_model_version, 2)
         with pytest.raises(ConfigError, match="make a worker and a trainer anew"):
@@ -215,13 +220,12 @@ async def test_what_is_wrong_is_told_by_start_or_by_its_health() -> None:
         async with following(g) as worker:
             async with GatewayClient(g.root, g.app.admin_key) as client:
                 await Feed.open(client, "f", FeedConfig(n=2))  # another trainer
-            for _ in range(100):
-                if worker._work is not None and worker._work.done():
-                    break
-                await rolled(g, "a", 1.0)
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(scaled(20)):
+                while worker._work is None or not worker._work.done():
+                    await rolled(g, "a", 1.0)
+                    await asyncio.sleep(0.05)
             with pytest.raises(RuntimeError, match="another reader has taken over"):
-                worker.check_health(5.0)
+                worker.check_health(scaled(5))
         async with following(g, n=3, start=False) as worker:
             await apart(worker.update_model_version, 1)
             with pytest.raises(Refused, match="n: is 2, not 3"):
@@ -265,7 +269,7 @@ async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are
             await until(lambda: worker._dry, 30)
             assert await none_left(worker)
             with pytest.raises(RuntimeError, match="6 of 6 rollouts are finished, which are all rounds"):
-                worker.check_health(5.0)
+                worker.check_health(scaled(5))
 
 
 async def test_its_feed_takes_the_groups_of_its_plan_and_no_others(tmp_path: Path) -> None:
@@ -289,12 +293,10 @@ async def test_stop_ends_agents_and_leaves_neither_sandbox_nor_session() -> None
     async with staged() as stage:
         plan = planned(stage, 'ask("Hi"); time.sleep(600)', rounds=10)
         async with following(stage.gateway, plan=plan) as worker:
-            for _ in range(200):
-                if len(await stage.open_sessions()) >= 2:
-                    break
-                await asyncio.sleep(0.1)
-            assert len(await stage.open_sessions()) >= 2
-            worker.check_health(5.0)
+            async with asyncio.timeout(scaled(20)):
+                while len(await stage.open_sessions()) < 2:
+                    await asyncio.sleep(0.1)
+            worker.check_health(scaled(5))
         assert await stage.open_sessions() == []
         assert stage.alive() == []
 
@@ -305,7 +307,7 @@ async def test_a_plan_that_nothing_comes_of_is_given_up(tmp_path: Path) -> None:
         async with following(stage.gateway, plan=plan) as worker:
             await until(lambda: worker._work is not None and worker._work.done(), 60)
             with pytest.raises(RuntimeError, match=r"the last \d+ rollouts have no reward"):
-                worker.check_health(5.0)
+                worker.check_health(scaled(5))
 
 
 def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ from verifiers.v1.serve.client import EnvClient
 from verifiers.v1.serve.server import EnvServer
 
 from tests.kit import Running, gateway, say
+from tests.speed import scaled
 from turngate.engines.scripted import Turn
+
+pytestmark = pytest.mark.process
 
 PRELUDE = """\
 import json, os, sys, time, urllib.request
@@ -22,7 +25,7 @@ def ask(*texts):
     body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": messages}).encode()
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["TURNGATE_API_KEY"]}
     request = urllib.request.Request(os.environ["TURNGATE_BASE_URL"] + "/v1/chat/completions", body, headers)
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=3600) as reply:
         return json.loads(reply.read())["choices"][0]["message"]["content"]
 """
 TASKS = """
@@ -85,7 +88,7 @@ async def test_over_the_wire_that_prime_rl_reads(tmp_path: Path) -> None:
         client = EnvClient(server.address)
         try:
             data = task.data.model_dump(mode="json")
-            done = await asyncio.wait_for(client.run(vf.EvalClientConfig(), "m", vf.Sampling(), data), 60)
+            done = await asyncio.wait_for(client.run(vf.EvalClientConfig(), "m", vf.Sampling(), data), scaled(60))
         finally:
             await client.close()
             serving.cancel()
@@ -144,7 +147,9 @@ async def test_limits_time_and_failure_in_verifiers_words(tmp_path: Path) -> Non
         limited = await episode(g, tmp_path, program, agent={"max_turns": 1})
         assert limited.ok and limited.is_truncated and limited.stop_condition == "max_turns" and limited.reward == 0.75
         # A task is what its row says, wherever it is read again: the program is its prompt.
-        late = await episode(g, tmp_path, 'open("answer", "w").write(ask("Hi")); time.sleep(60)', timeout_s=6.0)
+        late = await episode(
+            g, tmp_path, 'open("answer", "w").write(ask("Hi")); time.sleep(3600)', timeout_s=scaled(1.5)
+        )
         assert late.ok and late.is_timeout and late.num_turns == 1 and late.reward == 0.75
         failed = await episode(g, tmp_path, 'open("answer", "w").write(ask("Hi")); sys.exit(3)')
         assert failed.ok and failed.stop_condition == "agent_failed" and failed.reward == 0.75
@@ -161,7 +166,7 @@ async def test_a_task_without_a_grader_has_no_reward(tmp_path: Path) -> None:
 async def test_verifiers_own_deadline_keeps_what_was_recorded(tmp_path: Path) -> None:
     async with gateway([say("Hello."), Turn(hang=True)]) as g:
         program = 'a = ask("Hi"); ask("Hi", a, "More")'
-        trace = await episode(g, tmp_path, program, agent={"timeout": {"rollout": 8.0}})
+        trace = await episode(g, tmp_path, program, agent={"timeout": {"rollout": scaled(2)}})
         assert trace.is_timeout and trace.num_turns == 1 and trace.rewards == {"grade": None}
         assert (await g.show(trace.id))["status"] == "cancelled"
 
@@ -169,4 +174,4 @@ async def test_verifiers_own_deadline_keeps_what_was_recorded(tmp_path: Path) ->
 async def test_a_gateway_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
     async with gateway() as g:
         with pytest.raises((vf.InterceptionError, ExceptionGroup), match="gateway"):
-            await asyncio.wait_for(episode(g, tmp_path, "pass", gateway="http://127.0.0.1:9"), 60)
+            await asyncio.wait_for(episode(g, tmp_path, "pass", gateway="http://127.0.0.1:9"), scaled(60))

@@ -14,10 +14,13 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 
 from tests.kit import Gated, Running, gateway, say, until
+from tests.speed import scaled
 from turngate.engines.scripted import Turn
 from turngate.trainers.verifiers import gateway as mixin
 from turngate.trainers.verifiers.gateway import GatewayConfig, Rollouts, turns_of
 from turngate.trainers.verifiers.graft import graft
+
+pytestmark = pytest.mark.process
 
 TWO = 'first = ask("Hi"); print(ask("Hi", first, "More"))'
 
@@ -96,7 +99,7 @@ async def test_harnesses_of_every_dialect_find_their_way() -> None:
 def post(url, body):
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["SECRET"]}
     request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=3600) as reply:
         return json.loads(reply.read())
 url = os.environ["URL"]
 post(url + "/responses", {"model": "m", "input": "Hi"})
@@ -124,7 +127,7 @@ async def test_the_trajectory_is_asked_for_when_the_agent_is_stopped(asked: list
     async with gateway([say("Hello."), Turn(hang=True)]) as g:
         told = tmp_path / "pid"
         program = f'open({str(told)!r}, "w").write(str(os.getpid())); first = ask("Hi"); ask("Hi", first, "More")'
-        trace = await rolled(g, program, timeout=6.0)
+        trace = await rolled(g, program, timeout=scaled(1.5))
         assert trace.is_timeout and trace.stop_condition == "agent_timeout"
         assert asked == ["register", "cancel", "unregister", "trajectory"]
         with pytest.raises(ProcessLookupError):
@@ -236,12 +239,12 @@ async def test_a_way_that_is_gone_fails_the_rollout_as_nobodys_fault(asked: list
 
         tunnel = await asyncio.start_server(passed, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{tunnel.sockets[0].getsockname()[1]}"
-        harness = {"public_url": url, "poll_interval": 0.1, "silence_s": 0.5}
-        async with begun(g, 'ask("Hi"); time.sleep(60)', harness=harness) as (running, _):
+        harness = {"public_url": url, "poll_interval": 0.1, "silence_s": scaled(0.25)}
+        async with begun(g, 'ask("Hi"); time.sleep(3600)', harness=harness) as (running, minted):
             await until(lambda: g.engine.received, 20)
-            await asyncio.sleep(0.3)
+            await until(lambda: list(g.app.control.find(minted[0].id).trace.turns()))
             tunnel.close()
-            trace = await asyncio.wait_for(running, 20)
+            trace = await asyncio.wait_for(running, scaled(20))
         assert trace.stop_condition == "tunnel_error" and not trace.ok and url in trace.last_error.message
         assert trace.info["url"].startswith(url) and trace.num_turns == 1
         assert asked == ["register", "unregister", "trajectory"] and trace.rewards == {}

@@ -13,7 +13,7 @@ def ask(*texts):
     body = json.dumps({"model": os.environ["MODEL"], "messages": messages}).encode()
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["SECRET"]}
     request = urllib.request.Request(os.environ["URL"] + "/chat/completions", body, headers)
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=3600) as reply:
         return json.loads(reply.read())["choices"][0]["message"]["content"]
 """
 

@@ -1,0 +1,109 @@
+"""Real vLLM on the CPU, one server at a time: requesting another model stops the running server.
+
+All tests that need vLLM run in one process, sorted by model (`tests/tiers.py`), so each model starts once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.needs import require, uses
+from tests.speed import scaled
+from tools import parts
+
+CONTEXT = 8192
+OPTIONS = {"smollm2": ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]}
+START_S = 120
+
+
+@dataclass(frozen=True)
+class Model:
+    """A served model and its folder."""
+
+    name: str
+    url: str
+    folder: Path
+    max_context: int = CONTEXT
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Servers:
+    """Starts the server of a model when a test requests it."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: Model | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stack = ExitStack()
+
+    def close(self) -> None:
+        self._running = None
+        self._stack.close()
+
+    @uses("vllm")
+    def get(self, name: str) -> Model:
+        require("vllm", name)
+        if self._running is None or self._running.name != name or self._has_ended():
+            self.close()
+            self._running = self._start(name)
+        return self._running
+
+    def _has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def _start(self, name: str) -> Model:
+        folder, port, log = parts.ensure(name), free_port(), self._logs / f"{name}.log"
+        argv, env = parts.vllm_command(folder, port, served_name=name, max_model_len=CONTEXT)
+        scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="v"))  # vLLM leaves files there
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*argv, *OPTIONS.get(name, [])],
+                env={**env, "TMPDIR": scratch, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._process = process
+        self._stack.callback(_stop, process)
+        model = Model(name, f"http://127.0.0.1:{port}", folder)
+        _wait(model.url, process, log)
+        return model
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(scaled(20))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + scaled(START_S)
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"vLLM exited with code {process.returncode}:\n{log.read_text()[-3000:]}")
+        try:
+            if httpx.get(f"{url}/health", timeout=scaled(5)).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.3)
+    raise RuntimeError(f"vLLM was not ready after {scaled(START_S):.0f} s:\n{log.read_text()[-3000:]}")
