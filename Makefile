@@ -1,26 +1,27 @@
-# make demo   trains a real agent on two cores, in less than ten minutes (FAST=1: the same path in two to three; SEED=2; SANDBOX=docker)
-# make test   sets everything up and runs every test
-# make check  format, lint, types, layering, generated docs
-# make docs   the documentation as a site
-# make fast   the tests that need no heavy part
-# make bench  what the gateway costs
-# make soak   two hundred kills under load
-# make gauntlet   puts Turngate and its peers through the Gauntlet (40 minutes; FAST=1: three minutes, and nothing is written)
+# make demo       train a real agent on two cores in less than ten minutes (FAST=1: two to three minutes; SEED=2; SANDBOX=docker)
+# make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
+# make test-real  run at least one test for every real part and every promise: twelve minutes, once the parts are installed
+# make test-all   run all tests: 25 minutes, once the parts are installed
+# make soak       run the stress tests (random kills and injected faults) at full size
+# make check      check format, lint, types, layering and generated docs
+# make docs       build the documentation site
+# make bench      measure the overhead of the gateway
+# make gauntlet   put Turngate and its peers through the Gauntlet (40 minutes; FAST=1: three minutes, writes nothing)
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# The extra `swe`, without what only its own harness needs (half a gigabyte).
-PARSERS := swebench==5.0.2 unidiff==1.0.1
-
-# The extra `local`: torch's build for CPUs, from where pip looks anyway or from torch's own index. "+cpu" cannot be the gigabytes for CUDA;
-# a torch that is there already, with CUDA or without, is left alone.
+# The `local` extra: torch's CPU build, from pip's configured index or torch's own. "+cpu" rules out the CUDA build, which takes gigabytes.
+# An installed torch is kept, with or without CUDA.
 TORCH := torch==2.13.0+cpu
-GGUF := gguf==0.19.0 accelerate==1.15.0  # what reads the demo's model, which is a GGUF file on PyPI
+GGUF := gguf==0.19.0 accelerate==1.15.0  # read the demo's model, a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test check format fast docs bench soak gauntlet parts clean
+.PHONY: help setup demo test test-real test-all check format docs bench soak gauntlet clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 setup: $(READY)
 
@@ -41,19 +42,12 @@ demo: $(READY)
 	@command -v bwrap > /dev/null || $(BIN)/python tools/base_image.py bubblewrap || true
 	@$(BIN)/python examples/demo.py $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(SANDBOX),--sandbox $(SANDBOX))
 
-# The heavy parts live in $$TURNGATE_CACHE and are made once. Where one cannot be made, CI fails; elsewhere its tests are skipped.
-parts: $(READY)
-	@$(BIN)/python tools/parts.py tokenizers vllm smollm2 tiny-qwen3 trl verifiers || test "$$CI" != true
-	@$(BIN)/turngate agents install pi opencode codex claude-code gemini-cli qwen-code mini-swe-agent || test "$$CI" != true
-	@$(BIN)/python tools/base_image.py docker bubblewrap chromium || test "$$CI" != true
-	@$(BIN)/python -m pip install --quiet --no-deps $(PARSERS) || test "$$CI" != true
-	@$(BIN)/python tools/swe_tasks.py --out .venv/swe.jsonl || test "$$CI" != true
+# Test tiers. Heavy parts are installed into $$TURNGATE_CACHE on first use. Tests of a missing part fail in CI and are skipped elsewhere.
+test: check
+	@$(BIN)/python tools/tier.py test $(PYTEST)
 
-# First what can run side by side, and whatever those tests record is proven; then what needs the machine for itself.
-test: check parts
-	@$(BIN)/python -m pytest -q -n 2 -m "not real" -p tests.verify.everywhere
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "real and not alone" -p tests.verify.everywhere
-	@$(BIN)/python -m pytest -q -m alone -p tests.verify.everywhere
+test-real test-all: $(READY)
+	@$(BIN)/python tools/tier.py $@ $(PYTEST)
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
@@ -69,22 +63,19 @@ format: $(READY)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/python tools/make_docs.py
 
-# The site; a broken link is an error.
+# Build the site; a broken link is an error.
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "docs: $(CURDIR)/.venv/site/index.html"
-
-fast: $(READY)
-	@$(BIN)/python -m pytest -q -n 2 -m "not real"
 
 bench: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers
 	@$(BIN)/python bench/overhead.py
 
 soak: $(READY)
-	@$(BIN)/python -m tests.crash.storm --kills 200
+	@$(BIN)/python tools/tier.py soak
 
-# Peers are installed on first use, each into an environment of its own under $$TURNGATE_CACHE/gauntlet.
+# Peers are installed on first use, each into its own environment under $$TURNGATE_CACHE/gauntlet.
 gauntlet: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers
 	@$(BIN)/python -m gauntlet $(if $(FAST),--dialect chat --load 4x10 --repeats 1,--results docs/gauntlet-results.md --readme README.md)

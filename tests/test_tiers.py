@@ -1,0 +1,175 @@
+"""The tiers catch missing marks, missing parts, failing tests, hanging tests and leftovers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.speed import SLOWNESS, scaled
+from tools import tier
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).parents[1]
+HEAD = "import asyncio, os, subprocess, sys, tempfile, time\nimport pytest\n"
+UNMARKED = {
+    "a process": "def test_planted(): subprocess.run(['true'])",
+    "a process behind a helper": "def start(): subprocess.run(['true'])\ndef test_planted(): start()",
+    "a process behind a fixture": "@pytest.fixture\ndef job(): subprocess.run(['true'])\ndef test_planted(job): pass",
+    "a heavy part without a tier": "@pytest.mark.needs('docker')\ndef test_planted(): pass",
+    "an unknown part": "@pytest.mark.needs('dokcer')\n@pytest.mark.full\ndef test_planted(): pass",
+    "an imported function": "from subprocess import run\ndef test_planted(): run(['true'])",
+    "a part behind a helper": (
+        "from tests.needs import uses\n@uses('tokenizers')\ndef load(): pass\n@pytest.mark.process\ndef test_planted(): load()"
+    ),
+    "an unknown mark": "@pytest.mark.heavy\ndef test_planted(): pass",
+}
+MODE = 0o755  # of the folder for temporary files, which is not the tier's own
+SERVER = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(600)"
+LEFTOVERS = {
+    r"process \d+ \(listens on \d+\)": f"""def test_planted():
+    subprocess.run(['sh', '-c', 'exec "$0" -c "$1" &', sys.executable, {SERVER!r}])""",
+    "folder .*planted-": "def test_planted(): os.chmod(tempfile.mkdtemp(prefix='planted-'), 0o500)",
+}
+
+
+def run_pytest(folder: Path, source: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest with the checks of `tests/tiers.py` on one planted test file."""
+    (folder / "test_planted.py").write_text(HEAD + source + "\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "tests.tiers", "-c", str(ROOT / "pyproject.toml")]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CI", "TURNGATE_TIER_REPORT")}
+    return subprocess.run(
+        [*command, *options, "--rootdir", str(folder), str(folder / "test_planted.py")],
+        cwd=ROOT,
+        env={**inherited, **env},
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=False,
+    )
+
+
+def start_tier(folder: Path, source: str) -> subprocess.Popen[str]:
+    """Start the `test` tier on one planted test file, without installing parts."""
+    (folder / "test_planted.py").write_text(f"{HEAD}pytestmark = pytest.mark.process\n{source}\n")
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    temporary.chmod(MODE)
+    planted = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder / "test_planted.py")]
+    command = [sys.executable, str(ROOT / "tools" / "tier.py"), "test", "--no-parts", *planted]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("what", UNMARKED)
+def test_a_test_without_the_right_mark_fails_collection(tmp_path: Path, what: str) -> None:
+    done = run_pytest(tmp_path, UNMARKED[what])
+    assert done.returncode not in (0, 1, 5) and "passed" not in done.stdout, done.stdout
+    assert "test_planted" in done.stdout + done.stderr and "mark" in done.stdout + done.stderr
+
+
+def test_a_process_that_only_a_library_starts_fails_its_test(tmp_path: Path) -> None:
+    hidden = "def test_planted():\n    __import__('importlib').import_module('subprocess').Popen(['true']).wait()"
+    done = run_pytest(tmp_path, hidden)
+    assert done.returncode == 1 and "mark it with @pytest.mark.process" in done.stdout, done.stdout
+    swallowed = hidden.replace("    ", "    try: ").replace("wait()", "wait()\n    except RuntimeError: pass")
+    assert run_pytest(tmp_path, swallowed).returncode == 1
+
+
+def test_the_program_of_a_part_needs_the_mark_of_that_part(tmp_path: Path) -> None:
+    source = "@pytest.mark.process\ndef test_planted(): subprocess.run(['docker', 'ps'])"
+    done = run_pytest(tmp_path, source)
+    assert done.returncode == 1 and '@pytest.mark.needs("docker")' in done.stdout, done.stdout
+
+
+def test_a_missing_part_skips_with_the_command_that_installs_it_and_fails_in_ci(tmp_path: Path) -> None:
+    source = "@pytest.mark.needs('tokenizers')\ndef test_planted(): pass"
+    skipped = run_pytest(tmp_path, source, TURNGATE_CACHE=str(tmp_path / "empty"))
+    assert skipped.returncode == 0 and "1 skipped" in skipped.stdout
+    assert "run: python tools/parts.py tokenizers" in skipped.stdout
+    failed = run_pytest(tmp_path, source, TURNGATE_CACHE=str(tmp_path / "empty"), CI="true")
+    assert failed.returncode == 1 and "run: python tools/parts.py tokenizers" in failed.stdout
+
+
+@pytest.mark.real
+def test_a_failed_assertion_fails_the_tier_and_is_counted(tmp_path: Path) -> None:
+    done = start_tier(tmp_path, "def test_planted(): assert 1 == 2\ndef test_fine(): pass")
+    output, _ = done.communicate(timeout=scaled(60))
+    assert done.returncode == 1
+    assert output.endswith("test: 1 passed, 1 failed, 0 skipped\n"), output
+
+
+@pytest.mark.real
+def test_a_run_that_ends_without_results_fails_the_tier(tmp_path: Path) -> None:
+    source = "@pytest.mark.alone\ndef test_planted(): os._exit(0)"
+    done = start_tier(tmp_path, source)
+    output, _ = done.communicate(timeout=scaled(60))
+    assert done.returncode == 1 and "test: 0 passed" in output, output
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("pattern", LEFTOVERS)
+def test_leftovers_fail_the_tier_and_are_removed(tmp_path: Path, pattern: str) -> None:
+    done = start_tier(tmp_path, LEFTOVERS[pattern])
+    output, _ = done.communicate(timeout=scaled(120))
+    assert done.returncode == 1 and "test: 1 passed, 0 failed, 0 skipped" in output, output
+    assert re.search(f"left behind: {pattern}", output), output
+    for pid in map(int, re.findall(r"left behind: process (\d+)", output)):
+        assert not Path(f"/proc/{pid}").exists()
+    temporary = tmp_path / "tmp"
+    assert not list(temporary.iterdir()) and temporary.stat().st_mode & 0o777 == MODE, "only its own folders change"
+
+
+@pytest.mark.real
+def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
+    source = "def test_planted():\n    subprocess.run(['sh', '-c', 'sleep 612 & sleep 612'], start_new_session=True)"
+    started = start_tier(tmp_path, source)
+    deadline = time.monotonic() + scaled(60)
+    while not (jobs := [pid for pid, command in tier.descendants(started.pid).items() if "sleep 612" in command]):
+        assert time.monotonic() < deadline, "the planted test did not start"
+        time.sleep(0.1)
+    started.send_signal(signal.SIGINT)
+    output, _ = started.communicate(timeout=scaled(120))
+    assert started.returncode == 130 and "interrupted" in output, output
+    assert not any(Path(f"/proc/{pid}").exists() for pid in jobs)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_hanging_test_times_out(tmp_path: Path) -> None:
+    source = "@pytest.mark.timeout(1)\n@pytest.mark.process\ndef test_planted(): time.sleep(600)"
+    done = run_pytest(tmp_path, source)
+    assert done.returncode == 1 and "Timeout" in done.stdout, done.stdout
+
+
+def test_tests_that_start_processes_share_the_fixtures_of_their_file(tmp_path: Path) -> None:
+    source = """pytestmark = pytest.mark.process
+@pytest.mark.parametrize("number", range(8))
+def test_planted(number):
+    with open(os.environ["WORKERS"], "a") as file:
+        file.write(os.environ["PYTEST_XDIST_WORKER"] + " ")
+    time.sleep(0.05)"""
+    workers = tmp_path / "workers"
+    done = run_pytest(tmp_path, source, "-n", "2", "--dist", "loadgroup", WORKERS=str(workers))
+    assert done.returncode == 0, done.stdout
+    assert len(workers.read_text().split()) == 8 and len(set(workers.read_text().split())) == 1
+
+
+def test_limits_grow_with_the_slowness_of_the_machine() -> None:
+    command = [sys.executable, "-c", "from tests.speed import scaled; print(scaled(1))"]
+
+    def limit(slowness: str) -> float:
+        env = {**os.environ, SLOWNESS: slowness}
+        return float(subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout)
+
+    assert limit("4") == 4 * limit("1") and limit("0.5") == limit("1")
