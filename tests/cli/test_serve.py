@@ -349,7 +349,7 @@ async def test_it_stops_within_seconds_in_the_middle_of_a_stream_and_keeps_what_
         assert code in (0, -signal.SIGTERM)
         await asyncio.wait([reading])
         assert reading.exception() is not None  # the agent knows that it was cut off
-        await asyncio.wait_for(engine.hung_up.wait(), scaled(5))  # the engine was told
+        await asyncio.wait_for(engine.hung_up.wait(), scaled(5))  # the engine noticed
         assert "Traceback" not in served.log.read_text()
     async with gateway(data=tmp_path / "data") as g:
         [turn] = await g.turns(opened["id"])

@@ -17,7 +17,7 @@ from turngate.store.outcome import Class, Recorded
 
 
 def poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One question waits for as long as the trainer does: a reader that nobody wakes does not find out by asking again."""
+    """Make one poll last as long as the trainer waits, so that a reader that is not woken cannot find out by asking again."""
     monkeypatch.setattr(turngate.feed, "LONGEST_WAIT_S", 3600)
     monkeypatch.setattr(turngate.trainers.feed, "LONGEST_WAIT_S", 3600)
     monkeypatch.setattr(turngate.trainers.feed, "_WAIT_S", 3600)

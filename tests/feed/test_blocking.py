@@ -90,7 +90,7 @@ def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
         asked = feed._asked
         assert asked is not None and not asked.done()  # interrupted while it waited, not at the end of that
         rollout(1.0)
-        concurrent.futures.wait([asked], scaled(20))  # it arrives while nobody waits for it
+        concurrent.futures.wait([asked], scaled(20))  # it arrives while no reader waits for it
         rollout(2.0)
         assert [found.number for found in (feed.next(scaled(5)), feed.next(scaled(5))) if found is not None] == [1, 2]
 

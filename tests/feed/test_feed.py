@@ -369,7 +369,7 @@ async def test_the_loop_goes_on_while_rows_are_made(monkeypatch: pytest.MonkeyPa
         t = Trained(g, client)
         for _ in range(2):
             await t.rollout(1.0, turns=2)
-        late = 0.0  # in time of this thread's own, whoever else has the machine
+        late = 0.0  # CPU time of this thread, so that other load does not count
 
         async def ticking() -> None:
             nonlocal late

@@ -35,7 +35,7 @@ async def test_groups_that_several_workers_complete_at_once_are_numbered_once() 
             GatewayClient(g.root, g.app.admin_key) as client,
             await Feed.open(client, "f", FeedConfig(n=N, advantage="none")) as feed,
         ):
-            # At worker 1, which nobody wakes for what worker 0 writes.
+            # At worker 1, which is not woken by what worker 0 writes.
             waiting = asyncio.create_task(feed.next(scaled(20)))
             work = [rollout(workers, n % 2, f"g{n // N}") for n in range(3 * N)]
             await asyncio.gather(*work)

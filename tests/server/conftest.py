@@ -23,7 +23,7 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture
 def no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who follows events looks again only when told: with each sign of life it would also find what nobody told it of."""
+    """Send no signs of life: with each one, a follower of events would look again and find events it was not notified of."""
     monkeypatch.setattr(Events._woken, "__defaults__", (3600.0,))
     monkeypatch.setattr(page, "_ALIVE_S", 3600.0)
 

@@ -266,7 +266,7 @@ def connecting(s: Serving) -> Iterator[Callable[[], socket.socket]]:
 
 
 def test_slow_silent_and_odd_callers_keep_nobody_else_waiting(data: Path) -> None:
-    """Whoever had to wait for them would wait for ever."""
+    """A caller that waited for the verdicts would never return."""
     with served(data, head_s=1e6) as s, connecting(s) as connect:
         key = s.open()["api_key"]
         for _ in range(40):
