@@ -1,5 +1,5 @@
 # make demo       train a real agent on two cores in less than ten minutes (FAST=1: two to three minutes; SEED=2; SANDBOX=docker)
-# make test       run all tests without heavy parts, and one real agent: 11 minutes from a bare machine; no root, Docker or npm
+# make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
 # make test-real  run at least one test for every real part and every promise: twelve minutes, once the parts are installed
 # make test-all   run all tests: 25 minutes, once the parts are installed
 # make soak       run the stress tests (random kills and injected faults) at full size
@@ -12,6 +12,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start hundreds of Python processes: cache the bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 # The `local` extra: torch's CPU build, from pip's configured index or torch's own. "+cpu" rules out the CUDA build, which takes gigabytes.
 # An installed torch is kept, with or without CUDA.
 TORCH := torch==2.13.0+cpu
@@ -29,11 +31,11 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing turngate and its development tools into .venv …"
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]' 2>&1 | grep -v -e '^WARNING: Location' -e '^$$' || true
+	@$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]' 2>&1 | grep -v -e '^WARNING: Location' -e '^$$' || true
 	@$(BIN)/python -c 'import turngate, openai, anthropic, google.genai, e2b, renderers, pytest'
 	@$(BIN)/python -c 'import torch, safetensors' 2> /dev/null \
-		|| $(BIN)/python -m pip install --quiet '$(TORCH)' safetensors > .venv/torch.log 2>&1 \
-		|| $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_INDEX) '$(TORCH)' safetensors >> .venv/torch.log 2>&1 \
+		|| $(BIN)/python -m pip install --quiet --no-compile '$(TORCH)' safetensors > .venv/torch.log 2>&1 \
+		|| $(BIN)/python -m pip install --quiet --no-compile --extra-index-url $(TORCH_INDEX) '$(TORCH)' safetensors >> .venv/torch.log 2>&1 \
 		|| { echo "torch could not be installed: no local engine (.venv/torch.log says why)"; test "$$CI" != true; }
 	@touch $@
 
@@ -43,10 +45,7 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(SANDBOX),--sandbox $(SANDBOX))
 
 # Test tiers. Heavy parts are installed into $$TURNGATE_CACHE on first use. Tests of a missing part fail in CI and are skipped elsewhere.
-test: check
-	@$(BIN)/python tools/tier.py test $(PYTEST)
-
-test-real test-all: $(READY)
+test test-real test-all: $(READY)
 	@$(BIN)/python tools/tier.py $@ $(PYTEST)
 
 check: $(READY)

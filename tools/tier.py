@@ -72,12 +72,13 @@ class Tier:
     marks: str
     parts: list[list[str]]
     verify_every: int = 10
+    check: bool = False  # run `make check` while the parts are installed
     complete: bool = False  # fail unless every heavy part and every promise has a test
     soak: bool = False  # run the stress tests at full size
 
 
 TIERS = {
-    "test": Tier("all tests without heavy parts, and one real agent", "not real and not full", LIGHT_PARTS),
+    "test": Tier("all tests without heavy parts, and one real agent", "not real and not full", LIGHT_PARTS, check=True),
     "test-real": Tier(
         "at least one test for every real part and every promise",
         "(real or promise and not full)",
@@ -194,6 +195,7 @@ class Run:
         self.interrupted = False
         self._uses_docker = uses_docker and not NESTED
         self._docker: set[str] | None = None  # what was there before the tests
+        self._exit_codes: dict[int, int] = {}
         self._servers: set[int] = set()  # started with the parts (the Docker daemon); stopped at the end of the run
 
     def remember(self) -> None:
@@ -201,10 +203,8 @@ class Run:
         self._docker = docker_objects() if self._uses_docker else None
         self._servers = {*descendants(os.getpid())}
 
-    def call(self, command: list[str], **env: str) -> int:
-        """Run a command and return its exit code. After Ctrl-C, give it time to stop its own processes."""
-        if self.interrupted:
-            return 130
+    def start(self, command: list[str], **env: str) -> int:
+        """Start a command and return its process id."""
         child = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -213,15 +213,27 @@ class Run:
             start_new_session=True,
             preexec_fn=lambda: _prctl(SIGNAL_ON_PARENT_DEATH, signal.SIGTERM),
         )
-        while (ended := _reap()).get(child.pid) is None and not self.interrupted:
+        child.returncode = 0  # `_reap` collects its status, so Popen must not wait for it
+        return child.pid
+
+    def wait(self, pid: int) -> int:
+        """Return the exit code of a started command. After Ctrl-C, give it time to stop its own processes."""
+        while not self._ended(pid) and not self.interrupted:
             time.sleep(0.05)
-        if self.interrupted and child.pid not in ended:
-            os.kill(child.pid, signal.SIGINT)
+        if not self._ended(pid):
+            os.kill(pid, signal.SIGINT)
             deadline = time.monotonic() + speed.scaled(5 * GRACE_S)
-            while child.pid not in _reap() and time.monotonic() < deadline:
+            while not self._ended(pid) and time.monotonic() < deadline:
                 time.sleep(0.05)
-        child.returncode = ended.get(child.pid, 130)  # _reap has collected its status, so Popen cannot
-        return child.returncode
+        return self._exit_codes.get(pid, 130)
+
+    def _ended(self, pid: int) -> bool:
+        self._exit_codes |= _reap()
+        return pid in self._exit_codes
+
+    def call(self, command: list[str], **env: str) -> int:
+        """Run a command and return its exit code."""
+        return 130 if self.interrupted else self.wait(self.start(command, **env))
 
     def interrupt(self, number: int, frame: object) -> None:
         if not self.interrupted:
@@ -367,7 +379,10 @@ def run_tier(name: str, pytest_options: list[str], make_parts: bool = True) -> i
         flush=True,
     )
     with start_run(uses_docker=tier.parts is ALL_PARTS) as run:
+        check = run.start(["make", "--no-print-directory", "check"]) if tier.check and not NESTED else None
         made = [run.call(command) == 0 for command in tier.parts] if make_parts else []
+        if check is not None and run.wait(check) and not run.interrupted:
+            return 1
         if not all(made) and os.environ.get("CI") == "true" and not run.interrupted:
             print(f"{name}: a part could not be installed, which is an error with CI=true")
             return 1
