@@ -1,4 +1,4 @@
-"""What measuring a turn costs: everything that `turngate/metrics.py` and `logs.py` do on its path, and nothing else.
+"""What measuring a turn costs: everything that `turngate/telemetry/metrics.py` and `logs.py` do on its path, and nothing else.
 
     .venv/bin/python bench/measuring.py
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-from turngate.logs import about
-from turngate.metrics import Asked, Measured, Metrics
-from turngate.spans import tracing
+from turngate.telemetry.logs import about
+from turngate.telemetry.metrics import Asked, Measured, Metrics
+from turngate.telemetry.spans import tracing
 
 ROUNDS, TURNS = 20, 2000
 FACTS = {"rollout": "task-7/2", "group": "task-7"}

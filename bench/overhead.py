@@ -392,7 +392,10 @@ def _line(name: str, *cells: str, note: str = "") -> None:
 
 AREAS = (  # the innermost frame that fits says where a sample belongs; the first name that fits, of what it stands for
     ("reading the request", ("turngate/dialects/", "turngate/server/asgi.py:read_body")),
-    ("where it hangs in the tree", ("turngate/trace/", "turngate/prompt.py:locate", "turngate/prompt.py:_preamble")),
+    (
+        "where it hangs in the tree",
+        ("turngate/trace/", "turngate/gateway/prompt.py:locate", "turngate/gateway/prompt.py:_preamble"),
+    ),
     (
         "tokenising and rendering what is new",
         ("turngate/render/renderer", "turngate/render/template", "tiktoken/", "jinja2/"),
@@ -403,7 +406,15 @@ AREAS = (  # the innermost frame that fits says where a sample belongs; the firs
     ),
     ("parsing what was sampled", ("turngate/render/",)),
     ("talking to the engine", ("turngate/engines/", "aiohttp/")),
-    ("recording", ("turngate/store/", "turngate/turn.py:_commit", "turngate/events.py", "turngate/control.py")),
+    (
+        "recording",
+        (
+            "turngate/store/",
+            "turngate/gateway/turn.py:_commit",
+            "turngate/gateway/events.py",
+            "turngate/gateway/sessions.py",
+        ),
+    ),
     ("HTTP server", ("uvicorn/", "turngate/server/")),
     ("the pipeline itself", ("turngate/",)),
 )

@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools import base_image
 from turngate.agents.install import Installed
 from turngate.agents.spec import find
+from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import BatchResult, run_batch
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.gates import Bounds
+from turngate.rollout.concurrency import Bounds
+from turngate.rollout.connection import WayOut
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
 from turngate.tasks.task import Script, Task
 

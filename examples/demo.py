@@ -29,7 +29,7 @@ from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, say
 from turngate.cli.train import Came, Place, Run, Watching, carried_out, kept, ready, side_by_side, summed_up
 from turngate.errors import SandboxUnavailable, TurngateError
-from turngate.rollout.gates import Bounds
+from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend

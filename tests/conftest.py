@@ -11,8 +11,8 @@ import pytest
 
 from tests import kit
 from tests.vllm import Servers
-from turngate import logs
 from turngate.render import Renderer, Tokenizer
+from turngate.telemetry import logs
 
 pytest_plugins = ["tests.tiers"]
 gc.set_threshold(50_000, 50, 50)  # by default, garbage collection took a sixth of the time of the fast tests

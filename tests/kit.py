@@ -35,8 +35,8 @@ from tools import parts
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Engine, Generate
 from turngate.engines.scripted import Script, Scripted, Turn
-from turngate.render import Renderer, Tokenizer, load
-from turngate.server.app import BUILTIN_TOKENIZER, Gateway
+from turngate.render import BUILTIN_TOKENIZER, Renderer, Tokenizer, load
+from turngate.server.app import Gateway
 
 Json = Any
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from turngate.engines.scripted import Script, Turn
 from turngate.store.beside import NewEvent, insert_event
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_SAMPLED, Store, _node_row
-from turngate.trace.meaning import DIGEST
+from turngate.trace.message_equality import DIGEST
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Cause, Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import Limits, Told, type_of_ids, type_of_logprobs

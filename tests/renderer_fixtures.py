@@ -10,8 +10,7 @@ import pytest
 
 from tests.needs import require
 from tools import parts
-from turngate.render import Renderer, load
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER, Renderer, load
 
 
 @functools.cache

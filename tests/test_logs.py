@@ -21,7 +21,7 @@ import pytest
 from tests.cli.kit import ROOT, refused
 from tests.kit import gateway, say
 from tests.speed import scaled
-from turngate import logs
+from turngate.telemetry import logs
 
 log = logging.getLogger("turngate.test")
 

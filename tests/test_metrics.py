@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit import Running, gateway, say, until, user
-from turngate.metrics import FAMILIES, Distribution, Metrics, Series, Snapshot, by_worker, together, written
+from turngate.telemetry.metrics import FAMILIES, Distribution, Metrics, Series, Snapshot, by_worker, together, written
 
 METRICS_KEY = "reads-the-metrics-only"
 

@@ -9,7 +9,7 @@ import msgspec
 
 from turngate.dialects.base import Wire
 from turngate.dialects.messages import Messages
-from turngate.prompt import Prompts
+from turngate.gateway.prompt import Prompts
 from turngate.render import Renderer
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Call

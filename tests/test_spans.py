@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.cli.kit import ROOT
 from tests.kit import gateway, say
 from tests.rollout.kit import staged
-from turngate import spans
 from turngate.errors import ConfigError
+from turngate.telemetry import spans
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -204,9 +204,7 @@ def test_they_are_off_unless_they_are_wanted(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.process
 def test_nothing_of_it_is_imported_when_they_are_off() -> None:
-    look = (
-        "import sys, turngate.server.app, turngate.rollout.one; print([m for m in sys.modules if 'opentelemetry' in m])"
-    )
+    look = "import sys, turngate.server.app, turngate.rollout.rollout; print([m for m in sys.modules if 'opentelemetry' in m])"
     done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -16,10 +16,10 @@ import typer
 from turngate import cli, config
 from turngate.agents.spec import CATALOG, read
 from turngate.doctor import CHECKS
-from turngate.metrics import FAMILIES
 from turngate.service import catalog
 from turngate.service import config as service_config
 from turngate.service.tools import TOOLS
+from turngate.telemetry.metrics import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 

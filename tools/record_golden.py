@@ -46,7 +46,7 @@ from tests.golden import recording
 from turngate.agents.install import Installed, ensure
 from turngate.agents.spec import AgentSpec, Step, StepCall, find
 from turngate.errors import TurngateError
-from turngate.rollout.check import INSTRUCTION, Staging, check
+from turngate.rollout.agent_check import INSTRUCTION, Staging, check
 from turngate.rollout.playbook import Scene, filled, spoken
 from turngate.sandboxes.local import LocalBackend
 from turngate.server.asgi import App, Receive, Scope, Send

@@ -45,10 +45,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this als
 
 from tools import base_image
 from turngate.errors import TurngateError
-from turngate.tasks import swe
 from turngate.tasks.grading import logs
-from turngate.tasks.grading.attempt import Undecided
-from turngate.tasks.grading.grade import Case
+from turngate.tasks.grading.result import Undecided
+from turngate.tasks.grading.types import Case
+from turngate.tasks.loaders import swe
 from turngate.tasks.task import Swe
 
 Row = dict[str, object]

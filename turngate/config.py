@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from turngate.common.validation import explain, refuse_credentials
 from turngate.errors import ConfigError
-from turngate.explain import explain, refuse_credentials
 
 EngineKind = Literal["vllm", "sglang", "scripted", "local", "gate", "openai", "anthropic", "gemini", "responses"]
 # Engines that are only observed, and how much they can be asked to tell of their tokens.

@@ -1,5 +1,5 @@
 """The client, where OpenEnv looks for it."""
 
-from turngate.environment.client import TurngateEnv
+from turngate.openenv.client import TurngateEnv
 
 __all__ = ["TurngateEnv"]

@@ -1,5 +1,5 @@
 """The models, where OpenEnv looks for them."""
 
-from turngate.environment.models import ReadyObservation, TurngateAction, TurngateObservation, TurngateState
+from turngate.openenv.models import ReadyObservation, TurngateAction, TurngateObservation, TurngateState
 
 __all__ = ["ReadyObservation", "TurngateAction", "TurngateObservation", "TurngateState"]

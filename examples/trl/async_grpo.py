@@ -41,11 +41,11 @@ from trl.experimental.async_grpo import AsyncGRPOConfig  # noqa: E402
 from turngate import tasks  # noqa: E402
 from turngate.agents.install import ensure  # noqa: E402
 from turngate.agents.spec import find  # noqa: E402
-from turngate.rollout.gates import Bounds  # noqa: E402
+from turngate.client.feed import FeedConfig  # noqa: E402
+from turngate.rollout.concurrency import Bounds  # noqa: E402
 from turngate.rollout.plan import BatchPlan  # noqa: E402
 from turngate.sandboxes import backend  # noqa: E402
 from turngate.tasks.task import Function, Task  # noqa: E402
-from turngate.trainers.feed import FeedConfig  # noqa: E402
 from turngate.trainers.trl.trainer import CheckpointedTrainer  # noqa: E402
 from turngate.trainers.trl.weights import fenced  # noqa: E402
 from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig  # noqa: E402

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qw
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.errors import Gone
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.run import embedded
 from turngate.trainers.trl.thread import LoopThread
 

@@ -24,13 +24,13 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from turngate import tasks  # noqa: E402
 from turngate.agents.install import ensure  # noqa: E402
 from turngate.agents.spec import find  # noqa: E402
-from turngate.feed import FeedConfig  # noqa: E402
-from turngate.rollout.client import GatewayClient, admin_key_given  # noqa: E402
-from turngate.rollout.one import Rollout  # noqa: E402
+from turngate.client.feed import Delivery, Feed  # noqa: E402
+from turngate.client.gateway import GatewayClient, admin_key_given  # noqa: E402
+from turngate.gateway.feeds import FeedConfig  # noqa: E402
+from turngate.rollout.connection import WayOut  # noqa: E402
 from turngate.rollout.outcome import Order, Outcome  # noqa: E402
-from turngate.rollout.wayout import WayOut  # noqa: E402
+from turngate.rollout.rollout import Rollout  # noqa: E402
 from turngate.sandboxes import backend  # noqa: E402
-from turngate.trainers.feed import Delivery, Feed  # noqa: E402
 from turngate.trainers.trl.rows import items  # noqa: E402
 
 FEED = "one-rollout"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from turngate.agents import launch, spec, template
+from turngate.agents import launch, placeholders, spec
 from turngate.agents.install import Installed
 from turngate.agents.launch import Launch, Limits, plan
 from turngate.errors import AgentError
@@ -65,7 +65,9 @@ def test_every_preset_takes_every_prompt(name: str, prompt: str) -> None:
     run = planned(spec.find(name).spec, prompt)
     assert not [word for word in run.command if len(word) > 1000]
     held = [
-        file.data for file in run.files if prompt.encode() in file.data or template.quoted(prompt).encode() in file.data
+        file.data
+        for file in run.files
+        if prompt.encode() in file.data or placeholders.quoted(prompt).encode() in file.data
     ]
     assert held
 
@@ -108,16 +110,16 @@ def test_standard_input_comes_from_a_file(tmp_path: Path) -> None:
 
 
 def test_numbers_can_be_calculated_with() -> None:
-    values: dict[str, template.Value] = {"n": 40000, "name": "x"}
+    values: dict[str, placeholders.Value] = {"n": 40000, "name": "x"}
     assert (
-        template.fill('{"a": {n}, "b": {n*8//10}, "c": {n*8/10485760}}', values)
+        placeholders.fill('{"a": {n}, "b": {n*8//10}, "c": {n*8/10485760}}', values)
         == '{"a": 40000, "b": 32000, "c": 0.030518}'
     )
 
 
 def test_other_peoples_braces_are_left_alone() -> None:
     text = '{"a": {}} {{name}} {env:NAME} {Name} ${name} $x'
-    assert template.fill(text, {"name": "x"}) == '{"a": {}} {{name}} {env:NAME} {Name} $x $x'
+    assert placeholders.fill(text, {"name": "x"}) == '{"a": {}} {{name}} {env:NAME} {Name} $x $x'
 
 
 def test_a_prompt_that_an_argument_cannot_carry_is_refused() -> None:

@@ -13,12 +13,12 @@ import pytest
 from tests.kit import Running, gateway, until
 from tests.needs import require
 from tests.speed import scaled
+from turngate.agents.host_tools import shim
 from turngate.agents.install import node_here
-from turngate.agents.tools import shim
 from turngate.errors import AgentError
-from turngate.rollout.wayout import Connection
+from turngate.rollout.connection import Connection
 from turngate.sandboxes import door
-from turngate.trace.tools import HostTool
+from turngate.trace.host_tools import HostTool
 
 pytestmark = pytest.mark.process
 

@@ -18,7 +18,7 @@ from tests.agents_real.kit import Check, Staged
 from tests.needs import needs
 from tests.sandboxes.kit import MAKE, need
 from tests.speed import scaled
-from turngate.rollout.check import Report, Stage, Staging, staged
+from turngate.rollout.agent_check import Report, Stage, Staging, staged
 from turngate.sandboxes import owner
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.docker import OWNER_LABEL

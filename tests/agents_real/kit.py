@@ -18,7 +18,7 @@ from tests.needs import require
 from tests.speed import scaled
 from turngate.agents.install import Installed, ensure
 from turngate.agents.spec import AgentSpec, Step, StepCall, find
-from turngate.rollout.check import Report, Stage
+from turngate.rollout.agent_check import Report, Stage
 
 Check = Callable[..., Awaitable[Report]]
 Staged = Callable[..., AbstractAsyncContextManager[Stage]]

@@ -18,7 +18,7 @@ from tests.agents_real.kit import Branch, Check, Staged, branches, call, finding
 from tests.speed import scaled
 from turngate.agents.launch import Limits
 from turngate.agents.spec import StepCall
-from turngate.rollout.check import Staging
+from turngate.rollout.agent_check import Staging
 from turngate.rollout.playbook import Scene
 
 pytestmark = pytest.mark.full

@@ -16,11 +16,11 @@ from tests.speed import scaled
 from tests.vllm import Model, Servers
 from turngate.agents.launch import Limits
 from turngate.agents.spec import AgentSpec
+from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Rollout
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import Order, Outcome
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.rollout import Rollout
 from turngate.sandboxes.base import Backend
 from turngate.server.run import embedded
 from turngate.tasks.task import Task

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import turngate as tg
 from tests.api.kit import result, turn
-from turngate import notebook
+from turngate.api import display
 from turngate.errors import BadRequest
 from turngate.service.result import Trouble
 from turngate.types import ToolCall
@@ -96,10 +96,10 @@ def test_nothing_of_an_agents_can_be_markup(shape: str) -> None:
     one = everywhere(HOSTILE)
     pages = {
         "page": lambda: one._repr_html_(),
-        "words": lambda: notebook.page(one, tokens=False),
-        "full": lambda: notebook.page(one, full=True),
+        "words": lambda: display.page(one, tokens=False),
+        "full": lambda: display.page(one, full=True),
         "table": lambda: tg.Results([one, one])._repr_html_(),
-        "live": lambda: notebook._plain_lines([HOSTILE]),
+        "live": lambda: display._plain_lines([HOSTILE]),
     }
     found = pages[shape]()
     page = Page(found)
@@ -115,7 +115,7 @@ def test_nothing_of_an_agents_can_be_markup(shape: str) -> None:
 
 def test_a_terminal_is_not_commanded_either() -> None:
     one = everywhere(HOSTILE)
-    for shown in (one, tg.Results([one]), notebook.text(one, turns=None, tokens=True, full=True)):
+    for shown in (one, tg.Results([one]), display.text(one, turns=None, tokens=True, full=True)):
         written = io.StringIO()
         Console(file=written, width=200, color_system=None).print(shown)
         assert (
@@ -150,7 +150,7 @@ def test_a_large_result_is_cut_and_says_so() -> None:
     text = Page(page).text
     assert "200 turns, 400,000 sampled tokens" in text and "160 turns are not shown" in text
     assert "characters are not shown" in text and "470 more are not shown" in text
-    one = Page(notebook.page(result(turns=many), turns=[7], tokens=False, full=True)).text
+    one = Page(display.page(result(turns=many), turns=[7], tokens=False, full=True)).text
     assert "turn 7 ·" in one and "turn 8 ·" not in one and long in one
     assert "4,800 more are not shown" in Page(tg.Results([result()] * 5_000)._repr_html_()).text
 

@@ -10,7 +10,7 @@ import pytest
 import turngate as tg
 from tests.api.kit import result
 from turngate.api.models import Wanted, settled
-from turngate.api.watching import Board, Screen
+from turngate.api.progress import Board, Screen
 from turngate.service.result import RolloutState
 
 

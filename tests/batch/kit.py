@@ -19,14 +19,14 @@ from typing import Any
 from tests.speed import scaled
 from turngate.agents.install import Installed
 from turngate.agents.spec import find
+from turngate.client.gateway import GatewayClient
 from turngate.errors import SandboxError
 from turngate.rollout.batch import BatchResult, run_batch
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.gates import Bounds
+from turngate.rollout.concurrency import Bounds
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import EndPolicy
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.tally import Tally
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.progress import Tally
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.sandboxes.supervised import Supervised

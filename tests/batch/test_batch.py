@@ -26,14 +26,14 @@ from tests.batch.kit import AGENT, DECIDE, plan
 from tests.batch.test_storm import engine, every_session, sandbox_processes
 from tests.cli.kit import ran, refused
 from tests.speed import scaled
+from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, SandboxUnavailable
 from turngate.rollout.batch import Batch, Stopped, rollouts, run_batch
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.gates import Bounds
+from turngate.rollout.concurrency import Bounds
+from turngate.rollout.connection import WayOut
 from turngate.rollout.ledger import NAME, Begun, Finished, Ledger, now, read
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.tally import Tally
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.progress import Tally
 from turngate.sandboxes.local import LocalBackend
 
 pytestmark = [pytest.mark.process, pytest.mark.full]

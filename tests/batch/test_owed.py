@@ -11,13 +11,13 @@ from tests import kit
 from tests.batch.test_batch import Stage, staged
 from tests.batch.test_storm import every_session
 from tests.speed import paced, scaled
+from turngate.client.feed import Feed
 from turngate.errors import AgentError, BadRequest, StoreError
-from turngate.feed import FeedConfig
+from turngate.gateway.feeds import FeedConfig
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.ledger import read
-from turngate.rollout.one import Rollout
+from turngate.rollout.rollout import Rollout
 from turngate.store.outcome import Recorded
-from turngate.trainers.feed import Feed
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -44,7 +44,7 @@ FOR_GOOD = 10**9
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.one._BACK_S", 1.0)
+    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", 1.0)
     monkeypatch.setattr("turngate.rollout.batch._BACK_S", paced(1.0))
 
 
@@ -53,7 +53,7 @@ async def ran(stage: Stage, n: int = 1) -> BatchResult:
 
 
 async def test_a_gateway_that_cannot_write_for_a_moment_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.one._BACK_S", scaled(5.0))
+    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", scaled(5.0))
     async with staged() as stage:
         feed = await Feed.open(
             stage.client, "train", FeedConfig(n=3)
@@ -98,7 +98,7 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
 async def test_a_runner_that_is_stopped_while_it_waits_for_the_gateway_does_not_forget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("turngate.rollout.one._BACK_S", 3600.0)
+    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", 3600.0)
     async with staged() as stage:
         failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
         running = asyncio.create_task(ran(stage))
@@ -141,7 +141,7 @@ async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_n
         raise AgentError("there is no such program")
 
     monkeypatch.setattr(Rollout, "_check", missing)
-    monkeypatch.setattr("turngate.rollout.one._BACK_S", scaled(5.0))
+    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", scaled(5.0))
     async with staged() as stage:
         Failing(monkeypatch, stage.gateway.app.control, "seal", 2, FULL)
         [one] = (await ran(stage)).finished

@@ -15,7 +15,7 @@ from tests.speed import scaled
 from turngate.agents.install import Installed
 from turngate.agents.spec import find
 from turngate.errors import ConfigError
-from turngate.rollout.gates import Bounds, Gates
+from turngate.rollout.concurrency import Bounds, Gates
 from turngate.rollout.ledger import Head
 from turngate.rollout.plan import BatchPlan, differences
 from turngate.sandboxes.local import LocalBackend

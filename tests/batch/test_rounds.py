@@ -14,14 +14,14 @@ from tests.batch.kit import AGENT
 from tests.batch.test_batch import Stage, staged
 from tests.batch.test_storm import every_session
 from tests.speed import paced, scaled
+from turngate.client.feed import Feed
+from turngate.client.gateway import GatewayClient, Unreachable
 from turngate.errors import ConfigError
-from turngate.feed import FeedConfig
+from turngate.gateway.feeds import FeedConfig
 from turngate.rollout.batch import run_batch
-from turngate.rollout.client import GatewayClient, Unreachable
-from turngate.rollout.gates import Bounds
+from turngate.rollout.concurrency import Bounds
 from turngate.rollout.ledger import NAME, read
-from turngate.rollout.pace import Ahead
-from turngate.trainers.feed import Feed
+from turngate.rollout.throttle import Ahead
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -160,7 +160,9 @@ async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_ru
 
 
 async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.one._AFTER_LIMIT_S", paced(0.5))  # for the agent to end, which it does not
+    monkeypatch.setattr(
+        "turngate.rollout.rollout._AFTER_LIMIT_S", paced(0.5)
+    )  # for the agent to end, which it does not
     twice = AGENT.replace("with socket", "for _ in range(2):\n  with socket").replace("sys.exit(1)", "pass")
     async with staged() as stage:
         async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
@@ -231,7 +233,7 @@ async def test_a_stale_rollout_is_run_again_or_left_out_and_nobody_is_blamed(
 async def test_winding_up_ends_agents_and_grades_what_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     Told(monkeypatch)
     grading, go = asyncio.Event(), asyncio.Event()
-    import turngate.rollout.one as one
+    import turngate.rollout.rollout as one
 
     real = one.graded
 

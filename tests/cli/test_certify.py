@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.kit import gateway, say, user
 from turngate.cli import app
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 
 # It counts the messages of the whole conversation in every turn: what was said before reads differently each time.
 NASTY = """{% for m in messages %}<|im_start|>{{ m.role }} {{ loop.index }} of {{ messages | length }}

@@ -23,7 +23,7 @@ from tests.cli.kit import NAP, ROOT, process, ran, refused
 from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
-from turngate.server.listening import Serving
+from turngate.server.bind import Serving
 from turngate.store.sqlite import Store
 
 pytestmark = [pytest.mark.process, pytest.mark.full]

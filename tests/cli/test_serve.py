@@ -28,7 +28,7 @@ from tests.engines.standins import StandIn, event, serving, streams
 from tests.kit import Json, gateway, say, until, user
 from tests.speed import scaled
 from turngate.cli import app
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 
 ROOT = Path(turngate.__file__).parents[1]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.kit import process, ran, refused
 from tests.kit import Running, calls, gateway, result, say, spelled, tokenizer, tool, user
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.store.outcome import Recorded
 
 EVIL = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxt.exe\u202c [bold]x[/] :bomb: \x00\r\x08 <b>"

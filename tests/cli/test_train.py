@@ -19,7 +19,7 @@ from tests.engines import local_kit  # skips where there is no torch
 from turngate.cli import app
 from turngate.cli.train import Came, kept, summed_up
 from turngate.engines.local.weights import save
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.trainers.local import report
 from turngate.trainers.local.grpo import Measured, Step
 from turngate.trainers.local.training import Shares

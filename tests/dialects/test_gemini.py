@@ -33,7 +33,7 @@ from turngate.errors import (
     Unauthorized,
     Unprocessable,
 )
-from turngate.trace.meaning import Reading, meaning
+from turngate.trace.message_equality import Reading, meaning
 from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
 
 Json = Any

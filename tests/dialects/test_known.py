@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from turngate.dialects import DIALECTS, Dialect, Wire
-from turngate.dialects.known import Frames, Known
+from turngate.dialects.prefix_cache import Frames, Known
 from turngate.dialects.wire import without_lone_surrogates
 from turngate.errors import BadRequest
 from turngate.types import Call

@@ -31,7 +31,7 @@ from turngate.errors import (
     Unauthorized,
     Unprocessable,
 )
-from turngate.trace.meaning import Reading
+from turngate.trace.message_equality import Reading
 from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
 
 Json = Any

@@ -26,7 +26,7 @@ from turngate.errors import (
     TurngateError,
     Unauthorized,
 )
-from turngate.trace.meaning import Reading
+from turngate.trace.message_equality import Reading
 from turngate.types import (
     Alive,
     Call,

@@ -16,7 +16,7 @@ from tests.engines.standins import DONE, StandIn, event, serving
 from tests.kit import renderer
 from turngate.config import ServeConfig
 from turngate.doctor import Finding, Subject, examine
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.types import Message, Tool, ToolCall
 
 MODEL = "tiny"

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from tests.speed import scaled
-from turngate.engines.anthropic import FEWER_TOKENS, MAX_TOKENS, AnthropicRelay
 from turngate.engines.base import RelayRequest
-from turngate.engines.translate import kept
+from turngate.engines.observe.anthropic import FEWER_TOKENS, MAX_TOKENS, AnthropicRelay
+from turngate.engines.observe.translate import kept
 from turngate.errors import (
     BadRequest,
     ContextOverflow,

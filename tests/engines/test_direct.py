@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from tests.speed import scaled
-from turngate.engines import direct
-from turngate.engines.direct import Connections, CutOff, Malformed, Unreached
+from turngate.engines import http1
+from turngate.engines.http1 import Connections, CutOff, Malformed, Unreached
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -218,7 +218,7 @@ def test_a_connection_that_was_idle_for_too_long_or_that_the_server_closed_is_no
 
 @both
 def test_what_nobody_fetches_makes_the_engine_wait(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_PAUSE_AT", 100_000)
+    monkeypatch.setattr(http1, "_PAUSE_AT", 100_000)
     total, piece = 20_000_000, b"x" * 500_000
     sent = 0
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.speed import scaled
 from turngate.engines.base import RelayRequest
-from turngate.engines.gemini import GeminiRelay
+from turngate.engines.observe.gemini import GeminiRelay
 from turngate.errors import (
     BadRequest,
     ContextOverflow,

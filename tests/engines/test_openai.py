@@ -13,7 +13,7 @@ import pytest
 from tests.speed import scaled
 from turngate.dialects.chat import ChatHistory
 from turngate.engines.base import RelayChunk, RelayRequest
-from turngate.engines.openai import OpenAIRelay
+from turngate.engines.observe.openai import OpenAIRelay
 from turngate.errors import (
     BadRequest,
     ContextOverflow,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.speed import scaled
 from turngate.engines.base import RelayRequest
-from turngate.engines.responses import ResponsesRelay
+from turngate.engines.observe.responses import ResponsesRelay
 from turngate.errors import (
     BadRequest,
     ContextOverflow,

@@ -86,7 +86,7 @@ def settings(folder: Path) -> Path:
 @contextmanager
 def serving(folder: Path, *, package: Path | None = None, **env: str) -> Iterator[Server]:
     """The server, on a port of its own. `package`: as OpenEnv starts it, from such a folder; else by Turngate's own command."""
-    module = ["server.app"] if package else ["turngate.environment"]
+    module = ["server.app"] if package else ["turngate.openenv"]
     given = {} if package else {"TURNGATE_SERVICE": str(settings(folder))}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(

@@ -18,7 +18,7 @@ from tests.speed import scaled
 from turngate.engines.base import RelayChunk
 from turngate.engines.scripted import Turn
 from turngate.errors import StoreError
-from turngate.prompt import observed
+from turngate.gateway.prompt import observed
 from turngate.render import LastTurn, load
 from turngate.render.parse import DEEPSEEK, HERMES, Parser
 from turngate.trace.roles import roles
@@ -99,7 +99,7 @@ async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_mea
     agent.messages = [SYSTEM, user("hi")]
     await talk(agent, "a")
     from turngate.dialects import Chat, Wire
-    from turngate.prompt import Prompts
+    from turngate.gateway.prompt import Prompts
 
     body = b'{"messages": [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": "hi "}], "tools": []}'
     agent.tools = None

@@ -11,7 +11,7 @@ from tests.exact.agent import Agent, World
 from tests.exact.invariants import check
 from tests.exact.test_rows import SYSTEM, say, user
 from tests.kit import calls
-from turngate.trace.meaning import Reading
+from turngate.trace.message_equality import Reading
 
 
 @pytest.fixture

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import turngate.feed
-import turngate.trainers.feed
+import turngate.client.feed
+import turngate.gateway.feeds
 from tests.kit import Json, Opened, Running, gateway, say, until, user
-from turngate.rollout.client import GatewayClient
+from turngate.client.gateway import GatewayClient
 from turngate.store.outcome import Class, Recorded
 
 
 def poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make one poll last as long as the trainer waits, so that a reader that is not woken cannot find out by asking again."""
-    monkeypatch.setattr(turngate.feed, "LONGEST_WAIT_S", 3600)
-    monkeypatch.setattr(turngate.trainers.feed, "LONGEST_WAIT_S", 3600)
-    monkeypatch.setattr(turngate.trainers.feed, "_WAIT_S", 3600)
+    monkeypatch.setattr(turngate.gateway.feeds, "LONGEST_WAIT_S", 3600)
+    monkeypatch.setattr(turngate.client.feed, "LONGEST_WAIT_S", 3600)
+    monkeypatch.setattr(turngate.client.feed, "_WAIT_S", 3600)
 
 
 async def reader_waits(g: Running) -> None:

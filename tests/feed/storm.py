@@ -30,9 +30,9 @@ import httpx
 
 from tests.crash.storm import ADMIN, Server
 from tests.speed import SLOWNESS, scaled, slowness
-from turngate.rollout.client import GatewayClient, Refused, Unreachable
+from turngate.client.feed import Delivery, Feed, FeedConfig
+from turngate.client.gateway import GatewayClient, Refused, Unreachable
 from turngate.store.outcome import Recorded
-from turngate.trainers.feed import Delivery, Feed, FeedConfig
 
 N = 3
 LANES = 4

@@ -12,11 +12,11 @@ import pytest
 
 from tests.feed.kit import Trained, training
 from tests.speed import scaled
+from turngate.client import feed as module
+from turngate.client.feed import BlockingFeed, TakenOver
+from turngate.client.gateway import Unreachable
 from turngate.errors import BadRequest
-from turngate.feed import FeedConfig
-from turngate.rollout.client import Unreachable
-from turngate.trainers import feed as module
-from turngate.trainers.feed import BlockingFeed, TakenOver
+from turngate.gateway.feeds import FeedConfig
 
 PLAIN = FeedConfig(n=1, advantage="none")
 

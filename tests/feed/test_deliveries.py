@@ -9,10 +9,10 @@ import pytest
 
 from tests.feed.kit import Trained, training
 from tests.speed import scaled
-from turngate.feed import FeedConfig, WireDelivery, WireRolled, WireRow
+from turngate.client.feed import Damaged, Delivery, Feed, _read
+from turngate.gateway.feeds import FeedConfig, WireDelivery, WireRolled, WireRow
 from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import Span
-from turngate.trainers.feed import Damaged, Delivery, Feed, _read
 
 
 async def delivered(t: Trained, config: FeedConfig, name: str = "f") -> Delivery:

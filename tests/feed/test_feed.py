@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-import turngate.feed
+import turngate.gateway.feeds
 from tests.feed.kit import Trained, poll_without_end, reader_waits, training
 from tests.kit import gateway, say, until
 from tests.speed import scaled
-from turngate.feed import FeedConfig
-from turngate.rollout.client import GatewayClient, Refused
+from turngate.client.feed import Delivery, Feed, OtherFeed, TakenOver
+from turngate.client.gateway import GatewayClient, Refused
+from turngate.gateway.feeds import FeedConfig
 from turngate.store.beside import happened
 from turngate.store.outcome import Recorded
 from turngate.trace.session import SessionConfig
-from turngate.trainers.feed import Delivery, Feed, OtherFeed, TakenOver
 
 PLAIN = FeedConfig(n=2, advantage="none")
 
@@ -349,7 +349,9 @@ async def test_many_deliveries_in_one_answer_within_bounds(monkeypatch: pytest.M
         assert (len(page.deliveries), page.newest, page.committed, page.version) == (4, 5, 0, 0)
         page = await t.client.feed_page("f", reader, after=3, limit=1000)
         assert len(page.deliveries) == 2
-        monkeypatch.setattr("turngate.feed.PAGE_BYTES", 1)  # one that is larger than an answer should be still passes
+        monkeypatch.setattr(
+            "turngate.gateway.feeds.PAGE_BYTES", 1
+        )  # one that is larger than an answer should be still passes
         assert len((await t.client.feed_page("f", reader, limit=4)).deliveries) == 1
         async with await Feed.open(t.client, "f", config, limit=8) as feed:
             assert [await _number(feed) for _ in range(5)] == [1, 2, 3, 4, 5]
@@ -357,13 +359,13 @@ async def test_many_deliveries_in_one_answer_within_bounds(monkeypatch: pytest.M
 
 async def test_the_loop_goes_on_while_rows_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are made in a thread, so that no turn waits for a trainer's group."""
-    made, threads = turngate.feed._delivery, set[int]()
+    made, threads = turngate.gateway.feeds._delivery, set[int]()
 
     def noted(*what: Any, **how: Any) -> Any:
         threads.add(threading.get_ident())
         return made(*what, **how)
 
-    monkeypatch.setattr(turngate.feed, "_delivery", noted)
+    monkeypatch.setattr(turngate.gateway.feeds, "_delivery", noted)
     long = say("word " * 4000)
     async with gateway(lambda request, index: long) as g, GatewayClient(g.root, g.app.admin_key) as client:
         t = Trained(g, client)
@@ -391,14 +393,14 @@ async def test_the_loop_goes_on_while_rows_are_made(monkeypatch: pytest.MonkeyPa
 
 async def test_turns_do_not_wait_for_groups_that_trainers_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many readers of groups that take long: the threads in which turns are rendered and written stay free."""
-    made, began, going = turngate.feed._rolled, threading.Event(), threading.Event()
+    made, began, going = turngate.gateway.feeds._rolled, threading.Event(), threading.Event()
 
     def slow(*what: Any) -> Any:
         began.set()
         going.wait(scaled(60))
         return made(*what)
 
-    monkeypatch.setattr(turngate.feed, "_rolled", slow)
+    monkeypatch.setattr(turngate.gateway.feeds, "_rolled", slow)
     config = FeedConfig(n=1, advantage="none")
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     async with training(durability="disk") as t:  # turns are written in a thread

@@ -10,10 +10,10 @@ import pytest
 from tests.feed.kit import Trained, training
 from tests.kit import Gated, gateway, say, until
 from tests.speed import scaled
-from turngate.feed import FeedConfig
-from turngate.rollout.client import GatewayClient
+from turngate.client.feed import Feed
+from turngate.client.gateway import GatewayClient
+from turngate.gateway.feeds import FeedConfig
 from turngate.trace.advantage import EPSILON
-from turngate.trainers.feed import Feed
 
 
 async def ended(t: Trained, session: str) -> str:

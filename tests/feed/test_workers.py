@@ -10,10 +10,10 @@ from tests.feed.kit import Trained, poll_without_end, reader_waits
 from tests.kit import until
 from tests.server.test_siblings import Crew, crew
 from tests.speed import scaled
-from turngate.feed import FeedConfig
-from turngate.rollout.client import GatewayClient
+from turngate.client.feed import Feed
+from turngate.client.gateway import GatewayClient
+from turngate.gateway.feeds import FeedConfig
 from turngate.store.outcome import Recorded
-from turngate.trainers.feed import Feed
 
 N = 4
 

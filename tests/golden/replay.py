@@ -18,7 +18,7 @@ from turngate.agents.launch import resolved
 from turngate.agents.spec import Step, StepCall, find
 from turngate.dialects.messages_stream import unsealed
 from turngate.engines.scripted import Scripted
-from turngate.rollout.check import MODEL
+from turngate.rollout.agent_check import MODEL
 from turngate.rollout.playbook import spoken
 
 

@@ -19,7 +19,7 @@ from tests.golden.replay import Played, play, said, shape
 from turngate.agents.spec import catalog
 from turngate.dialects import DIALECTS, Wire
 from turngate.errors import BadRequest
-from turngate.server.calls import Found, Paths
+from turngate.server.model_calls import Found, Paths
 from turngate.types import Call, Done, Message, Usage
 
 # The role of each call, in the order in which the agent made them.

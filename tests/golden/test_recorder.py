@@ -17,7 +17,7 @@ from tests.golden import recording
 from tests.golden.recording import Json
 from tests.speed import scaled
 from tools.record_golden import Elided, Heard, Steady, listening
-from turngate.slots import new_secret
+from turngate.common.sharding import new_secret
 
 ROOT = Path(__file__).parents[2]
 KEY = new_secret("some-session")

@@ -7,8 +7,8 @@ import pytest
 
 from tests.real.test_vllm import PAIRS, Gateway, converse, gateway  # noqa: F401
 from tests.verify.kit import tampering, wrong
-from turngate.verdicts import stored_rows
 from turngate.verify import VLLM, Folder, Means, verify
+from turngate.views.verdict import stored_rows
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)

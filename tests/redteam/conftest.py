@@ -11,7 +11,7 @@ import pytest
 
 from tests.needs import uses
 from tests.tasks.grading import kit
-from turngate.tasks.grading.grade import Ground
+from turngate.tasks.grading.types import Ground
 
 
 @pytest.fixture

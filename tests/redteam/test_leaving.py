@@ -12,9 +12,9 @@ from tests.sandboxes.kit import backends, processes
 from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.sandboxes.base import Sandbox
-from turngate.tasks import place
+from turngate.tasks import staging
 from turngate.tasks.grading import work as work_module
-from turngate.tasks.grading.grade import Ground, Work
+from turngate.tasks.grading.types import Ground, Work
 from turngate.tasks.grading.work import take
 from turngate.tasks.task import Solution, Task
 
@@ -43,10 +43,10 @@ async def agent(sandbox: Sandbox, script: str, folder: Path) -> Work:
 
 
 async def worked(task: Task, ground: Ground, script: str, folder: Path) -> Work:
-    sandbox = await ground.backend.create(place.spec(task, ground.backend))
+    sandbox = await ground.backend.create(staging.spec(task, ground.backend))
     try:
-        await place.lay_files(sandbox, task)
-        await place.set_up(sandbox, task)
+        await staging.lay_files(sandbox, task)
+        await staging.set_up(sandbox, task)
         return await agent(sandbox, script, folder)
     finally:
         await sandbox.stop()
@@ -140,10 +140,10 @@ async def test_neither_tests_nor_reference_can_be_found(sandbox: str, root: Path
     )
     grader = msgspec.structs.replace(kit.SWE, test_patch=kit.TEST_PATCH.replace("test_one", "SENTINEL"))
     task = msgspec.structs.replace(task, grader=grader)
-    made = await ground.backend.create(place.spec(task, ground.backend))
+    made = await ground.backend.create(staging.spec(task, ground.backend))
     try:
-        await place.lay_files(made, task)
-        await place.set_up(made, task)
+        await staging.lay_files(made, task)
+        await staging.set_up(made, task)
         found = await made.exec(
             ["/bin/sh", "-c", 'word=SENT; eval "$(cat)"'],
             stdin=SEARCH.replace("SENTINEL", '"$word"INEL').encode(),

@@ -11,7 +11,7 @@ from tests.redteam import attacks
 from tests.sandboxes.kit import backends
 from tests.speed import scaled
 from tests.tasks.grading import kit
-from turngate.tasks.grading.grade import Grade, Ground
+from turngate.tasks.grading.types import Grade, Ground
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
 

@@ -12,7 +12,7 @@ from tests.sandboxes.kit import backends, processes
 from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.sandboxes.base import Resources
-from turngate.tasks.grading.grade import Ground
+from turngate.tasks.grading.types import Ground
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from turngate.errors import ConfigError
-from turngate.render import known, load
+from turngate.render import BUILTIN_TOKENIZER, certificate_cache, load
 from turngate.render import tokenizer as module
-from turngate.server.app import BUILTIN_TOKENIZER
 
 TEXTS = ["Hello, <|im_end|> wörld 汉字 👩‍👩‍👧\n\n    x = 1", " " * 50, "\ud7ff\x00", "don't"]
 
@@ -46,16 +45,16 @@ def test_the_second_start_probes_nothing_and_is_the_same(
 
 
 def test_the_vocabulary_is_known_whatever_it_was_loaded_for(folder: Path, tmp_path: Path) -> None:
-    assert known.recall_any(folder) is None
+    assert certificate_cache.recall_any(folder) is None
     renderer, _ = load(folder, model="some-model", family="template")
-    found = known.recall_any(folder)
+    found = certificate_cache.recall_any(folder)
     assert found is not None and found.vocabulary == renderer.tokenizer.vocabulary and found.fast
     records(tmp_path)[0].write_bytes(b"nonsense")
-    assert known.recall_any(folder) is None
+    assert certificate_cache.recall_any(folder) is None
     load(folder)
-    assert known.recall_any(folder) == found
+    assert certificate_cache.recall_any(folder) == found
     (folder / "tokenizer_config.json").write_text("{}")
-    assert known.recall_any(folder) is None
+    assert certificate_cache.recall_any(folder) is None
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
@@ -104,7 +103,7 @@ def test_a_fault_is_remembered_as_one(folder: Path, tmp_path: Path) -> None:
 
 
 def test_only_so_many_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "_KEPT", 2)
+    monkeypatch.setattr(certificate_cache, "_KEPT", 2)
     for model in ("a", "b", "c", "d"):
         load(folder, model=model)
     assert len(records(tmp_path)) == 2

@@ -10,11 +10,10 @@ import pytest
 
 from tests.renderer_fixtures import renderer_params
 from turngate.errors import ConfigError
-from turngate.render import load
+from turngate.render import BUILTIN_TOKENIZER, load
 from turngate.render.certify import CASES
 from turngate.render.renderer import TemplateRenderer
 from turngate.render.tokenizer import Tokenizer, probe_corpus
-from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.types import Message
 
 REAL = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3"]

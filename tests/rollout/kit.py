@@ -21,11 +21,11 @@ from tests.sandboxes import kit as sandboxes
 from tests.speed import scaled
 from turngate.agents.install import Installed
 from turngate.agents.spec import AgentSpec, find, parse
+from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import Script, Turn
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Rollout
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import Order, Outcome, Progress
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import folders
 from turngate.sandboxes.base import Backend
 from turngate.tasks.task import Task

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turngate.agents.spec import find
-from turngate.rollout.agreement import differences
+from turngate.rollout.transcript_diff import differences
 from turngate.trace.session import farewell
 
 pytestmark = pytest.mark.process

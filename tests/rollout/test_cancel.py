@@ -10,10 +10,10 @@ import pytest
 from tests.kit import say, until
 from tests.rollout.kit import Stage, staged
 from tests.speed import scaled
-from turngate.rollout import one
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.one import Rollout
+from turngate.client.gateway import GatewayClient
+from turngate.rollout import rollout as one
 from turngate.rollout.outcome import Progress
+from turngate.rollout.rollout import Rollout
 from turngate.tasks.task import Task
 
 pytestmark = pytest.mark.process

@@ -10,10 +10,10 @@ from aiohttp import ClientSession, web
 
 from tests.feed.kit import training
 from tests.speed import scaled
+from turngate.client.feed import Feed
+from turngate.client.gateway import GatewayClient, Unreachable
 from turngate.errors import ConfigError
-from turngate.feed import FeedConfig
-from turngate.rollout.client import GatewayClient, Unreachable
-from turngate.trainers.feed import Feed
+from turngate.gateway.feeds import FeedConfig
 
 pytestmark = pytest.mark.process
 

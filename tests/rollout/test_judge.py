@@ -18,12 +18,13 @@ from tests.sandboxes import kit as sandboxes
 from tests.speed import paced
 from turngate.engines.scripted import Turn
 from turngate.errors import Boundary
-from turngate.rollout import judge, one
-from turngate.rollout.judge import without_grading
+from turngate.rollout import classify
+from turngate.rollout import rollout as one
+from turngate.rollout.classify import without_grading
 from turngate.rollout.outcome import AtEnd, EndPolicy, Fault, Outcome
 from turngate.sandboxes import posix
 from turngate.sandboxes.base import SandboxSpec
-from turngate.tasks.grading.grade import Grade
+from turngate.tasks.grading.types import Grade
 from turngate.tasks.task import Script, Task
 from turngate.trace import session
 
@@ -226,9 +227,9 @@ async def test_when_silence_is_to_blame(stage: Stage, status: Any, ran_s: float,
 async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(classify, "BACK_OFF_S", 0.01)
     tried: list[str] = []
-    real = judge.grade
+    real = classify.grade
 
     async def flaky(task: Task, work: Any, ground: Any) -> Grade:
         tried.append(task.id)
@@ -236,7 +237,7 @@ async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
             Grade(kind="infrastructure fault", message="no room") if len(tried) < 3 else await real(task, work, ground)
         )
 
-    monkeypatch.setattr(judge, "grade", flaky)
+    monkeypatch.setattr(classify, "grade", flaky)
     outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")))
     assert (outcome.kind, outcome.reward, len(tried), outcome.turns) == ("graded", 1.0, 3, 1)
 

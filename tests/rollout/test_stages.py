@@ -19,12 +19,12 @@ from tests.kit import Gated, say, until
 from tests.rollout.kit import Stage, own_agent, staged
 from tests.sandboxes.kit import processes
 from tests.speed import paced, scaled
+from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import Turn
 from turngate.errors import SandboxError
-from turngate.rollout import one
-from turngate.rollout.client import GatewayClient
+from turngate.rollout import rollout as one
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import Outcome, Progress
-from turngate.rollout.wayout import WayOut
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks.task import Task

@@ -30,7 +30,7 @@ from tests.kit import say
 from tests.rollout.kit import Stage, staged
 from tests.sandboxes import kit
 from tests.speed import scaled
-from turngate.rollout.client import GatewayClient, Opened
+from turngate.client.gateway import GatewayClient, Opened
 from turngate.rollout.outcome import Outcome
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.task import Task

@@ -19,7 +19,7 @@ from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes import door, tunnel
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.wayout import connected
+from turngate.sandboxes.egress import connected
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes import door
 from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
-from turngate.sandboxes.wayout import FOLDER, connected
+from turngate.sandboxes.egress import FOLDER, connected
 
 pytestmark = pytest.mark.process
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from turngate.logs import HIDDEN, clean, hidden
-from turngate.slots import new_secret
+from turngate.common.sharding import new_secret
+from turngate.telemetry.logs import HIDDEN, clean, hidden
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_no_secret_is_in_what_the_environment_tells(python: str) -> None:
         file.write_text(CONFIG.format(**given, url=provider.url))
         words = ("--port", "0", "--service", file)
         with (
-            home.serving(*words, program=(python, "-m", "turngate.environment")) as url,
+            home.serving(*words, program=(python, "-m", "turngate.openenv")) as url,
             httpx.Client(base_url=url, timeout=scaled(100), trust_env=False) as client,
         ):
             for authorization in ("", f"Bearer {key}x"):

@@ -21,7 +21,7 @@ import pytest
 from tests.sandboxes.kit import need
 from tests.secrets.kit import PROCESSES, PROVIDER_KEY, House, Processes, Provider, Receiver, given_out, house, looking
 from tests.speed import scaled
-from turngate.server.page_files import FOLDER
+from turngate.server.web.files import FOLDER
 
 pytestmark = [pytest.mark.process, pytest.mark.full, pytest.mark.needs("bubblewrap")]
 

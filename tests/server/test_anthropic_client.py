@@ -18,7 +18,7 @@ from tests.kit import Gated, Json, Running, calls, gateway, real_tokenizer, rend
 from tests.speed import scaled
 from turngate.dialects import recorded
 from turngate.engines.scripted import Scripted, Turn, derived_logprobs
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 
 WAYS = ("async", "async stream", "sync", "sync stream", "beta", "beta stream")
 every_way = pytest.mark.parametrize("way", WAYS)

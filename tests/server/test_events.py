@@ -14,11 +14,11 @@ import pytest
 
 from tests.kit import Gated, Running, gateway, say, until
 from tests.speed import scaled
+from turngate.client.gateway import GatewayClient, Refused, Unreachable
 from turngate.config import ServeConfig
-from turngate.control import ANNOUNCED
 from turngate.errors import ConfigError, Unauthorized
-from turngate.events import PAGE, Events
-from turngate.rollout.client import GatewayClient, Refused, Unreachable
+from turngate.gateway.events import PAGE, Events
+from turngate.gateway.sessions import ANNOUNCED
 from turngate.store.sqlite import Store
 
 HELLO = lambda request, index: say("Hello.")  # noqa: E731

@@ -20,17 +20,17 @@ from tests.kit import Opened, Running, calls, gateway, renderer, until
 from tests.sdk_agents import DIALECTS, agent
 from tests.speed import scaled
 from tests.verify.kit import all_fine
+from turngate.client import gate as trainers_gate
+from turngate.client.gate import RemoteGate
+from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.engines.scripted import Turn, derived_logprobs
 from turngate.errors import ConfigError, Conflict, Gone, NotFound, Unauthorized
-from turngate.rollout.client import GatewayClient
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.server import run
-from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.server.gate import MAX_WAIT_S, Answer, Take, Taken
 from turngate.server.run import embedded
-from turngate.trainers import gate as trainers_gate
-from turngate.trainers.gate import RemoteGate
 
 
 def words(text: str) -> list[int]:

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from tests.kit import Gated, Json, Opened, Running, calls, gateway, say, tool, until, user, whole
+from turngate.client.gateway import admin_key_given
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derived_logprobs
 from turngate.errors import ConfigError
-from turngate.rollout.client import admin_key_given
 from turngate.server.app import Gateway
 
 HI = [user("Hi")]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.kit import gateway, say, user
-from turngate.shown import Shown
 from turngate.store.sqlite import Store
+from turngate.views.session import Shown
 
 PATHS = (
     "/admin/sessions/{}/trace",

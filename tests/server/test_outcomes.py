@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from tests.kit import Opened, Running, gateway, say
 from turngate.cli import app
+from turngate.client.gateway import GatewayClient, Refused
 from turngate.errors import BadRequest
-from turngate.rollout.client import GatewayClient, Refused
 from turngate.store.outcome import LARGEST, Recorded
 
 GRADED = {

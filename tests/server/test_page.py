@@ -17,8 +17,8 @@ import pytest
 from tests import kit, page_kit
 from tests.kit import gateway, say, user
 from tests.speed import scaled
-from turngate.server import page, page_login
-from turngate.server.page_files import SHIELD, Files
+from turngate.server.web import login, routes
+from turngate.server.web.files import SHIELD, Files
 from turngate.store.outcome import Recorded
 
 OWN = {"x-turngate-page": "1"}
@@ -109,8 +109,8 @@ async def test_a_cookie_ends_is_signed_and_can_be_given_back(tmp_path: Path, mon
             assert g.app.page.login.opens(cookie) is None
         assert g.app.page.login.opens("") is None and g.app.page.login.opens("ä" * 86) is None
         with monkeypatch.context() as clock:
-            late = time.time() + page_login.LASTS_S + 1
-            clock.setattr(page_login.time, "time", lambda: late)
+            late = time.time() + login.LASTS_S + 1
+            clock.setattr(login.time, "time", lambda: late)
             assert g.app.page.login.opens(kept) is None
     async with gateway(data=tmp_path) as g:  # a restart is no reason to log in again
         client = g.http()
@@ -406,7 +406,7 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
 
 @pytest.mark.usefixtures("no_signs_of_life")
 async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_BEHIND", 2)
+    monkeypatch.setattr(routes, "_BEHIND", 2)
     async with gateway([say("Hello.")] * 2) as g:
         client = await entered(g)
         session, other = await g.open(), await g.open()
@@ -419,7 +419,7 @@ async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(mon
 
 
 async def test_a_follower_who_logs_out_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "_ALIVE_S", 0.05)
+    monkeypatch.setattr(routes, "_ALIVE_S", 0.05)
     async with gateway() as g:
         client = await entered(g)
         following = events(client, "events")
@@ -470,9 +470,9 @@ async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monk
     """Lists and traces are made in the page's own thread."""
     import threading
 
-    from turngate.evidence import Close
-    from turngate.overview import Overview
     from turngate.store.sqlite import Store
+    from turngate.views.overview import Overview
+    from turngate.views.rollout import Close
 
     page_kit.long_rollout(tmp_path, turns=10, tokens=1000)
     async with page_kit.served(tmp_path) as g:

@@ -16,13 +16,13 @@ from tests.engines.providers import PROVIDERS
 from tests.kit import gateway, say, tool, user
 from tests.server.test_observe import SCRIPT, converse, scene
 from tests.server.test_page import entered, told
-from turngate.evidence import pieces
 from turngate.render import Tokenizer
-from turngate.server.page_looks import read_with
+from turngate.server.web.view_cache import read_with
 from turngate.store.outcome import Recorded
-from turngate.trace.passes import pass_at_k
+from turngate.trace.pass_at_k import pass_at_k
 from turngate.trainers.export import Choices, Wanted, export
 from turngate.types import type_of_ids
+from turngate.views.tokens import pieces
 
 GROUP = f"{page_kit.BATCH}.long-task"
 

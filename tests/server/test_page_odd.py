@@ -13,7 +13,7 @@ from tests import page_kit
 from tests.kit import gateway, say
 from tests.server.test_page import entered, told
 from turngate.store.outcome import Recorded
-from turngate.trace.passes import pass_at_k, pass_curve
+from turngate.trace.pass_at_k import pass_at_k, pass_curve
 
 FIRST = f"{page_kit.BATCH}.task-0000"
 

@@ -10,8 +10,8 @@ import pytest
 from tests.server.test_page import OWN, entered, events, told
 from tests.server.test_siblings import crew
 from tests.speed import scaled
-from turngate.server.page_files import SHIELD
-from turngate.slots import NAMED, hinted
+from turngate.common.sharding import NAMED, hinted
+from turngate.server.web.files import SHIELD
 
 
 async def test_one_login_opens_the_page_at_every_worker() -> None:

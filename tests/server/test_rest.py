@@ -19,9 +19,9 @@ import pytest
 from tests.kit import Gated, Running, calls, gateway, result, say, tool, until, user
 from turngate.config import load
 from turngate.errors import ConfigError, NotFound
-from turngate.rest import give_back
+from turngate.gateway.eviction import give_back
+from turngate.trace.host_tools import LONGEST_WAIT_S
 from turngate.trace.session import Session
-from turngate.trace.tools import LONGEST_WAIT_S
 from turngate.trace.tree import Context, Sampled
 
 HI = [user("Hi")]
@@ -348,8 +348,8 @@ async def test_looks_leave_nothing_in_memory() -> None:
 
 async def test_memory_is_not_given_back_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[None] = []
-    monkeypatch.setattr("turngate.rest.give_back", lambda: times.append(None))
-    monkeypatch.setattr("turngate.rest._GIVE_BACK_S", 3600.0)
+    monkeypatch.setattr("turngate.gateway.eviction.give_back", lambda: times.append(None))
+    monkeypatch.setattr("turngate.gateway.eviction._GIVE_BACK_S", 3600.0)
     async with gateway([say("One.")] * 5, rest_s=0.02) as g:
         g.app.control.rest._given_back = -math.inf
         session = await g.open()

@@ -16,7 +16,7 @@ from tests import kit
 from tests.kit import Gated, Json, Running, calls, gateway, result, say, tokenizer, tool, until, user
 from tests.speed import scaled
 from turngate.errors import ConfigError
-from turngate.events import Events
+from turngate.gateway.events import Events
 from turngate.store.sqlite import Store
 
 HI = [user("Hi")]

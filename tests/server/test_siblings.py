@@ -24,17 +24,17 @@ from tests import kit
 from tests.kit import Gated, Opened, Running, say, until, user
 from tests.sdk_agents import DIALECTS, agent
 from tests.speed import scaled
+from turngate.common.sharding import Place, hinted, slot
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted
 from turngate.errors import BadRequest
-from turngate.server import siblings
 from turngate.server.app import Gateway
 from turngate.server.http import read_cursor
-from turngate.server.siblings import socket_of
-from turngate.server.worker import Worker
-from turngate.slots import Place, hinted, slot
+from turngate.server.workers import forwarding
+from turngate.server.workers.forwarding import socket_of
+from turngate.server.workers.worker import Worker
 from turngate.store.lock import lock
-from turngate.trace.tools import LONGEST_WAIT_S
+from turngate.trace.host_tools import LONGEST_WAIT_S
 
 HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -125,7 +125,7 @@ def test_a_path_tells_whose_session_it_is(head: bytes) -> None:
 
 
 def test_a_secret_tells_it_wherever_a_dialect_puts_it() -> None:
-    from turngate.slots import new_secret
+    from turngate.common.sharding import new_secret
 
     secret = new_secret("task-1").encode()
     line = b"POST /v1/chat/completions HTTP/1.1\r\n"
@@ -289,7 +289,7 @@ async def test_what_is_refused_is_refused_in_the_caller_s_words() -> None:
 
 
 async def test_an_owner_that_does_not_come_back_is_told_as_something_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "RETURN_S", 0.2)
+    monkeypatch.setattr(forwarding, "RETURN_S", 0.2)
     async with crew() as c:
         session = await c.open_at(1)
         (Path(c[0].app.config.data) / "1").rename(Path(c[0].app.config.data) / "gone")
@@ -434,7 +434,7 @@ async def test_a_worker_that_starts_in_the_middle_of_a_pause_is_paused(tmp_path:
 
 
 async def test_a_fence_that_does_not_reach_everyone_is_not_said_to_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "RETURN_S", 0.1)
+    monkeypatch.setattr(forwarding, "RETURN_S", 0.1)
     async with crew() as c:
         own = Path(c[0].app.config.data) / "1"
         own.rename(own.with_name("gone"))

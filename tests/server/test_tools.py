@@ -12,10 +12,10 @@ import pytest
 
 from tests.kit import Opened, Running, gateway, say, until
 from tests.speed import scaled
-from turngate import hosttools
-from turngate.rollout.client import GatewayClient, Refused
-from turngate.server.tools import MAX_ARGUMENTS
-from turngate.trace.tools import LONGEST_WAIT_S
+from turngate.client.gateway import GatewayClient, Refused
+from turngate.gateway import host_tools
+from turngate.server.host_tools import MAX_ARGUMENTS
+from turngate.trace.host_tools import LONGEST_WAIT_S
 
 ANSWER = {
     "name": "answer",
@@ -156,7 +156,7 @@ async def test_what_there_is_not() -> None:
 
 
 async def test_a_session_makes_only_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosttools, "MOST_CALLS", 3)
+    monkeypatch.setattr(host_tools, "MOST_CALLS", 3)
     async with gateway() as g:
         session, other = await g.open(tools=[ANSWER]), await g.open(tools=[ANSWER])
         for n in range(3):

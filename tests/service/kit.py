@@ -27,9 +27,9 @@ from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.sandboxes import folders
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.local import LocalBackend
-from turngate.service.asked import Asked
 from turngate.service.catalog import Endpoint
 from turngate.service.config import ServiceConfig
+from turngate.service.request import Asked
 from turngate.service.result import Event
 from turngate.service.rollouts import Rollouts
 

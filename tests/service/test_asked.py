@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from turngate.errors import BadRequest
-from turngate.service import asked
-from turngate.service.asked import Asked, AskedSwe, mode_of, read
+from turngate.service import request
+from turngate.service.request import Asked, AskedSwe, mode_of, read
 
 GOOD: dict[str, Any] = {"model_key": "scripted://m", "instruction": "Do it."}
 
@@ -31,11 +31,11 @@ def test_the_least_that_can_be_asked() -> None:
     [
         ({"instruction": "  "}, "instruction", "empty"),
         ({"instruction": "a\0b"}, "instruction", "NUL"),
-        ({"instruction": "x" * (asked.MOST_INSTRUCTION + 1)}, "instruction", "400,001 characters"),
+        ({"instruction": "x" * (request.MOST_INSTRUCTION + 1)}, "instruction", "400,001 characters"),
         ({"instruction": "\ud800"}, "instruction", "UTF-8"),
         ({"instruction": 7}, "instruction", "Expected `str`"),
         ({"test_script": "exit\0 0"}, "test_script", "NUL"),
-        ({"test_script": "x" * (asked.MOST_SCRIPT + 1)}, "test_script", "at most 1,000,000"),
+        ({"test_script": "x" * (request.MOST_SCRIPT + 1)}, "test_script", "at most 1,000,000"),
         ({"setup_shell": "\0"}, "setup_shell", "NUL"),
         ({"task_id": "../../etc"}, "task_id", "letters"),
         ({"model_key": ""}, "model_key", "catalog"),
@@ -61,8 +61,8 @@ def test_the_least_that_can_be_asked() -> None:
         ({"upload_files": {"x" * 300: ""}}, "upload_files", "no file system"),
         ({"upload_files": {"a": {"base64": "%%%"}}}, "upload_files", "cannot be read"),
         ({"upload_files": {"a": {"base64": "", "mode": "0777"}}}, "upload_files", "there is no such argument"),
-        ({"upload_files": {"a": "x" * (asked.MOST_FILE + 1)}}, "upload_files", "too large"),
-        ({"upload_files": {str(n): "" for n in range(asked.MOST_FILES + 1)}}, "upload_files", "at most 500"),
+        ({"upload_files": {"a": "x" * (request.MOST_FILE + 1)}}, "upload_files", "too large"),
+        ({"upload_files": {str(n): "" for n in range(request.MOST_FILES + 1)}}, "upload_files", "at most 500"),
     ],
 )
 def test_what_is_wrong_is_told_by_name(wrong: dict[str, Any], param: str, word: str) -> None:
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_told_by_name(wrong: dict[str, Any], param: str, word: 
 
 def test_files_are_text_or_bytes() -> None:
     found = read({**GOOD, "upload_files": {"a/b.txt": "é", "c.bin": {"base64": "AAH/"}}}, Asked).check()
-    data = {path: b"".join(asked.decoded(content)) for path, content in found.places().items()}
+    data = {path: b"".join(request.decoded(content)) for path, content in found.places().items()}
     assert data == {
         "a/b.txt": "é".encode(),
         "c.bin": b"\x00\x01\xff",
@@ -91,12 +91,12 @@ def test_base64_is_taken_where_it_can_be_decoded() -> None:
             size: int | None = len(base64.b64decode(text, validate=True))
         except ValueError:
             size = None
-        found = Asked(**GOOD, upload_files={"a": asked.Encoded(text)})
+        found = Asked(**GOOD, upload_files={"a": request.Encoded(text)})
         if size is None or len(text) != (size + 2) // 3 * 4:  # Python takes more padding than there should be
             with pytest.raises(BadRequest, match="cannot be read"):
                 found.check()
         else:
-            assert len(b"".join(asked.decoded(found.check().places()["a"]))) == size <= found.size() <= size + 2
+            assert len(b"".join(request.decoded(found.check().places()["a"]))) == size <= found.size() <= size + 2
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_modes_have_other_names(name: str, mode: str | None) -> None:
     [
         ({"task": {}}, "task"),
         ({"task": "row"}, "task"),
-        ({"task": {"x": "y" * asked.MOST_ROW}}, "task"),
+        ({"task": {"x": "y" * request.MOST_ROW}}, "task"),
         ({"mode": "?"}, "mode"),
     ],
 )

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from turngate.client.gateway import GatewayClient
 from turngate.errors import BadRequest, ConfigError
-from turngate.rollout.client import GatewayClient
 from turngate.server.app import engine_key
 from turngate.service.catalog import Catalog, Choice, Endpoint
 from turngate.service.config import load

@@ -8,9 +8,9 @@ import pytest
 
 from turngate.errors import ConfigError
 from turngate.service.agents import Agents
-from turngate.service.asked import AskedSwe
 from turngate.service.config import ServiceConfig, load
-from turngate.service.orders import task_of
+from turngate.service.planning import task_of
+from turngate.service.request import AskedSwe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "service.toml"
 ROW = {

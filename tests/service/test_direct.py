@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.kit import until
 from tests.service.kit import KEY, served
 from turngate.service.catalog import Endpoint
-from turngate.service.direct import Forwarder, Unrecorded
+from turngate.service.direct_mode import Forwarder, Unrecorded
 
 pytestmark = pytest.mark.process
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from turngate.logs import keep_out
-from turngate.service.clamped import Cut
+from turngate.service.artifacts import logs, tail, workdir
 from turngate.service.config import Clamp
-from turngate.service.left import logs, tail, workdir
+from turngate.service.truncation import Cut
+from turngate.telemetry.logs import keep_out
 
 
 @pytest.mark.parametrize(

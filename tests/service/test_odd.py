@@ -10,12 +10,12 @@ import pytest
 
 from tests.kit import say, until
 from tests.service.kit import served
-from turngate.service import conversation, endings, report
-from turngate.service.clamped import Cut
+from turngate.service import conversation, finalization, report
 from turngate.service.config import Clamp
 from turngate.service.result import Said
+from turngate.service.truncation import Cut
 from turngate.types import Json
-from turngate.viewed import Viewed
+from turngate.views.trace import Viewed
 
 pytestmark = pytest.mark.process
 
@@ -194,7 +194,7 @@ async def test_what_cannot_be_shown_is_a_note_and_the_grade_stands(
                 case "workdir":
                     patch.setattr(report, "workdir", broken)
                 case "settled":
-                    patch.setattr(endings, "settled", broken)
+                    patch.setattr(finalization, "settled", broken)
                 case "drained":
                     patch.setattr(service.rollouts, "_drained", lambda *_: _raised())
             asked = service.asked('ask("Hi")\nopen("x", "w").write("y")', test_script="exit 0", upload_files={"a": "b"})

@@ -17,9 +17,9 @@ from tests.kit import say
 from tests.service.kit import KEY, config, open_sessions, served
 from tests.speed import scaled
 from turngate.errors import DataInUse, StoreError
-from turngate.service.books import Books
 from turngate.service.result import Event, RolloutState
 from turngate.service.rollouts import Rollouts
+from turngate.service.storage import Books
 from turngate.types import Json
 
 pytestmark = pytest.mark.process

@@ -18,16 +18,16 @@ from tests.kit import calls, say, until
 from tests.service.kit import KEY, Service, served
 from tests.service.test_config import ROW
 from tests.speed import scaled
+from turngate.client.gate import RemoteGate
+from turngate.client.gateway import GatewayClient
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError
-from turngate.rollout.client import GatewayClient
-from turngate.service.asked import AskedSwe, Encoded
-from turngate.service.books import Books
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp
+from turngate.service.request import AskedSwe, Encoded
 from turngate.service.result import Event
-from turngate.trainers.gate import RemoteGate
+from turngate.service.storage import Books
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.feed.kit import Trained, training
-from turngate.feed import FeedConfig
+from turngate.client.feed import Delivery, Feed
+from turngate.gateway.feeds import FeedConfig
 from turngate.store.outcome import Recorded
-from turngate.trainers.feed import Delivery, Feed
 
 NO_TEXT = "CAST(x'7bff' AS TEXT)"  # not even a string
 

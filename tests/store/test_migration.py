@@ -15,13 +15,13 @@ import pytest
 
 from tests.kit import gateway, say, user
 from turngate.cli.show import of_folder
-from turngate.control import Control
 from turngate.errors import NotFound
-from turngate.events import Events
-from turngate.fence import Fence
+from turngate.gateway.events import Events
+from turngate.gateway.fence import Fence
+from turngate.gateway.sessions import Control
 from turngate.store.sqlite import SCHEMA_VERSION, Store
-from turngate.verdicts import stored_rows
 from turngate.verify import Folder, Means, Renderers, verify
+from turngate.views.verdict import stored_rows
 
 SAMPLE = Path(__file__).parent / "samples" / "schema-2.db"
 KEY = "tg-2119ifRYfGGw25JbkjWSkJziSmVMrVwubEuNkGzAOWjyuRw"  # of its open session, and of nothing else

@@ -14,8 +14,8 @@ import pytest
 from tests.speed import scaled
 from turngate.errors import TaskError
 from turngate.tasks.grading import logs
-from turngate.tasks.grading.attempt import Undecided
-from turngate.tasks.grading.grade import Case
+from turngate.tasks.grading.result import Undecided
+from turngate.tasks.grading.types import Case
 
 pytestmark = pytest.mark.process
 

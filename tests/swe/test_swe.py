@@ -17,10 +17,10 @@ from tools import swe_tasks
 from turngate.errors import TaskError
 from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.docker import DockerBackend
-from turngate.tasks import place
-from turngate.tasks.grading.grade import Grade, Ground
-from turngate.tasks.prove import Proof, prove
-from turngate.tasks.read import read
+from turngate.tasks import staging
+from turngate.tasks.grading.types import Grade, Ground
+from turngate.tasks.loaders.load import read
+from turngate.tasks.proof import Proof, prove
 from turngate.tasks.task import Swe, Task
 
 pytestmark = [pytest.mark.needs("docker", "swe-tasks", "swebench"), pytest.mark.full]
@@ -100,10 +100,10 @@ async def test_the_agent_sees_no_future(name: str, tasks: dict[str, Task], tmp_p
     [pair] = swe_tasks.chosen([name])
     task = tasks[pair.instance]
     backend = DockerBackend(tmp_path)
-    sandbox = await backend.create(place.spec(task, backend))
+    sandbox = await backend.create(staging.spec(task, backend))
     try:
         assert await known(sandbox) >= {f"v{pair.new}", "origin", f"{pair.name} {pair.new}"}  # the image has it all
-        await place.set_up(sandbox, task)
+        await staging.set_up(sandbox, task)
         assert await known(sandbox) == {f"v{pair.old}", "main", f"Begin {pair.name}", f"{pair.name} {pair.old}"}
         assert await said(sandbox, "git status --porcelain") == ""
         assert await said(sandbox, "git rev-parse HEAD") == grader(task).base_commit

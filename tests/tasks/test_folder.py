@@ -9,7 +9,7 @@ import pytest
 from turngate.errors import TaskError
 from turngate.tasks import load
 from turngate.tasks.task import Function, Rubric, Script, Solution
-from turngate.trace.tools import HostTool
+from turngate.trace.host_tools import HostTool
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 

@@ -16,9 +16,10 @@ from tests.speed import scaled
 from tests.tasks.test_swe import Repo
 from turngate.cli.main import app
 from turngate.sandboxes.local import LocalBackend
-from turngate.tasks import Task, read, swe
-from turngate.tasks.grading.grade import Ground
-from turngate.tasks.prove import prove
+from turngate.tasks import Task, read
+from turngate.tasks.grading.types import Ground
+from turngate.tasks.loaders import swe
+from turngate.tasks.proof import prove
 from turngate.tasks.task import Script, Solution
 
 pytestmark = pytest.mark.process

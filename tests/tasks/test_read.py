@@ -17,7 +17,7 @@ from tests.tasks.test_swe import row as swe_row
 from turngate.cli.main import app
 from turngate.errors import TaskError
 from turngate.tasks import read
-from turngate.tasks.read import look
+from turngate.tasks.loaders.load import look
 from turngate.tasks.task import Function, Part, Rubric, Script, Solution, Swe, Task
 
 

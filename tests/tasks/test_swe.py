@@ -16,7 +16,7 @@ import pytest
 from tests.needs import require
 from tests.speed import scaled
 from turngate.errors import TaskError
-from turngate.tasks import swe
+from turngate.tasks.loaders import swe
 from turngate.tasks.task import Solution, Swe
 
 pytestmark = pytest.mark.process

@@ -19,13 +19,13 @@ import pytest
 from tests.kit import Heard, Opened, Running, calls, gateway, result, say, tokenizer, tool, user
 from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError
-from turngate.shown import encode_array
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trainers.export import Choices, Exported, Wanted, export
 from turngate.trainers.export.files import Unwritable, as_json
-from turngate.verdicts import stored_rows
+from turngate.views.session import encode_array
+from turngate.views.verdict import stored_rows
 
 TOOLS = [tool()]
 CALL = calls(("read_file", {"path": "a"}))

@@ -18,13 +18,13 @@ import pytest
 
 from tests.engines.local_kit import model, torch  # skips where there is no torch
 from tests.kit import Running, gateway, tokenizer, until
+from turngate.client.feed import Feed, Row, RowSpan
+from turngate.client.gateway import GatewayClient
 from turngate.engines.local import LocalEngine, Model
 from turngate.errors import ConfigError
-from turngate.feed import FeedConfig
-from turngate.fence import Pause
-from turngate.rollout.client import GatewayClient
+from turngate.gateway.feeds import FeedConfig
+from turngate.gateway.fence import Pause
 from turngate.store.outcome import Recorded
-from turngate.trainers.feed import Feed, Row, RowSpan
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import (
     Learner,

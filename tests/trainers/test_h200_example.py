@@ -15,8 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from tests.speed import scaled
-from turngate.render import load
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER, load
 
 pytestmark = pytest.mark.process
 

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from tests.kit import Gated, Json, Running, calls, gateway, result, say, tool, until, user, whole
+from turngate.common.sharding import hinted, new_secret, slot
 from turngate.engines.scripted import Turn
 from turngate.errors import Conflict
-from turngate.slots import hinted, new_secret, slot
-from turngate.trainers.openenv import training_trace
+from turngate.views.training_trace import training_trace
 
 
 async def opened(g: Running, **wanted: Json) -> Json:

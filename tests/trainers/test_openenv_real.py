@@ -13,7 +13,7 @@ from tests.kit import Json, Running, calls, gateway, result, say, tool, user, wh
 from tests.speed import scaled
 from tools import parts
 from turngate.engines.scripted import Turn
-from turngate.trainers.openenv import training_trace
+from turngate.views.training_trace import training_trace
 
 pytestmark = [pytest.mark.needs("trl"), pytest.mark.full]
 

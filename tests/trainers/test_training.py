@@ -18,9 +18,9 @@ from tests import kit
 from tests.batch.kit import plan
 from tests.engines.local_kit import model  # skips where there is no torch
 from tests.speed import scaled
+from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, TurngateError
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.connection import WayOut
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Settings, Step
 from turngate.trainers.local.training import Clocked, Goal, Place, Shares, Told, train

@@ -19,8 +19,8 @@ import pytest
 from turngate.errors import StoreError
 from turngate.server.app import Gateway
 from turngate.store.sqlite import Store
-from turngate.verdicts import stored_rows
 from turngate.verify import Folder, Means, Renderers, Scorer, Verdict, verify
+from turngate.views.verdict import stored_rows
 
 SEEN: list[Verdict] = []
 _stop = Gateway.stop

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from turngate.render import Renderer
-from turngate.verdicts import stored_rows
 from turngate.verify import Derived, Folder, Means, Renderers, Rows, Verdict, verify
-from turngate.verify.stored import ContextFacts, Row, SampledFacts
+from turngate.verify.store_reader import ContextFacts, Row, SampledFacts
+from turngate.views.verdict import stored_rows
 
 
 def verdict(

@@ -19,8 +19,8 @@ from tests.exact.test_rows import SYSTEM, talk, user
 from tests.speed import scaled
 from turngate.config import load
 from turngate.errors import ConfigError, StoreError
-from turngate.events import Event
-from turngate.verdicts import Apart
+from turngate.gateway.events import Event
+from turngate.views.verdict import Apart
 
 pytestmark = pytest.mark.process
 

@@ -19,9 +19,9 @@ from tests import kit
 from tests.verify.kit import Tampering, tampering, verdict, wrong
 from tests.verify.stories import rich
 from turngate.trace.sample import Sample
-from turngate.verdicts import stored_rows
 from turngate.verify import Rows, Verdict
-from turngate.verify.stored import SampledFacts
+from turngate.verify.store_reader import SampledFacts
+from turngate.views.verdict import stored_rows
 
 Recorded = tuple[Path, str, str]
 

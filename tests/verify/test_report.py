@@ -27,9 +27,9 @@ from turngate.cli.terminal import console
 from turngate.cli.verify import Asked, report
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
-from turngate.verdicts import stored_rows
 from turngate.verify import VLLM, Difference, Folder, Means, Renderers, Sampler, Verdict, summed_up, verify
 from turngate.verify.findings import Counts
+from turngate.views.verdict import stored_rows
 
 Recorded = tuple[Path, str, str]
 

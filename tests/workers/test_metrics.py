@@ -12,7 +12,7 @@ import pytest
 from tests.speed import scaled
 from tests.test_metrics import plain, read, turns
 from tests.workers.test_processes import Serving, served, wait_for
-from turngate.server.together import _METRICS_S
+from turngate.server.workers.coordinator import _METRICS_S
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
 

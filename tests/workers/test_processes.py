@@ -26,8 +26,8 @@ from tests.cli.test_serve import slow_engine
 from tests.crash.storm import children, storm
 from tests.kit import MEMORY, gateway, until, user
 from tests.speed import scaled
-from turngate.server.app import BUILTIN_TOKENIZER
-from turngate.slots import slot
+from turngate.common.sharding import slot
+from turngate.render import BUILTIN_TOKENIZER
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
 
@@ -122,7 +122,7 @@ def _lives(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z" and "turngate.server.worker" in _command(pid)
+    return stat.rpartition(")")[2].split()[0] != "Z" and "turngate.server.workers.worker" in _command(pid)
 
 
 def _command(pid: int) -> str:

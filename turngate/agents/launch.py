@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents import template
+from turngate.agents import placeholders
 from turngate.agents.install import Installed
 from turngate.agents.spec import AgentSpec
+from turngate.common.validation import suggestion
 from turngate.errors import AgentError
-from turngate.explain import suggestion
 from turngate.sandboxes.base import Mount
 from turngate.trace.signals import Signals
 
@@ -73,7 +73,7 @@ def plan(
 ) -> Launch:
     """One run of the agent. `AgentError` where the prompt or an option cannot be passed on."""
     own = f"{home}/{OWN}"
-    values: dict[str, template.Value] = {
+    values: dict[str, placeholders.Value] = {
         "base_url": base_url.rstrip("/"),
         "api_key": api_key,
         "model": model,
@@ -93,12 +93,12 @@ def plan(
     files = [_file(file.path, file.content, int(file.mode, 8), values) for file in spec.files]
     if spec.uses("prompt_file"):
         files.append(LaunchFile(f"{own}/prompt.txt", _bytes(spec, prompt), 0o600))
-    command = tuple(template.fill(word, values) for word in spec.command)
+    command = tuple(placeholders.fill(word, values) for word in spec.command)
     program = command[0]
     if spec.stdin:
-        files.append(LaunchFile(f"{own}/stdin", _bytes(spec, template.fill(spec.stdin, values)), 0o600))
+        files.append(LaunchFile(f"{own}/stdin", _bytes(spec, placeholders.fill(spec.stdin, values)), 0o600))
         command = ("/bin/sh", "-c", 'exec "$@" < "$0"', f"{own}/stdin", *command)
-    env = {name: template.fill(text, values) for name, text in spec.env.items()}
+    env = {name: placeholders.fill(text, values) for name, text in spec.env.items()}
     _check_passable(spec, command, env)
     transcript = spec.transcript
     return Launch(
@@ -121,8 +121,8 @@ def plan(
 def resolved(signals: Signals, model: str) -> Signals:
     """The signals with the model's name put into the patterns for models."""
     name = glob.escape(model)
-    values: dict[str, template.Value] = {"model": name, "small_model": f"{name}-small"}
-    filled = {template.fill(pattern, values): role for pattern, role in signals.models.items()}
+    values: dict[str, placeholders.Value] = {"model": name, "small_model": f"{name}-small"}
+    filled = {placeholders.fill(pattern, values): role for pattern, role in signals.models.items()}
     return msgspec.structs.replace(signals, models=filled)
 
 
@@ -142,11 +142,11 @@ def _options(spec: AgentSpec, given: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def _file(path: str, content: str, mode: int, values: Mapping[str, template.Value]) -> LaunchFile:
-    name = template.fill(path, values)
-    escape = template.quoted if Path(name).suffix in QUOTED else str
+def _file(path: str, content: str, mode: int, values: Mapping[str, placeholders.Value]) -> LaunchFile:
+    name = placeholders.fill(path, values)
+    escape = placeholders.quoted if Path(name).suffix in QUOTED else str
     place = name if name.startswith("/") else f"{values['home']}/{name}"
-    return LaunchFile(place, template.fill(content, values, escape).encode("utf-8", "surrogatepass"), mode)
+    return LaunchFile(place, placeholders.fill(content, values, escape).encode("utf-8", "surrogatepass"), mode)
 
 
 def _bytes(spec: AgentSpec, text: str) -> bytes:

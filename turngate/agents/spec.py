@@ -17,9 +17,9 @@ from typing import Any, Literal
 import jmespath
 import msgspec
 
-from turngate.agents import template
+from turngate.agents import placeholders
+from turngate.common.validation import explain, suggestion
 from turngate.errors import AgentError
-from turngate.explain import explain, suggestion
 from turngate.trace import signals as told
 from turngate.trace.signals import Signals
 
@@ -141,7 +141,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         yield from ((f"signals.models.{pattern}", pattern) for pattern in self.signals.models)
 
     def uses(self, placeholder: str) -> bool:
-        return any(placeholder in template.names(text) for _, text in self.texts())
+        return any(placeholder in placeholders.names(text) for _, text in self.texts())
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -274,15 +274,15 @@ def _option_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 
 def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     known = [*PLACEHOLDERS, *spec.options]
-    samples: dict[str, template.Value] = dict.fromkeys(known, "x")
+    samples: dict[str, placeholders.Value] = dict.fromkeys(known, "x")
     samples |= {"context_tokens": 1, "max_output_tokens": 1}
     for field, text in spec.texts():
         try:
-            template.fill(text, samples)
-        except template.UnknownPlaceholder as error:
+            placeholders.fill(text, samples)
+        except placeholders.UnknownPlaceholder as error:
             near = suggestion(error.name, known) if error.name not in known else ""
             yield field, f"{{{error.name}}} {error}{near}"
-        if field.startswith("signals.") and set(template.names(text)) - {"model", "small_model"}:
+        if field.startswith("signals.") and set(placeholders.names(text)) - {"model", "small_model"}:
             yield field, "only {model} and {small_model} can be used here"
     made = spec.install
     for name, field, given in (
@@ -297,7 +297,7 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     """A command line is seen by every process of the machine; a file of another mode by every user."""
     for field, text in spec.texts():
-        if "api_key" in template.names(text) and not field.startswith("env.") and not field.endswith(".content"):
+        if "api_key" in placeholders.names(text) and not field.startswith("env.") and not field.endswith(".content"):
             yield field, "{api_key} may only be in env, or in a file of mode 0600"
     for n, file in enumerate(spec.files):
         outside = file.path.startswith("/") or ".." in Path(file.path).parts
@@ -308,7 +308,7 @@ def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
             )
         if not re.fullmatch(r"0?[0-7]{3}", file.mode):
             yield f"files[{n}].mode", f"{file.mode!r} is not a mode like 0644"
-        elif "api_key" in template.names(file.content) and int(file.mode, 8) & 0o077:
+        elif "api_key" in placeholders.names(file.content) and int(file.mode, 8) & 0o077:
             yield f"files[{n}].mode", f'is {file.mode}, but the file holds {{api_key}}; write mode = "0600"'
 
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import msgspec
 
+from turngate.common.validation import explain, suggestion
 from turngate.errors import BadRequest
-from turngate.explain import explain, suggestion
 from turngate.service.config import ServiceConfig
 
 T = TypeVar("T")

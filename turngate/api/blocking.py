@@ -21,10 +21,10 @@ from typing import Unpack
 
 from turngate.api.arguments import Everything, Given, How, Where, checked_n, read, split
 from turngate.api.client import AnyModel, Client, in_order
+from turngate.api.progress import Board, Screen
 from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
 from turngate.api.thread import LoopThread
-from turngate.api.watching import Board, Screen
 
 _OPEN: set[BlockingClient] = set()  # until they are closed, by whoever opened them or when Python ends
 

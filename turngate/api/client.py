@@ -27,15 +27,15 @@ import msgspec
 from turngate.api import models
 from turngate.api import task as tasks
 from turngate.api.arguments import Everything, Given, How, Place, Where, checked_n, read, split
-from turngate.api.made import Reader, made
+from turngate.api.progress import OFTEN_S, Board, Screen
 from turngate.api.result import Result, Results
+from turngate.api.result_builder import Reader, made
 from turngate.api.task import AnyTask
-from turngate.api.watching import OFTEN_S, Board, Screen
+from turngate.common.aio import run_to_completion
 from turngate.errors import BadRequest, TurngateError
-from turngate.sandboxes.posix import to_the_end
-from turngate.service.asked import AskedTask
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp, ServiceConfig
+from turngate.service.request import AskedTask
 from turngate.service.rollouts import Rollouts
 from turngate.tasks.task import Task
 from turngate.types import Json
@@ -117,7 +117,7 @@ class Client:
             self._reader = Reader(config.endpoints[self._key], self._tokenizer)
             self._rollouts = await self._stack.enter_async_context(Rollouts(config))
         except BaseException:
-            await to_the_end(self._stack.aclose())
+            await run_to_completion(self._stack.aclose())
             raise
         return self
 
@@ -125,7 +125,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._rollouts = None
-        await to_the_end(self._stack.aclose())
+        await run_to_completion(self._stack.aclose())
 
     async def run(self, task: AnyTask, **how: Unpack[How]) -> Result:
         """One rollout, to its end. What goes wrong with the task, the engine or the sandbox is told in the result's `error`; wrong
@@ -175,7 +175,7 @@ class Client:
             finally:
                 for worker in workers:
                     worker.cancel()
-                await to_the_end(_over(workers))
+                await run_to_completion(_over(workers))
 
     async def one(self, task: AnyTask, given: Given, board: Board) -> Result:
         async with self._shown(board, False):
@@ -226,7 +226,7 @@ class Client:
         try:
             ended = await rollouts.finalize(rollout)
         except asyncio.CancelledError:
-            await to_the_end(rollouts.abort(rollout, "whoever waited for it was interrupted"))
+            await run_to_completion(rollouts.abort(rollout, "whoever waited for it was interrupted"))
             raise
         finally:
             board.put(rollouts.state(rollout))

@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.agents.spec import catalog, find
+from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.common.validation import explain, refuse_credentials, suggestion
 from turngate.errors import BadRequest, ConfigError
-from turngate.explain import explain, refuse_credentials, suggestion
-from turngate.logs import clean
 from turngate.render import find as find_tokenizer
-from turngate.rollout.client import GatewayClient, admin_key_given
 from turngate.service.catalog import KINDS, Endpoint
 from turngate.service.config import ServiceConfig, load
+from turngate.telemetry.logs import clean
 
 _WRITTEN = re.compile(r"(?P<kind>[a-z-]+)://(?P<name>.*?)(?:@(?P<url>https?://.+))?")
 # Where the providers' own SDKs look for their keys.

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from turngate.client.feed import Row
+from turngate.common.safe_text import one_line
 from turngate.errors import BadRequest
-from turngate.harmless import one_line
 from turngate.rollout.summary import pass_at_k
 from turngate.service.result import Trouble
 from turngate.trace.advantage import Choice, advantages, weight
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import Sample
-from turngate.trainers.feed import Row
 from turngate.types import Ids, Json, Logprobs, ToolCall, type_of_ids
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         `turns`: the numbers of those to show; None: all, as far as there is room. `tokens`: each coloured by its log-probability, instead
         of the text. `full`: nothing is cut.
         """
-        from turngate import notebook
+        from turngate.api import display
 
-        notebook.show(self, turns=turns, tokens=tokens, full=full)
+        display.show(self, turns=turns, tokens=tokens, full=full)
 
     def __repr__(self) -> str:
         reward = "reward not known" if self.reward is None else f"reward {self.reward:g}"
@@ -140,20 +140,20 @@ class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return one_line(f"Result({self.task_id}: {self.status}, {reward}, {turns}, {self.wall_s:.1f} s)")
 
     def _repr_html_(self) -> str:
-        from turngate import notebook
+        from turngate.api import display
 
-        return notebook.page(self)
+        return display.page(self)
 
     def __rich__(self) -> RenderableType:
-        from turngate import notebook
+        from turngate.api import display
 
-        return notebook.text(self)
+        return display.text(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """For IPython in a terminal."""
-        from turngate import notebook
+        from turngate.api import display
 
-        printer.text(notebook.plain(self.__rich__()))
+        printer.text(display.plain(self.__rich__()))
 
 
 class Results(list[Result]):
@@ -211,28 +211,28 @@ class Results(list[Result]):
 
     def show(self) -> None:
         """Show them as a table, here."""
-        from turngate import notebook
+        from turngate.api import display
 
-        notebook.show_all(self)
+        display.show_all(self)
 
     def __repr__(self) -> str:
         return f"Results({_counted(self)})"
 
     def _repr_html_(self) -> str:
-        from turngate import notebook
+        from turngate.api import display
 
-        return notebook.table(self)
+        return display.table(self)
 
     def __rich__(self) -> RenderableType:
-        from turngate import notebook
+        from turngate.api import display
 
-        return notebook.text_table(self)
+        return display.text_table(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """For IPython in a terminal."""
-        from turngate import notebook
+        from turngate.api import display
 
-        printer.text(notebook.plain(self.__rich__()))
+        printer.text(display.plain(self.__rich__()))
 
 
 def _row(row: Sample, advantage: float, rows: int) -> Row:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from turngate.errors import BadRequest, TaskError
-from turngate.service.asked import Asked, Encoded
 from turngate.service.config import ServiceConfig
-from turngate.service.orders import lay, task_of
-from turngate.tasks.read import HUB, look, made, read
+from turngate.service.planning import lay, task_of
+from turngate.service.request import Asked, Encoded
+from turngate.tasks.loaders.load import HUB, look, made, read
 from turngate.tasks.task import Task
 from turngate.types import Json
 

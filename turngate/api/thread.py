@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from turngate.api.watching import OFTEN_S
+from turngate.api.progress import OFTEN_S
 from turngate.errors import BadRequest
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from turngate.cli.run import Watching, stoppable
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import safe, say
 from turngate.errors import AgentError
-from turngate.rollout.check import Report, Staging
-from turngate.rollout.check import check as checked
+from turngate.rollout.agent_check import Report, Staging
+from turngate.rollout.agent_check import check as checked
 from turngate.sandboxes import backend
 
 

@@ -35,21 +35,21 @@ from turngate.cli.run import (
 )
 from turngate.cli.terminal import Showing, one_line, say
 from turngate.cli.terminal import console as new_console
+from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
 from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError
 from turngate.rollout import plot
 from turngate.rollout.batch import Batch, BatchResult
-from turngate.rollout.gates import Bounds, Place
+from turngate.rollout.concurrency import Bounds, Place
+from turngate.rollout.connection import WayOut
 from turngate.rollout.ledger import KINDS, NAME
 from turngate.rollout.plan import BatchPlan
+from turngate.rollout.progress import Tally
 from turngate.rollout.summary import Group as Odd
 from turngate.rollout.summary import Numbers, Summary
-from turngate.rollout.tally import Tally
-from turngate.rollout.wayout import WayOut
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend, Resources
-from turngate.sandboxes.posix import to_the_end
 from turngate.tasks.task import Task
 
 STOPPED = 3
@@ -181,7 +181,7 @@ async def _to_its_end(batch: Batch) -> tuple[BatchResult, bool]:
             return await asyncio.shield(running), True
     except asyncio.CancelledError:
         running.cancel()
-        await to_the_end(_ended(running))
+        await run_to_completion(_ended(running))
         raise
 
 

@@ -10,17 +10,18 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
-from turngate import __version__, logs
+from turngate import __version__
 from turngate.agents.spec import find
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import say
+from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.common.validation import suggestion
 from turngate.config import ServeConfig, load
 from turngate.doctor import CHECKS, Finding, State, Subject, examine
 from turngate.errors import ConfigError
-from turngate.explain import suggestion
-from turngate.rollout.client import GatewayClient, admin_key_given
 from turngate.sandboxes import BACKENDS
 from turngate.server.app import engine_key
+from turngate.telemetry import logs
 
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}
 _OWN = ("gateway", "agent", "sandbox", "image", "only", "as_json")

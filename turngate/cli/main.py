@@ -124,12 +124,12 @@ def serve(
     """Start the gateway."""
     overrides = {name: value for name, value in locals().items() if name != "config"}
     overrides["engine_url"] = engine_url or None
-    from turngate import logs
     from turngate.config import load
+    from turngate.telemetry import logs
 
     settings = _or_exit(lambda: load(config, overrides))
     if settings.workers > 1:
-        from turngate.server.front import run
+        from turngate.server.workers.front import run
     else:
         from turngate.server.run import run
 
@@ -561,7 +561,7 @@ def tasks_check(
 @contextmanager
 def _told(log_format: str, asked: bool) -> Iterator[None]:
     """Log lines and spans of a command that runs rollouts."""
-    from turngate import logs, spans
+    from turngate.telemetry import logs, spans
 
     if log_format not in ("text", "json"):
         raise ConfigError(f"log_format: {log_format!r} is neither text nor json", param="log_format")

@@ -15,7 +15,7 @@ from turngate.cli.run import stoppable
 from turngate.cli.terminal import console, say
 from turngate.errors import ConfigError, DataInUse, TurngateError
 from turngate.server.auth import given_key, own_key
-from turngate.server.listening import allow_many_connections
+from turngate.server.bind import allow_many_connections
 from turngate.service.config import ServiceConfig, load
 from turngate.service.rollouts import Rollouts
 

@@ -25,17 +25,17 @@ from turngate.agents.launch import Limits, plan
 from turngate.agents.spec import AgentSpec, find
 from turngate.cli.terminal import Showing, one_line, safe, say
 from turngate.cli.terminal import console as new_console
+from turngate.client.gateway import GatewayClient, Unreachable, admin_key_given
 from turngate.config import ServeConfig, load
 from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError, DataInUse, Unauthorized
-from turngate.rollout.client import GatewayClient, Unreachable, admin_key_given
-from turngate.rollout.one import Rollout
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome, Progress
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Resources
 from turngate.server.auth import ADMIN_KEY, given_key, kept_key
-from turngate.server.listening import serving
+from turngate.server.bind import serving
 from turngate.server.run import Address, embedded
 from turngate.types import Json
 

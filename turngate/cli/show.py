@@ -16,16 +16,16 @@ from rich.text import Text
 
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
-from turngate.control import Control
+from turngate.client.gateway import GatewayClient, Refused, admin_key_given
 from turngate.dialects import recorded
 from turngate.errors import ConfigError, NotFound
-from turngate.events import Events
-from turngate.fence import Fence
+from turngate.gateway.events import Events
+from turngate.gateway.fence import Fence
+from turngate.gateway.sessions import Control
 from turngate.render import Tokenizer, find
-from turngate.rollout.client import GatewayClient, Refused, admin_key_given
-from turngate.shown import encode_array, read
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
+from turngate.views.session import encode_array, read
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
 _LONG = 1200  # characters of a message that are shown; --full shows all

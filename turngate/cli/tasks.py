@@ -17,10 +17,10 @@ from turngate.cli.terminal import console as new_console
 from turngate.errors import ConfigError, TurngateError
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend
-from turngate.tasks.grading.grade import Ground
 from turngate.tasks.grading.logs import known
-from turngate.tasks.prove import Proof, prove
-from turngate.tasks.read import Found, look
+from turngate.tasks.grading.types import Ground
+from turngate.tasks.loaders.load import Found, look
+from turngate.tasks.proof import Proof, prove
 from turngate.tasks.task import Function, Rubric, Script, Swe, Task
 
 Verdict = Literal["proven", "valid", "wrong", "not proven", "infrastructure fault"]

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from turngate.harmless import one_line, safe
+from turngate.common.safe_text import one_line, safe
 
 __all__ = ["Showing", "console", "one_line", "safe", "say"]
 

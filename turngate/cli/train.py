@@ -25,9 +25,9 @@ from turngate.config import ServeConfig
 from turngate.errors import ConfigError, TaskError
 from turngate.rollout import ledger
 from turngate.rollout.batch import BatchResult
-from turngate.rollout.gates import Bounds
+from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan, differences
-from turngate.rollout.tally import Tally
+from turngate.rollout.progress import Tally
 from turngate.sandboxes import backend
 from turngate.tasks.task import Task
 

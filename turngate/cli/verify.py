@@ -20,12 +20,11 @@ from rich.text import Text
 from turngate.agents.spec import find as find_agent
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
+from turngate.common.validation import refuse_credentials
 from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
-from turngate.explain import refuse_credentials
 from turngate.render import find
-from turngate.rollout.agreement import differences
+from turngate.rollout.transcript_diff import differences
 from turngate.types import Json
-from turngate.verdicts import stored_rows
 from turngate.verify import (
     TOLERANCE,
     VLLM,
@@ -44,6 +43,7 @@ from turngate.verify import (
     unreadable,
     verify,
 )
+from turngate.views.verdict import stored_rows
 
 _LONG = 30  # characters of an excerpt
 _BEFORE = 12  # of them before the first difference

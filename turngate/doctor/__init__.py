@@ -6,8 +6,8 @@ it saw and how to mend it; nothing that it says holds a secret. Called by `cli/d
 
 from __future__ import annotations
 
+from turngate.doctor.context import Subject
 from turngate.doctor.examine import CHECKS, examine
 from turngate.doctor.finding import Finding, State
-from turngate.doctor.subject import Subject
 
 __all__ = ["CHECKS", "Finding", "State", "Subject", "examine"]

@@ -12,8 +12,8 @@ import aiohttp
 import numpy as np
 
 from turngate.config import OBSERVED
+from turngate.doctor.context import EXACT, Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
-from turngate.doctor.subject import EXACT, Subject
 from turngate.engines.base import Chunk, Engine, Generate
 from turngate.errors import TurngateError
 from turngate.render import Renderer, find

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from turngate.doctor import engine, gateway, machine, places, tokenizer
+from turngate.common.safe_text import one_line
+from turngate.doctor import agents_and_sandboxes, engine, gateway, machine, tokenizer
+from turngate.doctor.context import Subject
 from turngate.doctor.finding import Check, Finding, Seen, failure
-from turngate.doctor.subject import Subject
 from turngate.errors import TurngateError
-from turngate.harmless import one_line
-from turngate.logs import clean
+from turngate.telemetry.logs import clean
 
 CHECKS = (
     Check(name="python", where="anywhere", within_s=5, look=machine.python, about="Python 3.11 or newer, on Linux."),
@@ -142,14 +142,14 @@ CHECKS = (
         name="agents",
         where="anywhere",
         within_s=60,
-        look=places.agents,
+        look=agents_and_sandboxes.agents,
         about="They are installed in the version that is pinned, and Node, glibc or the Python that they need is there.",
     ),
     Check(
         name="sandboxes",
         where="anywhere",
         within_s=180,
-        look=places.sandboxes,
+        look=agents_and_sandboxes.sandboxes,
         about="One of each kind is really made, runs `true`, and has no network where none was asked for.",
     ),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from turngate.doctor.subject import Subject
+    from turngate.doctor.context import Subject
 
 State = Literal["ok", "warning", "failure", "not checked"]
 Where = Literal["here", "gateway", "anywhere"]

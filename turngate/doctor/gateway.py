@@ -9,11 +9,11 @@ import time
 import aiohttp
 import msgspec
 
+from turngate.client.gateway import GatewayClient, Opened, Unreachable
+from turngate.doctor.context import Subject
 from turngate.doctor.engine import skew
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
-from turngate.doctor.subject import Subject
 from turngate.errors import TurngateError, Unauthorized
-from turngate.rollout.client import GatewayClient, Opened, Unreachable
 from turngate.types import Json
 
 _LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")

@@ -19,13 +19,13 @@ from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from turngate.doctor.context import Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
-from turngate.doctor.subject import Subject
 from turngate.errors import ConfigError
 from turngate.server.auth import ADMIN_KEY, METRICS_KEY, given_key, kept_key, metrics_key
-from turngate.server.listening import serving
-from turngate.spans import wanted
+from turngate.server.bind import serving
 from turngate.store.sqlite import Store
+from turngate.telemetry.spans import wanted
 
 # What a module's presence says about an extra.
 EXTRAS = {

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from turngate.config import OBSERVED
+from turngate.doctor.context import Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
-from turngate.doctor.subject import Subject
 from turngate.engines.http import Client
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Renderer, TemplateRenderer

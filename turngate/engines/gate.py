@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.gatecall import Asked, End, Fault, GateCall, check
+from turngate.engines.gate_call import Asked, End, Fault, GateCall, check
 from turngate.errors import (
     BadRequest,
     Conflict,

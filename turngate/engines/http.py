@@ -19,7 +19,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from turngate.engines.direct import Connections, CutOff, Malformed, Response, Unreached
+from turngate.engines.http1 import Connections, CutOff, Malformed, Response, Unreached
 from turngate.errors import (
     ContextOverflow,
     EngineBusy,

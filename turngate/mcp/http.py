@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from turngate.errors import ConfigError
 from turngate.mcp.server import serving
-from turngate.server.listening import url_of
+from turngate.server.bind import url_of
 from turngate.service.rollouts import Rollouts
 
 PATH = "/mcp"

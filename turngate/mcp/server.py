@@ -25,8 +25,8 @@ from mcp_types import (
 from mcp_types import Tool as Listed
 
 from turngate import __version__
+from turngate.common.validation import suggestion
 from turngate.errors import TurngateError
-from turngate.explain import suggestion
 from turngate.service.result import RolloutResult
 from turngate.service.rollouts import Rollouts
 from turngate.service.tools import TOOLS, Tool

@@ -7,12 +7,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from turngate.errors import ConfigError
+from turngate.render.certificate_cache import Known, name_of, note, recall
 from turngate.render.certify import Certificate, certify
-from turngate.render.known import Known, name_of, note, recall
 from turngate.render.renderer import LastTurn, Reader, Renderer, TemplateRenderer
 from turngate.render.tokenizer import Tokenizer
 
-__all__ = ["Certificate", "LastTurn", "Reader", "Renderer", "TemplateRenderer", "Tokenizer", "find", "load"]
+__all__ = [
+    "BUILTIN_TOKENIZER",
+    "Certificate",
+    "LastTurn",
+    "Reader",
+    "Renderer",
+    "TemplateRenderer",
+    "Tokenizer",
+    "find",
+    "load",
+]
+
+BUILTIN_TOKENIZER = Path(__file__).parent / "builtin"
 
 
 def load(folder: Path, *, model: str = "", family: str = "auto", anew: bool = False) -> tuple[Renderer, Certificate]:

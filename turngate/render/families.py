@@ -16,10 +16,10 @@ from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, cre
 from renderers.base import MODEL_RENDERER_MAP
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.hermes import declare, with_declaration
 from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect
 from turngate.render.renderer import LastTurn, Reader
 from turngate.render.tokenizer import Tokenizer
+from turngate.render.tool_prompt import declare, with_declaration
 from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall, type_of_ids
 
 _PROBE = ToolCall("call00001", "probe_tool", '{"k": "v"}')

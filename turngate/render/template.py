@@ -22,7 +22,7 @@ import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.hermes import late_system_in_user, system_in_user, with_hermes
+from turngate.render.tool_prompt import late_system_in_user, system_in_user, with_hermes
 from turngate.types import Json, Message, Tool, ToolCall
 
 SENTINEL = "turngateSENTINEL"

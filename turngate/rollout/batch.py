@@ -31,23 +31,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from turngate.control import STALE
+from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.common.aio import run_to_completion
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
-from turngate.rollout import wishes
-from turngate.rollout.client import GatewayClient, Refused, Unreachable
-from turngate.rollout.closing import Closing
-from turngate.rollout.gates import Gates, Ticket
-from turngate.rollout.judge import recorded as as_recorded
+from turngate.gateway.sessions import STALE
+from turngate.rollout import retry_requests
+from turngate.rollout.classify import recorded as as_recorded
+from turngate.rollout.concurrency import Gates, Ticket
+from turngate.rollout.connection import WayOut
+from turngate.rollout.group_closer import Closing
 from turngate.rollout.ledger import Begun, Ended, Finished, Head, Kind, Ledger, LedgerError, Reopened, Unrecorded, now
-from turngate.rollout.one import Rollout
 from turngate.rollout.outcome import Fault, Outcome, Progress
-from turngate.rollout.pace import Pace, at_once
 from turngate.rollout.plan import BatchPlan, differences, group_name, stream
+from turngate.rollout.progress import Tally, Watch
+from turngate.rollout.retry_requests import Asked
+from turngate.rollout.rollout import Rollout
 from turngate.rollout.summary import Summary, summed_up
-from turngate.rollout.tally import Tally, Watch
-from turngate.rollout.wayout import WayOut
-from turngate.rollout.wishes import Asked
-from turngate.sandboxes.posix import to_the_end
+from turngate.rollout.throttle import Pace, at_once
 from turngate.store.outcome import Recorded
 from turngate.tasks.task import Task
 from turngate.types import Json
@@ -129,7 +129,7 @@ async def rollouts(
             raise Stopped(result.stopped)
     finally:
         running.cancel()
-        await to_the_end(_gone(running))
+        await run_to_completion(_gone(running))
 
 
 class Stopped(TurngateError):
@@ -194,7 +194,7 @@ class Batch:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            await to_the_end(_let_go(opening))
+            await run_to_completion(_let_go(opening))
             raise
 
     async def run(self) -> BatchResult:
@@ -219,8 +219,8 @@ class Batch:
             beside += self._answering
             for task in beside:
                 task.cancel()
-            await to_the_end(_gone(*beside))
-            await to_the_end(ledger.close())
+            await run_to_completion(_gone(*beside))
+            await run_to_completion(ledger.close())
         return self.result
 
     async def wind_up(self) -> None:
@@ -307,7 +307,7 @@ class Batch:
             return {}
 
     async def _caught_up(self) -> dict[int, Asked]:
-        found, self._heard = await wishes.left(self._gateway, self._batch)
+        found, self._heard = await retry_requests.left(self._gateway, self._batch)
         return found
 
     async def _reopened(self, asked_for: Mapping[int, Asked]) -> set[int]:
@@ -330,7 +330,7 @@ class Batch:
                         self._consider(seq, asked)
                 async for event in self._gateway.events(stream(self._batch), self._heard or 0):
                     self._heard = event["seq"]
-                    if (asked_now := wishes.asked(event)) is not None:
+                    if (asked_now := retry_requests.asked(event)) is not None:
                         self._consider(event["seq"], asked_now)
             except TurngateError as error:
                 log.debug("nobody can ask this batch for retries now: %s", error.message)
@@ -379,11 +379,11 @@ class Batch:
             return False, why
         if not self._goes_on:
             return None, _ENDING
-        await to_the_end(self._begin_again(self._books.known.finished[asked.rollout]))
+        await run_to_completion(self._begin_again(self._books.known.finished[asked.rollout]))
         return asked.granted()
 
     async def _tell_asker(self, seq: int, taken: bool | None, message: str) -> None:
-        await wishes.answer(self._gateway, self._batch, seq, taken, message)
+        await retry_requests.answer(self._gateway, self._batch, seq, taken, message)
 
     async def _begin_again(self, one: Finished) -> None:
         self._wished.add(one.rollout)
@@ -478,7 +478,7 @@ class Batch:
         finally:
             for task in (stopping, supplying, *workers):
                 task.cancel()
-            await to_the_end(_gone(stopping, supplying, *workers))
+            await run_to_completion(_gone(stopping, supplying, *workers))
 
     async def _supply(self) -> None:
         """What is to be done, a group at a time: the next one when the last of the one before is taken, and its time has come."""
@@ -511,7 +511,7 @@ class Batch:
             finally:
                 asked.cancel()
                 fewer.cancel()
-                await to_the_end(_gone(asked, fewer))
+                await run_to_completion(_gone(asked, fewer))
 
     def _groups(self) -> Iterator[list[_Todo]]:
         """In the order in which they come, over all rounds."""
@@ -586,10 +586,10 @@ class Batch:
         except asyncio.CancelledError:
             if begun.rollout not in ledger.known.unrecorded:
                 with suppress(TurngateError):  # then the next run will see to it
-                    await to_the_end(self._closed(begun, "cancelled", ""))
+                    await run_to_completion(self._closed(begun, "cancelled", ""))
             raise
         # The gateway has the outcome by now, so the ledger has to have it too, whoever cancels.
-        await to_the_end(self._settled(todo, begun, outcome))
+        await run_to_completion(self._settled(todo, begun, outcome))
         if ledger.full:
             self._stop(self._disk_is_full())
 
@@ -613,7 +613,7 @@ class Batch:
         except asyncio.CancelledError:
             if _is_owed(rollout.outcome):
                 with suppress(LedgerError):
-                    await to_the_end(self._put_off(todo, begun, rollout.outcome))
+                    await run_to_completion(self._put_off(todo, begun, rollout.outcome))
             raise
         except Exception as error:
             # A bug of ours costs this rollout, not the batch, and no agent is blamed for it.

@@ -30,8 +30,8 @@ import msgspec
 from turngate.errors import Boundary, ConfigError, TurngateError
 from turngate.rollout.outcome import Status
 from turngate.store.outcome import Recorded
-from turngate.tasks.grading.grade import Class
-from turngate.trace.passes import has_passed
+from turngate.tasks.grading.types import Class
+from turngate.trace.pass_at_k import has_passed
 
 NAME = "ledger.jsonl"
 RESERVE = "ledger.reserve"

@@ -15,7 +15,7 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import Boundary
 from turngate.rollout.collect import Collected
 from turngate.sandboxes.base import Backend, Network, Resources
-from turngate.tasks.grading.grade import Class, Grade
+from turngate.tasks.grading.types import Class, Grade
 from turngate.tasks.task import Task
 from turngate.types import Json
 

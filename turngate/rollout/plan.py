@@ -16,12 +16,12 @@ from turngate.agents.install import Installed
 from turngate.agents.launch import Limits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import ConfigError
-from turngate.events import OF_A_BATCH
-from turngate.rollout.gates import Bounds
+from turngate.gateway.events import OF_A_BATCH
+from turngate.rollout.concurrency import Bounds
 from turngate.rollout.ledger import Head
 from turngate.rollout.outcome import EndPolicy, Order
 from turngate.sandboxes.base import Backend, Network, Resources
-from turngate.tasks import place
+from turngate.tasks import staging
 from turngate.tasks.task import Task
 from turngate.types import Json
 
@@ -75,7 +75,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         if twice:
             raise ConfigError(f"tasks: {twice[0]!r} is there more than once; ids have to be unique", param="tasks")
         for task in self.tasks:
-            place.spec(
+            staging.spec(
                 task, self.backend, image=self.image
             )  # so that one that cannot be laid out is told before any is run
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from turngate.agents import template
+from turngate.agents import placeholders
 from turngate.agents.spec import Step
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
@@ -60,7 +60,7 @@ def _found(step: Step, patterns: Mapping[str, str], text: str) -> Step:
     return filled([step], values)[0] if values else step
 
 
-def filled(steps: Sequence[Step], values: Mapping[str, template.Value]) -> tuple[Step, ...]:
+def filled(steps: Sequence[Step], values: Mapping[str, placeholders.Value]) -> tuple[Step, ...]:
     """The steps with placeholders replaced in all their texts."""
     return tuple(msgspec.convert(_filled(msgspec.to_builtins(step), values), Step) for step in steps)
 
@@ -75,10 +75,10 @@ def spoken(step: Step) -> str:
     return thought + step.say + ("\n" if step.say and calls else "") + calls
 
 
-def _filled(value: object, values: Mapping[str, template.Value]) -> object:
+def _filled(value: object, values: Mapping[str, placeholders.Value]) -> object:
     match value:
         case str():
-            return template.fill(value, values)
+            return placeholders.fill(value, values)
         case list() | tuple():
             return [_filled(item, values) for item in value]
         case dict():

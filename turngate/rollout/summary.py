@@ -14,7 +14,7 @@ import msgspec
 
 from turngate.rollout.ledger import KINDS, Finished, Kind
 from turngate.rollout.outcome import Phase
-from turngate.trace.passes import pass_at_k as pass_at_k
+from turngate.trace.pass_at_k import pass_at_k as pass_at_k
 
 PHASES: Mapping[str, Phase] = {
     "sandbox": "start",

@@ -20,10 +20,10 @@ import sys
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders, seccomp
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.supervised import SUPERVISOR, Supervised
 
 KIND = "bubblewrap"
@@ -112,7 +112,7 @@ class BubblewrapBackend:
             command = [bwrap or "bwrap", *walls, "--", python, "-I", "-S", "-X", "utf8", INSIDE]
             await sandbox.launch(command, spec, pass_fds=filters)
         except BaseException:
-            await to_the_end(sandbox.stop())
+            await run_to_completion(sandbox.stop())
             raise
         finally:
             for fd in filters:

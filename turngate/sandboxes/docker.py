@@ -26,10 +26,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
 from turngate.sandboxes import folders, owner
 from turngate.sandboxes.base import ALONE, Result, SandboxSpec
-from turngate.sandboxes.posix import KILLED, Posix, to_the_end
+from turngate.sandboxes.posix import KILLED, Posix
 
 KIND = "docker"
 DEFAULT_IMAGE = "turngate-base:bookworm"  # what `tools/base_image.py` makes
@@ -201,7 +202,7 @@ class Docker(Posix):
         self._jobs.discard(job)
 
     async def stop(self) -> None:
-        await to_the_end(self._stop())
+        await run_to_completion(self._stop())
 
     async def _stop(self) -> None:
         self._stopped = True
@@ -298,9 +299,9 @@ class DockerBackend:
         _open_for_the_container(folder / "shared")
         sandbox = Docker(folder, {"LANG": "C.UTF-8", **spec.env})
         try:
-            await to_the_end(sandbox.begin(image, spec))
+            await run_to_completion(sandbox.begin(image, spec))
         except BaseException:
-            await to_the_end(sandbox.stop())
+            await run_to_completion(sandbox.stop())
             raise
         return sandbox
 
@@ -463,7 +464,7 @@ async def _docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_S
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await to_the_end(process.wait())
+            await run_to_completion(process.wait())
     return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
 
 

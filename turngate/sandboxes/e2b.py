@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.base import Sandbox, SandboxSpec
-from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.shell import (
     SHELL_S,
     Gone,
@@ -92,7 +92,7 @@ class E2BBackend:
                 made = await asyncio.shield(making)
             except asyncio.CancelledError:  # only when it is made do we know what to remove
                 with suppress(Exception):
-                    await (await to_the_end(awaited(making))).kill()
+                    await (await run_to_completion(awaited(making))).kill()
                 raise
         return await ShellSandbox.on(E2BWire(made, self._lease_s, self._patience_s), spec, ends)
 

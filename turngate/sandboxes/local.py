@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.supervised import SUPERVISOR, Supervised
 
 KIND = "local"
@@ -62,7 +62,7 @@ class LocalBackend:
         try:
             await sandbox.launch(command, spec, str(folder))
         except BaseException:
-            await to_the_end(sandbox.stop())
+            await run_to_completion(sandbox.stop())
             raise
         return sandbox
 

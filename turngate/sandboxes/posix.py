@@ -11,16 +11,15 @@ import os
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Container, Coroutine, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxTooLarge
 from turngate.sandboxes import archive
 from turngate.sandboxes.base import Job, Result
-
-T = TypeVar("T")
 
 OUTPUT_LIMIT = 256_000_000  # bytes that a command may print before we stop remembering
 FOLDER_LIMIT = 4_000_000_000  # bytes that a folder may have that is downloaded
@@ -180,7 +179,7 @@ class Posix(ABC):
             await err.listen()
             code, timed_out = await _ended(job, timeout_s, out.overflown)
             if not leave:
-                await to_the_end(job.kill(grace_s=0))
+                await run_to_completion(job.kill(grace_s=0))
             await asyncio.wait([out.finished, err.finished], timeout=LINGER_S)
             return Result(code, out.taken(), err.taken(), timed_out)
         finally:
@@ -198,7 +197,7 @@ async def _ended(job: Job, timeout_s: float | None, overflown: asyncio.Event) ->
         await job.kill(grace_s=0)
         return KILLED, not too_much.done()
     except asyncio.CancelledError:
-        await to_the_end(job.kill(grace_s=0))
+        await run_to_completion(job.kill(grace_s=0))
         raise
     finally:
         for task in (waiting, too_much):
@@ -215,22 +214,6 @@ async def unpacked(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
         return await asyncio.to_thread(archive.unpack, tar, folder, limit=FOLDER_LIMIT, stopped=over.is_set)
     finally:
         over.set()
-
-
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for work that must not be left half done, however often the waiting task is cancelled; then be cancelled."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        if not task.cancelled():
-            task.exception()  # seen
-        raise asyncio.CancelledError
-    return task.result()
 
 
 class Output:

@@ -24,11 +24,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone, SandboxUnavailable
 from turngate.sandboxes.archive import complaints, pack, unpack
 from turngate.sandboxes.base import Result, SandboxSpec
 from turngate.sandboxes.owner import Owner, this_process
-from turngate.sandboxes.posix import FOLDER_LIMIT, KILLED, OUTPUT_LIMIT, SAID, to_the_end
+from turngate.sandboxes.posix import FOLDER_LIMIT, KILLED, OUTPUT_LIMIT, SAID
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class ShellSandbox:
             sandbox = cls(wire, said.strip(), spec, ends)
         except BaseException:
             with suppress(SandboxError):
-                await to_the_end(again(wire.remove))
+                await run_to_completion(again(wire.remove))
             raise
         try:
             for folder in (sandbox.workdir, *spec.folders):
@@ -208,7 +209,7 @@ class ShellSandbox:
             out, err = await asyncio.gather(self._output(f"{folder}/out"), self._output(f"{folder}/err"))
         except asyncio.CancelledError:
             with suppress(SandboxError):
-                await to_the_end(job.kill(0))
+                await run_to_completion(job.kill(0))
             raise
         finally:
             self._jobs.discard(job)
@@ -275,7 +276,7 @@ class ShellSandbox:
     async def stop(self) -> None:
         if not self._stopped:
             self._renewing.cancel()
-            await to_the_end(self._end())
+            await run_to_completion(self._end())
 
     async def _end(self) -> None:
         for job in self._jobs:
@@ -315,7 +316,7 @@ class ShellSandbox:
         except (Lost, asyncio.CancelledError):
             # It may be running. Starting it again could run it twice; so it is ended, and the caller told.
             with suppress(SandboxError):
-                await to_the_end(self._wire.shell(kill_script(folder, 0)))
+                await run_to_completion(self._wire.shell(kill_script(folder, 0)))
             raise
         job = ShellJob(self._wire, folder, over)
         self._jobs.add(job)

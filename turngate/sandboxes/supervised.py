@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxStuck
 from turngate.sandboxes import cgroups, folders, supervisor
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.posix import KILLED, Posix, to_the_end
+from turngate.sandboxes.posix import KILLED, Posix
 
 SUPERVISOR = Path(supervisor.__file__)
 START_S = 30.0
@@ -113,7 +114,7 @@ class Supervised(Posix):
         raise SandboxGone("the sandbox has ended")
 
     async def stop(self) -> None:
-        await to_the_end(self._stop())
+        await run_to_completion(self._stop())
 
     async def _stop(self) -> None:
         if not self._stopped:
@@ -149,7 +150,7 @@ class SupervisedJob:
         try:
             has_started = await asyncio.shield(job._started)
         except asyncio.CancelledError:
-            await to_the_end(job.kill(grace_s=0))
+            await run_to_completion(job.kill(grace_s=0))
             raise
         if not has_started:
             raise SandboxGone("the sandbox has ended")

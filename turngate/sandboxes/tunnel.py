@@ -24,9 +24,9 @@ from pathlib import Path
 
 import aiohttp
 
+from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError
 from turngate.sandboxes import supervisor
-from turngate.sandboxes.posix import to_the_end
 from turngate.sandboxes.relay import GATEWAY
 
 URL = r"https?://[A-Za-z0-9.-]+(?::[0-9]+)?[^\s\"'<>|,;)\]}]*"
@@ -108,7 +108,7 @@ class Tunnel:
                 end = f"ended with {process.returncode}" if ended.done() else f"took longer than {self.start_s:.0f} s"
                 raise SandboxError(f"the tunnel's command {end} without a URL: {' | '.join(said[-5:])[-400:]}")
         except BaseException:
-            await to_the_end(self.stop())
+            await run_to_completion(self.stop())
             raise
         finally:
             ended.cancel()
@@ -229,4 +229,4 @@ async def opened(command: str | Sequence[str], url: str, **options: object) -> A
     finally:
         watch.cancel()
         await asyncio.wait([watch])
-        await to_the_end(tunnel.stop())
+        await run_to_completion(tunnel.stop())

@@ -12,15 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from turngate.control import Control
 from turngate.errors import BadRequest, NotFound
+from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
 from turngate.server.http import body, read_cursor, reply, route, whole_number, written
-from turngate.shown import Shown, as_json, piece
-from turngate.spans import TRACEPARENT, parent_of, tracing
 from turngate.store.outcome import Recorded
+from turngate.telemetry.spans import TRACEPARENT, parent_of, tracing
 from turngate.trace.session import SessionConfig
 from turngate.types import Json, Mode
+from turngate.views.session import Shown, as_json, piece
 
 Told = Literal["stage", "rollout", "graded", "note"]  # kinds of events that whoever runs rollouts may tell
 

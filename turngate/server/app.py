@@ -16,50 +16,49 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from turngate.common.sharding import ALONE, Place
 from turngate.config import OBSERVED, ServeConfig
-from turngate.control import Control
 from turngate.dialects import DIALECTS, Dialect
-from turngate.engines.anthropic import AnthropicRelay
 from turngate.engines.base import Engine, Health, Relay
 from turngate.engines.gate import Gate
-from turngate.engines.gemini import GeminiRelay
-from turngate.engines.openai import OpenAIRelay
+from turngate.engines.observe.anthropic import AnthropicRelay
+from turngate.engines.observe.gemini import GeminiRelay
+from turngate.engines.observe.openai import OpenAIRelay
+from turngate.engines.observe.responses import ResponsesRelay
 from turngate.engines.pool import Pool
-from turngate.engines.responses import ResponsesRelay
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.engines.weights import Load, replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
-from turngate.events import Events
-from turngate.fence import Fence
-from turngate.logs import hidden
-from turngate.metrics import Metrics
-from turngate.render import Certificate, Renderer, find, load
+from turngate.gateway.events import Events
+from turngate.gateway.fence import Fence
+from turngate.gateway.sessions import Control
+from turngate.gateway.turn import Settings, Turns
+from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
 from turngate.server.admin import Admin
 from turngate.server.asgi import Receive, Scope, Send, answered
 from turngate.server.auth import Auth, admin_key, given_key, metrics_key
-from turngate.server.calls import ModelCalls, Paths
+from turngate.server.compat.openenv import OpenEnv
+from turngate.server.compat.prime import Prime
 from turngate.server.feeds import FeedRoutes
 from turngate.server.gate import GateRoutes
+from turngate.server.host_tools import ToolsOfHost
 from turngate.server.http import reply, route
 from turngate.server.metrics import Probe
-from turngate.server.openenv import OpenEnv
-from turngate.server.page import Page
-from turngate.server.page_files import SHIELD, is_page, shielded
-from turngate.server.prime import Prime
-from turngate.server.tools import ToolsOfHost
+from turngate.server.model_calls import ModelCalls, Paths
+from turngate.server.web.files import SHIELD, is_page, shielded
+from turngate.server.web.routes import Page
 from turngate.server.weights import FenceRoutes, OneBar, Updates
-from turngate.slots import ALONE, Place
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
-from turngate.turn import Settings, Turns
+from turngate.telemetry.logs import hidden
+from turngate.telemetry.metrics import Metrics
 from turngate.types import Mode
-from turngate.verdicts import Background
 from turngate.verify import Verdict, summed_up
+from turngate.views.verdict import Background
 
 log = logging.getLogger("turngate")
-BUILTIN_TOKENIZER = Path(__file__).parents[1] / "render" / "builtin"
 _NAMED = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
 _AREA = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
 _TOOL = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")

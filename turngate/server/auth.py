@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turngate.errors import ConfigError, Unauthorized
-from turngate.logs import keep_out
+from turngate.telemetry.logs import keep_out
 
 if TYPE_CHECKING:  # the front of several workers needs the key, and nothing of this
-    from turngate.control import Control
+    from turngate.gateway.sessions import Control
     from turngate.trace.session import Session
 
 ADMIN_KEY = "TURNGATE_ADMIN_KEY"

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.control import Control
 from turngate.errors import BadRequest
-from turngate.feed import FeedConfig
+from turngate.gateway.feeds import FeedConfig
+from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
 from turngate.server.http import body, reply, route, whole_number
 

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.common.validation import explain
 from turngate.engines.gate import Gate
-from turngate.engines.gatecall import End, Fault, GateCall
+from turngate.engines.gate_call import End, Fault, GateCall
 from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge, TurngateError
-from turngate.explain import explain
 from turngate.server.asgi import Watch
 from turngate.server.auth import Auth
 from turngate.server.http import reply, route

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from turngate.common.validation import explain
 from turngate.dialects import Chat
 from turngate.errors import BadRequest, TooLarge, TurngateError
-from turngate.explain import explain
 from turngate.server.auth import Auth
-from turngate.shown import as_json
+from turngate.views.session import as_json
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from turngate import __version__
 from turngate.errors import StoreError, TurngateError
-from turngate.metrics import MEDIA, Labels, Snapshot, by_worker, together, written
 from turngate.server.http import bearer, error_reply
+from turngate.telemetry.metrics import MEDIA, Labels, Snapshot, by_worker, together, written
 
 if TYPE_CHECKING:
     from turngate.server.app import Gateway

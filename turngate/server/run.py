@@ -22,9 +22,9 @@ from turngate.errors import ConfigError, Stopping
 from turngate.render import Certificate, Renderer
 from turngate.server.app import Gateway, speaks
 from turngate.server.asgi import App, Receive, Scope, Send
-from turngate.server.calls import respond_error
-from turngate.server.listening import allow_many_connections, announcement, listen, noted, url_of
-from turngate.spans import begin, end, wanted
+from turngate.server.bind import allow_many_connections, announcement, listen, noted, url_of
+from turngate.server.model_calls import respond_error
+from turngate.telemetry.spans import begin, end, wanted
 
 log = logging.getLogger("turngate")
 

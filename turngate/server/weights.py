@@ -19,11 +19,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.control import Control
 from turngate.engines.base import Engine
 from turngate.engines.weights import Load, Updatable, replicas
 from turngate.errors import BadRequest, Conflict, EngineError, EngineTimeout, StoreError, TurngateError
-from turngate.fence import Pause
+from turngate.gateway.fence import Pause
+from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
 from turngate.server.http import body, reply, route
 from turngate.types import Json

@@ -10,8 +10,8 @@ from turngate.agents import spec as specs
 from turngate.agents.install import Installed, ensure
 from turngate.agents.launch import Limits, plan
 from turngate.agents.spec import AgentSpec
+from turngate.common.validation import suggestion
 from turngate.errors import AgentError, BadRequest, ConfigError
-from turngate.explain import suggestion
 from turngate.service.config import ServiceConfig
 
 log = logging.getLogger("turngate")

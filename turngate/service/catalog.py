@@ -20,12 +20,12 @@ from typing import Literal
 import msgspec
 
 from turngate.agents.spec import Dialect
+from turngate.common.validation import suggestion
 from turngate.config import OBSERVED, EngineKind, ServeConfig
 from turngate.errors import BadRequest, ConfigError
-from turngate.explain import suggestion
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.auth import given_key
-from turngate.service.asked import Mode, mode_of
+from turngate.service.request import Mode, mode_of
 from turngate.types import Json
 
 Scheme = Literal[

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import msgspec
 
+from turngate.common.validation import explain
 from turngate.config import read
 from turngate.errors import ConfigError
-from turngate.explain import explain
 from turngate.sandboxes import BACKENDS
 from turngate.sandboxes.base import Network, Resources
-from turngate.service.asked import MOST_BYTES, MOST_SCRIPT
 from turngate.service.catalog import Catalog, Endpoint
+from turngate.service.request import MOST_BYTES, MOST_SCRIPT
 
 Size = Annotated[int, msgspec.Meta(ge=0)]  # 0: no bound
 Bytes = Annotated[int, msgspec.Meta(ge=MOST_BYTES + MOST_SCRIPT)]  # as many as one caller may give

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import msgspec
 
 from turngate.rollout.collect import spelled
-from turngate.service.clamped import Cut
 from turngate.service.config import Clamp
 from turngate.service.result import Captured, RolloutTurn, Said, SaidCall
+from turngate.service.truncation import Cut
 from turngate.types import Json
-from turngate.viewed import Viewed, ViewedTurn
+from turngate.views.trace import Viewed, ViewedTurn
 
 _ROLES = {"developer": "system"}  # OpenAI's new name for it
 _LEVELS: tuple[Captured, ...] = ("none", "text", "logprobs", "tokens")

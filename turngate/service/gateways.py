@@ -17,14 +17,13 @@ from pathlib import Path
 
 import msgspec
 
+from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.config import OBSERVED, ServeConfig
 from turngate.engines.base import Engine
 from turngate.engines.gate import Gate
 from turngate.errors import BadRequest, ConfigError
-from turngate.render import Certificate, Renderer, find, load
-from turngate.rollout.client import GatewayClient, admin_key_given
-from turngate.rollout.wayout import WayOut
-from turngate.server.app import BUILTIN_TOKENIZER
+from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
+from turngate.rollout.connection import WayOut
 from turngate.server.auth import given_key
 from turngate.server.run import embedded
 from turngate.service.catalog import OWN, Choice

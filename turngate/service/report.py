@@ -13,12 +13,12 @@ import msgspec
 from turngate.errors import Boundary
 from turngate.rollout.collect import spelled
 from turngate.rollout.outcome import Outcome
-from turngate.service.clamped import Cut
+from turngate.service.artifacts import logs, tail, workdir
 from turngate.service.config import Clamp
 from turngate.service.conversation import least, turns
-from turngate.service.left import logs, tail, workdir
 from turngate.service.result import RolloutResult, RolloutState, Trouble
-from turngate.viewed import Viewed
+from turngate.service.truncation import Cut
+from turngate.views.trace import Viewed
 
 DIRECT = "direct mode: the agent called the endpoint itself, and nothing was recorded but its own logs"
 

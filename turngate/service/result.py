@@ -12,7 +12,7 @@ import msgspec
 
 from turngate.errors import Boundary
 from turngate.rollout.outcome import Status
-from turngate.tasks.grading.grade import Class
+from turngate.tasks.grading.types import Class
 from turngate.types import Json
 
 State = Status | Literal["queued", "running"]

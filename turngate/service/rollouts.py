@@ -34,27 +34,26 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from turngate.agents.spec import AgentSpec
+from turngate.client.gateway import GatewayClient, Refused
+from turngate.common.aio import run_to_completion
 from turngate.engines.base import Engine
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError, TurngateError
-from turngate.rollout.client import GatewayClient, Refused
 from turngate.rollout.collect import spelled
-from turngate.rollout.gates import Bounds, Gates
-from turngate.rollout.one import Rollout
+from turngate.rollout.concurrency import Bounds, Gates
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import Outcome, Status
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import backend as make_backend
 from turngate.sandboxes.base import Backend
-from turngate.sandboxes.posix import to_the_end
-from turngate.service import conversation, endings, report
+from turngate.service import conversation, finalization, report
+from turngate.service.active_rollout import Live
 from turngate.service.agents import Agents
-from turngate.service.asked import AnyAsked, Asked
-from turngate.service.books import Books
 from turngate.service.catalog import Catalog, Choice, EndpointView
 from turngate.service.config import ServiceConfig
-from turngate.service.direct import Forwarder, Unrecorded
+from turngate.service.direct_mode import Forwarder, Unrecorded
 from turngate.service.gateways import Gateways, Reached
-from turngate.service.live import Live
-from turngate.service.orders import given, lay, order_of, task_of
+from turngate.service.planning import given, lay, order_of, task_of
+from turngate.service.request import AnyAsked, Asked
 from turngate.service.result import (
     Event,
     EventPage,
@@ -64,9 +63,10 @@ from turngate.service.result import (
     RolloutState,
     Said,
 )
+from turngate.service.storage import Books
 from turngate.types import Json
-from turngate.viewed import Viewed
-from turngate.viewed import read as read_trace
+from turngate.views.trace import Viewed
+from turngate.views.trace import read as read_trace
 
 log = logging.getLogger("turngate")
 _DRAIN_S = 20.0  # for the last events, and for the trace, of a rollout that has ended
@@ -120,7 +120,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await to_the_end(self._close())
+        await run_to_completion(self._close())
 
     async def _close(self) -> None:
         """Whatever still runs is aborted, and everything is cleaned up."""
@@ -197,7 +197,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             return await self.finalize(rollout)
         except asyncio.CancelledError:
             if abort_if_cancelled:
-                await to_the_end(self.abort(rollout, "its caller was cancelled"))
+                await run_to_completion(self.abort(rollout, "its caller was cancelled"))
             raise
 
     def state(self, rollout: str) -> RolloutState:
@@ -265,7 +265,11 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             try:
                 await asyncio.wait_for(live.over.wait(), wait_s)
             except TimeoutError:
-                return endings.unfinished(self.state(rollout)) if rollout in self._live else await self._result(rollout)
+                return (
+                    finalization.unfinished(self.state(rollout))
+                    if rollout in self._live
+                    else await self._result(rollout)
+                )
         return await self._result(rollout)
 
     def list(self, status: str = "", limit: int = 50, before: str = "") -> Listing:
@@ -397,7 +401,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 told = asyncio.to_thread(conversation.messages, view)
                 said = await _tried(live, "the conversation cannot be shown", told, [])
         await self._let_go(live)
-        state = endings.settled(live, work, outcome, failed_at)
+        state = finalization.settled(live, work, outcome, failed_at)
         result = await self._reported(live, state, outcome, view)
         state, over_at = msgspec.structs.replace(state, wall_s=live.wall_s()), time.time()
         seconds = {"queued": state.wall_s, **live.seconds, **(outcome.seconds if outcome is not None else {})}
@@ -411,7 +415,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     async def _ended_anyhow(self, live: Live, error: BaseException) -> None:
         """Its result could not be made. What its outcome says stands, and nothing of it is left open."""
-        state, result = endings.broken(live, error)
+        state, result = finalization.broken(live, error)
         await self._let_go(live)
         await self._keep(result, [])
         await asyncio.to_thread(self._store.clear_inputs, live.id)
@@ -560,10 +564,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         events = store.page(rollout, 0, -1)
         finished = await asyncio.to_thread(store.result, rollout)
         if finished is not None:  # all but the last line about it was written
-            state = endings.state_of(finished, state)
+            state = finalization.state_of(finished, state)
         else:
-            state = endings.lost(state, events)
-            notes = () if state.error is not None else (endings.UNSHOWN,)
+            state = finalization.lost(state, events)
+            notes = () if state.error is not None else (finalization.UNSHOWN,)
             result = report.ended(state, None, None, store.left(rollout), self.config.clamp, notes)
             await asyncio.to_thread(store.write, result, ())
         if not events or events[-1].kind != "ended":

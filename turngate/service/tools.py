@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from turngate.errors import BadRequest
-from turngate.service.asked import Asked, AskedSwe, read
 from turngate.service.catalog import EndpointView
+from turngate.service.request import Asked, AskedSwe, read
 from turngate.service.result import EventPage, Listing, Messages, RolloutResult, RolloutState
 from turngate.types import Json
 

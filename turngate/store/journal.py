@@ -10,8 +10,8 @@ import asyncio
 import time
 
 from turngate.errors import StoreError
-from turngate.metrics import Metrics
 from turngate.store.sqlite import NewTurn, Store
+from turngate.telemetry.metrics import Metrics
 
 
 class Journal:

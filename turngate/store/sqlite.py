@@ -21,13 +21,13 @@ from typing import IO, Literal, TypeVar
 import msgspec
 import numpy as np
 
+from turngate.common.sharding import ALONE, Place
 from turngate.errors import ConfigError, StoreError
-from turngate.slots import ALONE, Place
 from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, also
 from turngate.store.feeds import FEED_TABLES, FeedLog
 from turngate.store.lock import lock
 from turngate.store.outcome import DAMAGED
-from turngate.store.survey import Survey
+from turngate.store.queries import Survey
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import type_of_ids, type_of_logprobs

@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import Conflict, Stopping
+from turngate.trace.host_tools import HostTool
 from turngate.trace.sample import Policy
 from turngate.trace.signals import Signals
-from turngate.trace.tools import HostTool
 from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
 

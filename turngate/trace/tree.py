@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from turngate.trace.meaning import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
+from turngate.trace.message_equality import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
 from turngate.types import (
     NO_IDS,
     Capture,

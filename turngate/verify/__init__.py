@@ -32,14 +32,14 @@ from turngate.verify.findings import (
     Verdict,
     unreadable,
 )
+from turngate.verify.messages import Words
 from turngate.verify.outcome import ending
 from turngate.verify.render import Renderers, render
 from turngate.verify.replay import TOLERANCE, VLLM, Derived, Scorer, replay
 from turngate.verify.rows import Rows, Sample, roles, rows
-from turngate.verify.sampler import Sampler, summed_up
-from turngate.verify.stored import Context, Folder, Session, Unreadable
+from turngate.verify.spot_checks import Sampler, summed_up
+from turngate.verify.store_reader import Context, Folder, Session, Unreadable
 from turngate.verify.structure import structure
-from turngate.verify.words import Words
 
 __all__ = [
     "TOLERANCE",

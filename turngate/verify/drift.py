@@ -13,8 +13,8 @@ import numpy as np
 from turngate.render import Renderer
 from turngate.types import Ids, Message
 from turngate.verify.findings import Book, Fork
-from turngate.verify.stored import Context, Node, Sampled, Session, path, path_ids
-from turngate.verify.words import Words, change, same
+from turngate.verify.messages import Words, change, same
+from turngate.verify.store_reader import Context, Node, Sampled, Session, path, path_ids
 
 _AROUND = 6  # tokens that are shown on either side
 _WORDS = {

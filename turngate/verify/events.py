@@ -11,7 +11,7 @@ from reprlib import repr as brief
 
 from turngate.types import Json
 from turngate.verify.findings import Book, Check
-from turngate.verify.stored import UNREADABLE, Event, Sampled, Session
+from turngate.verify.store_reader import UNREADABLE, Event, Sampled, Session
 
 _ENDS = ("sealed", "cancelled")
 _COMPARED = ("opened", "turn", "outcome", *_ENDS)

@@ -11,7 +11,7 @@ from reprlib import repr as brief
 
 from turngate.types import Json
 from turngate.verify.findings import Book, Check
-from turngate.verify.stored import UNREADABLE, Session
+from turngate.verify.store_reader import UNREADABLE, Session
 
 _STATUSES = ("open", "sealed", "cancelled")
 _JUDGED = ("graded", "agent failed")  # somebody, or the agent's own failing, decided: there may be a reward

@@ -16,12 +16,12 @@ import numpy as np
 
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import Renderer, TemplateRenderer, Tokenizer
-from turngate.render.known import recall_any
+from turngate.render.certificate_cache import recall_any
 from turngate.render.parse import HERMES, Parsed
 from turngate.types import Constraint, Ids, Json, Message, Tool, ToolCall
 from turngate.verify.findings import Book, Check, Difference
-from turngate.verify.stored import Context, Sampled, Session, path, path_ids
-from turngate.verify.words import Words, in_order
+from turngate.verify.messages import Words, in_order
+from turngate.verify.store_reader import Context, Sampled, Session, path, path_ids
 
 _MARK = "turngateVERIFYMARK"
 _REFERENCE = b'"tool_reference"'  # Anthropic's, to a tool that was deferred

@@ -21,7 +21,7 @@ from turngate.engines.scripted import derived_logprobs
 from turngate.errors import EngineError, EngineUnavailable
 from turngate.types import Ids, Json, Logprobs
 from turngate.verify.findings import Book, Replay
-from turngate.verify.stored import UNREADABLE, Sampled, Session, path, path_ids
+from turngate.verify.store_reader import UNREADABLE, Sampled, Session, path, path_ids
 
 _MOST = 5  # tokens of one turn that are told one by one
 TOLERANCE = 0.02  # for engines that compute in bfloat16: reading a prompt and sampling it are different kernels

@@ -15,8 +15,8 @@ import numpy as np
 from turngate.errors import TurngateError
 from turngate.types import Ids
 from turngate.verify.findings import Book, Check
-from turngate.verify.stored import UNREADABLE, Context, Sampled, Session, path, path_ids
-from turngate.verify.words import Words
+from turngate.verify.messages import Words
+from turngate.verify.store_reader import UNREADABLE, Context, Sampled, Session, path, path_ids
 
 _GOES_ON = ("compaction", "system", "tools", "template", "edited")  # causes under which the main line begins anew
 

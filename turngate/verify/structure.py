@@ -10,8 +10,8 @@ import numpy as np
 
 from turngate.types import Json
 from turngate.verify.findings import Book, Check
-from turngate.verify.stored import UNREADABLE, Context, Sampled, Session, path
-from turngate.verify.words import Words
+from turngate.verify.messages import Words
+from turngate.verify.store_reader import UNREADABLE, Context, Sampled, Session, path
 
 _FINISHES = ("stop", "length", "tool_calls", "abort")
 _CAPTURES = ("tokens", "logprobs", "text")

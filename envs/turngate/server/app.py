@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from turngate.environment.app import SERVICE, create, serve
+from turngate.openenv.app import SERVICE, create, serve
 
 HERE = Path(__file__).parents[1]
 

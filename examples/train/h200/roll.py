@@ -21,12 +21,12 @@ from agent import described, warmed
 from turngate import tasks
 from turngate.agents.install import ensure
 from turngate.agents.launch import Limits
+from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import Batch, BatchResult
-from turngate.rollout.client import GatewayClient
-from turngate.rollout.gates import Bounds
-from turngate.rollout.pace import Ahead, at_once
+from turngate.rollout.concurrency import Bounds
+from turngate.rollout.connection import WayOut
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.throttle import Ahead, at_once
 from turngate.sandboxes import backend
 
 HERE = Path(__file__).parent

@@ -36,15 +36,15 @@ import torch
 from roll import CONTEXT, Came, Orders
 from torch.nn import functional as F
 
+from turngate.client.feed import Feed, FeedConfig
+from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
 from turngate.engines.base import Engine, Generate
 from turngate.engines.local import LocalEngine, Model, load, save
 from turngate.engines.scripted import Scripted, Turn
 from turngate.render import load as load_renderer
-from turngate.rollout.client import GatewayClient
 from turngate.server.run import Address, embedded
 from turngate.trainers.export import Choices, Wanted, export
-from turngate.trainers.feed import Feed, FeedConfig
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 from turngate.trainers.trl.thread import LoopThread
 

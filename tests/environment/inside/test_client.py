@@ -16,9 +16,9 @@ from openenv.core.mcp_client import MCPToolClient
 
 from tests.environment.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
 from tests.speed import scaled
-from turngate.environment import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
-from turngate.environment.app import MOST_BYTES
 from turngate.errors import BadRequest, NotFound
+from turngate.openenv import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
+from turngate.openenv.app import MOST_BYTES
 from turngate.service.tools import TOOLS
 
 pytestmark = pytest.mark.process

@@ -19,8 +19,8 @@ import msgspec
 from tests.sandboxes import kit
 from tests.speed import scaled
 from turngate.sandboxes.base import Resources
-from turngate.tasks.grading.grade import Grade, Ground, Work
-from turngate.tasks.grading.run import grade
+from turngate.tasks.grading.grade import grade
+from turngate.tasks.grading.types import Grade, Ground, Work
 from turngate.tasks.task import Script, Swe, Task
 
 BUG = "def total(prices):\n    return sum(prices[1:])\n"

@@ -19,8 +19,8 @@ from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.supervised import Supervised
 from turngate.tasks.grading import rubric
-from turngate.tasks.grading.grade import Grade, Ground
-from turngate.tasks.grading.run import grade
+from turngate.tasks.grading.grade import grade
+from turngate.tasks.grading.types import Grade, Ground
 from turngate.tasks.task import Function, Part, Rubric
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]

@@ -10,14 +10,14 @@ import pytest
 
 from tests.speed import scaled
 from tests.tasks.grading import kit
-from turngate.tasks.grading.grade import Ground
+from turngate.tasks.grading.types import Ground
 from turngate.tasks.task import Function, Part, Rubric, Task
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
 
 GRADERS = """
 import asyncio, time
-from turngate.tasks.grading.grade import Grade
+from turngate.tasks.grading.types import Grade
 
 def reads(subject):
     assert subject.task.id == "prices" and not (subject.folder / ".git").exists()

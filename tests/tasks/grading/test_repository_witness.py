@@ -12,7 +12,7 @@ import pytest
 from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading import swe, witness
-from turngate.tasks.grading.testimony import Testimony, heard
+from turngate.tasks.grading.witness_report import Testimony, heard
 
 pytestmark = pytest.mark.process
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turngate.tasks.grading.attempt import Undecided
+from turngate.tasks.grading.result import Undecided
 from turngate.tasks.grading.script import _number
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.speed import scaled
 from tests.tasks.grading import kit
-from turngate.tasks.grading.grade import Ground
+from turngate.tasks.grading.types import Ground
 from turngate.tasks.task import Swe, Task
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]

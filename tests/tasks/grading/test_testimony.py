@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from turngate.tasks.grading import witness
-from turngate.tasks.grading.testimony import heard
+from turngate.tasks.grading.witness_report import heard
 
 KEY = b"k" * 48
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from turngate.rollout.ledger import Finished
-from turngate.trainers.trl.pace import Pace
+from turngate.trainers.trl.throttle import Pace
 
 pytestmark = pytest.mark.process
 

@@ -20,11 +20,11 @@ from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 from tests.kit import calls, gateway, say
 from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, same
+from turngate.client.gateway import Unreachable
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
-from turngate.rollout.client import Unreachable
+from turngate.render import BUILTIN_TOKENIZER
 from turngate.sandboxes.base import Sandbox, SandboxSpec
 from turngate.sandboxes.local import LocalBackend
-from turngate.server.app import BUILTIN_TOKENIZER
 from turngate.trainers.trl import thread
 from turngate.trainers.trl.sessions import SessionsConfig, TurngateSessions, prompts
 

@@ -21,9 +21,9 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from tests.trainers.inside_trl.kit import same
 from turngate import tasks
+from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError
-from turngate.feed import FeedConfig
-from turngate.rollout.client import GatewayClient
+from turngate.gateway.feeds import FeedConfig
 from turngate.tasks.task import Function, Task
 from turngate.trainers.trl.rows import Buffer
 from turngate.trainers.trl.trainer import CheckpointedTrainer

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit import gateway, say
 from tests.trainers.inside_trl.kit import apart, following, rolled
-from turngate.rollout.client import GatewayClient
+from turngate.client.gateway import GatewayClient
 from turngate.trainers.trl.weights import FencedTransfer, NoTransfer, fenced
 
 pytestmark = pytest.mark.process

@@ -17,13 +17,13 @@ from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, following, none_left, rolled, same, taken, told
 from turngate.agents.install import Installed
 from turngate.agents.spec import find
+from turngate.client.feed import Feed, OtherFeed
+from turngate.client.gateway import GatewayClient, Refused
 from turngate.errors import ConfigError
-from turngate.feed import FeedConfig
-from turngate.rollout.client import GatewayClient, Refused
-from turngate.rollout.gates import Bounds
+from turngate.gateway.feeds import FeedConfig
+from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
 from turngate.tasks.task import Function, Task
-from turngate.trainers.feed import Feed, OtherFeed
 from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker, WorkerConfig
 
 pytestmark = pytest.mark.process

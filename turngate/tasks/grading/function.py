@@ -23,9 +23,9 @@ from typing import Any
 
 from turngate.errors import SandboxError, TaskError
 from turngate.sandboxes.base import Result, Sandbox
-from turngate.tasks.grading import fresh
-from turngate.tasks.grading.attempt import Control, Found, Log, Undecided
-from turngate.tasks.grading.grade import Grade, Ground, Work
+from turngate.tasks.grading import sandbox as fresh
+from turngate.tasks.grading.result import Control, Found, Log, Undecided
+from turngate.tasks.grading.types import Grade, Ground, Work
 from turngate.tasks.grading.work import take, with_git
 from turngate.tasks.task import Function, Task
 

@@ -24,8 +24,8 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from turngate.errors import ConfigError, TaskError
-from turngate.tasks.grading.attempt import Undecided
-from turngate.tasks.grading.grade import Case
+from turngate.tasks.grading.result import Undecided
+from turngate.tasks.grading.types import Case
 
 FOREIGN_S = 60.0  # for a parser of `swebench`
 LONGEST = 8192  # characters of a line that can be a result

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from turngate.errors import TaskError
-from turngate.tasks.grading.grade import Class, Grade, PartGrade
+from turngate.tasks.grading.types import Class, Grade, PartGrade
 from turngate.tasks.task import Part, Rubric
 
 _WORST: tuple[Class, ...] = ("infrastructure fault", "invalid task", "agent failed")

@@ -20,9 +20,9 @@ import msgspec
 
 from turngate.errors import SandboxFileMissing, SandboxTooLarge, TaskError
 from turngate.sandboxes.base import Result, Sandbox
-from turngate.tasks.grading import fresh
-from turngate.tasks.grading.attempt import Control, Found, Log, Spoiled, Undecided, reading
-from turngate.tasks.grading.grade import Grade, Ground, Work
+from turngate.tasks.grading import sandbox as fresh
+from turngate.tasks.grading.result import Control, Found, Log, Spoiled, Undecided, reading
+from turngate.tasks.grading.types import Grade, Ground, Work
 from turngate.tasks.grading.work import named
 from turngate.tasks.task import Script, Task
 

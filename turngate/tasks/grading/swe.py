@@ -25,12 +25,13 @@ import msgspec
 
 from turngate.errors import SandboxError, SandboxGone, TaskError
 from turngate.sandboxes.base import Sandbox
-from turngate.tasks.grading import fresh, witness
-from turngate.tasks.grading.attempt import Control, Found, Log, Seen, Undecided
-from turngate.tasks.grading.grade import Case, Grade, Ground, Work
+from turngate.tasks.grading import sandbox as fresh
+from turngate.tasks.grading import witness
 from turngate.tasks.grading.logs import parse
 from turngate.tasks.grading.patch import touched
-from turngate.tasks.grading.testimony import Testimony, heard
+from turngate.tasks.grading.result import Control, Found, Log, Seen, Undecided
+from turngate.tasks.grading.types import Case, Grade, Ground, Work
+from turngate.tasks.grading.witness_report import Testimony, heard
 from turngate.tasks.grading.work import GIT, named
 from turngate.tasks.task import Swe, Task
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from turngate.errors import SandboxFileMissing, SandboxTooLarge
 from turngate.sandboxes.base import Sandbox
-from turngate.tasks.grading.grade import Work
+from turngate.tasks.grading.types import Work
 from turngate.tasks.task import Rubric, Script, Task
 
 GIT = ".git"

@@ -19,8 +19,8 @@ from turngate.errors import ConfigError
 from turngate.trainers.export import atif, dpo, rejection, rows, sft, slime, verl
 from turngate.trainers.export.base import Choices, Format
 from turngate.trainers.export.files import Unwritable, written
-from turngate.trainers.export.made_up import is_made_up
 from turngate.trainers.export.source import Left, Source, Wanted, counted
+from turngate.trainers.export.synthetic import is_made_up
 
 FORMATS: Mapping[str, Format] = {
     format.name: format

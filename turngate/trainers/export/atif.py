@@ -18,9 +18,9 @@ from turngate.trace.sample import Sample, Span
 from turngate.trace.tree import Context, Sampled, path
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
+from turngate.trainers.export.messages import Said, as_object, conversation, tools
 from turngate.trainers.export.rows import about
 from turngate.trainers.export.source import Group, Left, Rollout
-from turngate.trainers.export.words import Said, as_object, conversation, tools
 from turngate.types import Json, Message
 
 SCHEMA = "ATIF-v1.8"

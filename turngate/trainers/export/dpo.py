@@ -21,9 +21,9 @@ from turngate.trace.sample import Sample
 from turngate.trace.tree import Sampled, path
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
+from turngate.trainers.export.filters import usable
+from turngate.trainers.export.messages import conversation, spoken, tools
 from turngate.trainers.export.source import Group, Left, Rollout
-from turngate.trainers.export.usable import usable
-from turngate.trainers.export.words import conversation, spoken, tools
 from turngate.types import Json
 
 _COLUMNS = {

@@ -8,9 +8,9 @@ import msgspec
 
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
+from turngate.trainers.export.filters import usable
 from turngate.trainers.export.sft import Sft, examples
 from turngate.trainers.export.source import Group, Left, Rollout
-from turngate.trainers.export.usable import usable
 
 LEAST = 1.0  # the reward, where none is given
 

@@ -10,8 +10,8 @@ from turngate.trace.advantage import advantages, is_too_large, weight
 from turngate.trace.sample import Sample
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
+from turngate.trainers.export.filters import TOO_LARGE
 from turngate.trainers.export.source import Group, Left, Rollout
-from turngate.trainers.export.usable import TOO_LARGE
 from turngate.types import Json
 
 _COLUMNS = {

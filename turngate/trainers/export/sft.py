@@ -15,10 +15,10 @@ import numpy as np
 from turngate.trace.sample import Sample, Span
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
+from turngate.trainers.export.filters import usable
+from turngate.trainers.export.messages import conversation, spoken, tools
 from turngate.trainers.export.rows import about
 from turngate.trainers.export.source import Group, Left, Rollout
-from turngate.trainers.export.usable import usable
-from turngate.trainers.export.words import conversation, spoken, tools
 from turngate.types import Json
 
 IGNORED = -100  # the label of what is not learned

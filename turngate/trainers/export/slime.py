@@ -9,11 +9,11 @@ import numpy as np
 
 from turngate.trace.advantage import weight
 from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.cut import FILLED, UNEQUAL, cut
 from turngate.trainers.export.files import Layout
+from turngate.trainers.export.filters import usable
 from turngate.trainers.export.rows import about, versions
 from turngate.trainers.export.source import Group, Left, Rollout
-from turngate.trainers.export.usable import usable
+from turngate.trainers.export.split import FILLED, UNEQUAL, cut
 
 _COLUMNS = {
     "group_index": "int",

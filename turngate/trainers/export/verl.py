@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from turngate.trace.advantage import weight
 from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.cut import FILLED, UNEQUAL, cut
 from turngate.trainers.export.files import Layout
+from turngate.trainers.export.filters import usable
 from turngate.trainers.export.rows import about, versions
 from turngate.trainers.export.source import Group, Left
-from turngate.trainers.export.usable import usable
+from turngate.trainers.export.split import FILLED, UNEQUAL, cut
 
 _COLUMNS = {
     "uid": "text",

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turngate.client.feed import Delivery, Feed, Row
+from turngate.client.gateway import GatewayClient
+from turngate.common.aio import run_to_completion
 from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
-from turngate.rollout.client import GatewayClient
-from turngate.sandboxes.posix import to_the_end
-from turngate.trainers.feed import Delivery, Feed, Row
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.checkpoint import State
 from turngate.trainers.local.loss import Normalise, Terms, clipped_share, divergence, divisor, loss
@@ -386,7 +386,7 @@ class Trainer:
             deliveries = [await _next(feed) for _ in range(self._settings.groups)]
             waited = time.monotonic() - began
             # Not half of it: new weights without their number would be trained on the same rows again.
-            await to_the_end(self._update(deliveries, waited, feed, last=self.state.step + 1 >= steps))
+            await run_to_completion(self._update(deliveries, waited, feed, last=self.state.step + 1 >= steps))
         return self.steps
 
     async def _update(self, deliveries: Sequence[Delivery], waited: float, feed: Feed, *, last: bool) -> None:

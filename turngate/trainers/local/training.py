@@ -19,19 +19,19 @@ from pathlib import Path
 
 import msgspec
 
+from turngate.client.feed import Feed, FeedConfig, OtherFeed
+from turngate.client.gateway import GatewayClient, Refused
+from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.local import LocalEngine
 from turngate.errors import ConfigError, Conflict, TurngateError
 from turngate.rollout.batch import BatchResult, run_batch
-from turngate.rollout.client import GatewayClient, Refused
-from turngate.rollout.pace import Ahead
+from turngate.rollout.connection import WayOut
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.tally import Tally
-from turngate.rollout.wayout import WayOut
-from turngate.sandboxes.posix import to_the_end
+from turngate.rollout.progress import Tally
+from turngate.rollout.throttle import Ahead
 from turngate.server.run import embedded
-from turngate.trainers.feed import Feed, FeedConfig, OtherFeed
 from turngate.trainers.local.checkpoint import State
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 
@@ -192,7 +192,7 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
         finally:
             for task in (running, training):
                 task.cancel()
-            await to_the_end(_ended(running, training, trainer, feed))
+            await run_to_completion(_ended(running, training, trainer, feed))
     return trainer.steps
 
 

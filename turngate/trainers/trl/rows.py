@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"TRL is not there ({error}): pip install 'turngate[trl]'", name=error.name) from None
 
-from turngate.trainers.feed import Delivery, Rolled, Row
+from turngate.client.feed import Delivery, Rolled, Row
 
 Weigh = Literal["tokens", "rollouts"]
 Dropped = Literal["stale", "too_long"]

@@ -23,18 +23,18 @@ from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolRe
 from turngate import tasks
 from turngate.agents.install import Installed, ensure
 from turngate.agents.spec import AgentSpec, find
+from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.errors import ConfigError, TurngateError
-from turngate.rollout.client import GatewayClient, admin_key_given
-from turngate.rollout.one import Rollout
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import EndPolicy, Order, Outcome
 from turngate.rollout.plan import TIMEOUT_S
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend, Network
 from turngate.tasks.task import Task
-from turngate.trainers.openenv import training_trace
 from turngate.trainers.trl.thread import LoopThread, patiently
 from turngate.types import Json, Sampling
+from turngate.views.training_trace import training_trace
 
 _KNOWN = tuple(field.name for field in msgspec.structs.fields(Sampling))
 _OFF = {"top_k": -1}  # how others say that something is off which is 0 here

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from turngate.rollout.client import Unreachable
+from turngate.client.gateway import Unreachable
 
 T = TypeVar("T")
 _BACK_S = 40.0  # for a gateway that is being started again

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.errors import TurngateError
-from turngate.fence import Pause
-from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.gateway.fence import Pause
 from turngate.trainers.trl.thread import LoopThread, patiently
 
 log = logging.getLogger("turngate")

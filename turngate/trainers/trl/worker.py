@@ -21,16 +21,16 @@ from typing import Annotated
 
 import msgspec
 
+from turngate.client.feed import Delivery, Feed, FeedConfig
+from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.batch import Batch
-from turngate.rollout.client import GatewayClient, admin_key_given
+from turngate.rollout.connection import WayOut
 from turngate.rollout.ledger import Finished
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.wayout import WayOut
-from turngate.trainers.feed import Delivery, Feed, FeedConfig
-from turngate.trainers.trl.pace import Pace
 from turngate.trainers.trl.rows import Buffer, Dropped, RowName, Weigh, items
 from turngate.trainers.trl.thread import LoopThread, patiently
+from turngate.trainers.trl.throttle import Pace
 
 STATE = "turngate.json"  # in a checkpoint of TRL's, before anything else of it
 LAST = "trainer_state.json"  # of what a checkpoint needs, this is written last

@@ -27,19 +27,19 @@ from pydantic import Field, model_validator
 from turngate.agents.install import ensure
 from turngate.agents.launch import Limits as Told
 from turngate.agents.spec import find
+from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.common.aio import run_to_completion
 from turngate.errors import Boundary, TurngateError
-from turngate.rollout.client import GatewayClient, admin_key_given
-from turngate.rollout.one import Rollout
+from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome
-from turngate.rollout.wayout import WayOut
+from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Network
-from turngate.sandboxes.posix import to_the_end
 from turngate.tasks import Task, read
 from turngate.trainers.verifiers.gateway import gateway_url
 from turngate.trainers.verifiers.graft import graft, turns_of
 from turngate.types import Json, Sampling
-from turngate.viewed import read as read_view
+from turngate.views.trace import read as read_view
 
 GRADE = "grade"  # the name of the one reward
 _FETCH_S = 60.0
@@ -196,7 +196,7 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         try:
             outcome = await rollout.run()
         except asyncio.CancelledError:  # the run's deadline, or its end: what was recorded stays
-            await to_the_end(_grafted(ground.gateway, trace, rollout.outcome))
+            await run_to_completion(_grafted(ground.gateway, trace, rollout.outcome))
             raise
         await _grafted(ground.gateway, trace, outcome)
         _conclude(trace, outcome)

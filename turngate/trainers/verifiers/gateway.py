@@ -29,9 +29,9 @@ import msgspec
 import verifiers.v1 as vf
 from pydantic import Field
 
+from turngate.client.gateway import admin_key_given
+from turngate.common.aio import run_to_completion
 from turngate.errors import ConfigError
-from turngate.rollout.client import admin_key_given
-from turngate.sandboxes.posix import to_the_end
 from turngate.trainers.verifiers.graft import Turn, graft
 from turngate.types import Json, Sampling
 
@@ -236,9 +236,9 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             try:
                 result = await self._watched(running, way, rollouts, trace.id)
             except BaseException as error:
-                await to_the_end(self._over(rollouts, trace, runtime, error))
+                await run_to_completion(self._over(rollouts, trace, runtime, error))
                 raise
-            await to_the_end(self._over(rollouts, trace, runtime, None))
+            await run_to_completion(self._over(rollouts, trace, runtime, None))
             return result
 
     async def _watched(
@@ -254,12 +254,12 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             raise vf.TunnelError(watching.result())
         except asyncio.CancelledError:
             # First of all: what is being generated for nobody ends, and no call of a dying program becomes a turn.
-            await to_the_end(_within(_END_S, rollouts.cancel(rollout)))
+            await run_to_completion(_within(_END_S, rollouts.cancel(rollout)))
             raise
         finally:
             watching.cancel()
             program.cancel()
-            await to_the_end(_gathered(program, watching))
+            await run_to_completion(_gathered(program, watching))
 
     async def _way_is_lost(self, way: str) -> str:
         """Returns when the gateway has not answered there for too long. The address stays what the program was told."""

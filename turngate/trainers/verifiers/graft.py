@@ -15,7 +15,7 @@ import msgspec
 import verifiers.v1 as vf
 
 from turngate.types import Json
-from turngate.viewed import Viewed
+from turngate.views.trace import Viewed
 
 _FINISH = ("stop", "length", "tool_calls")
 

@@ -2,7 +2,7 @@
  * What the page asks the gateway: one function for each route of `/page/api`. Views call these; nothing else fetches. Who is not logged
  * in any more is told by `signedOut`, wherever that is noticed.
  *
- * The shapes of the answers are those of `turngate/server/page/`; where a view needs one it says which fields it reads.
+ * The shapes of the answers are those of `turngate/server/web/routes/`; where a view needs one it says which fields it reads.
  */
 
 const BASE = "/page/api";

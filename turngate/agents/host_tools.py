@@ -1,0 +1,131 @@
+"""Host tools as commands in a sandbox: for agents, and programs of theirs, that know a shell and nothing of HTTP.
+
+The rollout writes one script per tool into a folder of the PATH. It takes the arguments as a JSON object, as its one argument or on
+standard input, and prints the answer. It runs on whatever is there: Python, Node or curl. The key is read from a file by the
+script itself, so it is in no command line.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+import msgspec
+
+from turngate.agents.launch import OWN, Launch, LaunchFile
+from turngate.errors import AgentError
+from turngate.trace.host_tools import HostTool
+
+URL = "TURNGATE_TOOLS_URL"  # a name that no SDK reads: programs that the agent starts do not take it for their provider
+_WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+# -I: nothing of the folder that the agent works in is imported. No proxy: the relay is on this machine.
+_PYTHON = r"""
+import sys, urllib.error, urllib.request
+url, path = sys.argv[1:3]
+with open(path) as file:
+    key = file.read().strip()
+headers = {"content-type": "application/json", "authorization": "Bearer " + key}
+asked = urllib.request.Request(url, sys.stdin.buffer.read(), headers, method="POST")
+try:
+    answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked)
+except urllib.error.HTTPError as error:
+    sys.stderr.buffer.write(error.read() + b"\n")
+    sys.exit(1)
+except OSError as error:
+    sys.exit("the gateway cannot be reached: %s" % error)
+sys.stdout.buffer.write(answer.read() + b"\n")
+"""
+_NODE = r"""
+const fs = require("fs");
+const [url, path] = process.argv.slice(1);
+const body = fs.readFileSync(0);
+const headers = {
+  "content-type": "application/json",
+  "content-length": body.length,
+  authorization: "Bearer " + fs.readFileSync(path, "utf8").trim(),
+};
+const sent = require(url.startsWith("https:") ? "https" : "http").request(url, {method: "POST", headers}, (answer) => {
+  const parts = [];
+  answer.on("data", (part) => parts.push(part));
+  answer.on("end", () => {
+    const fine = answer.statusCode < 300;
+    (fine ? process.stdout : process.stderr).write(Buffer.concat([...parts, Buffer.from("\n")]));
+    process.exitCode = fine ? 0 : 1;
+  });
+});
+sent.on("error", (error) => { console.error("the gateway cannot be reached: " + error.message); process.exitCode = 1; });
+sent.end(body);
+"""
+# The header comes to curl on its standard input, from a builtin of the shell.
+_CURL = r"""
+  folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT || exit 1
+  printf '%s' "$body" > "$folder/body"
+  status=$(printf 'header = "Authorization: Bearer %s"\n' "$(cat "$key_file")" | curl --config - --silent --show-error \
+    --noproxy '*' --header 'content-type: application/json' --data-binary "@$folder/body" --output "$folder/answer" \
+    --write-out '%{http_code}' "$url") || exit 1
+  case $status in
+    2*) cat "$folder/answer"; echo ;;
+    *) cat "$folder/answer" >&2; echo >&2; exit 1 ;;
+  esac
+"""
+
+
+def shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
+    """A POSIX shell script that calls `tool`. `base_url_var`: the variable that names the gateway as the sandbox sees it;
+    `key_file`: a file of mode 0600 with the session's secret."""
+    if not _VARIABLE.fullmatch(base_url_var):
+        raise AgentError(f"{base_url_var!r} cannot be the name of an environment variable")
+    schema = msgspec.json.format(msgspec.json.encode(tool.schema), indent=2).decode()
+    usage = f"usage: {tool.name} '{{…}}'\n{tool.description}\n\nThe arguments, a JSON object:\n{schema}"
+    return f"""#!/bin/sh
+case ${{1-}} in -h|--help) printf '%s\\n' {shlex.quote(usage)}; exit 0 ;; esac
+if [ $# -gt 1 ]; then echo {shlex.quote(f"{tool.name}: give one JSON object, in quotes; see --help")} >&2; exit 2; fi
+base=${{{base_url_var}-}}
+if [ -z "$base" ]; then echo {shlex.quote(f"{tool.name}: {base_url_var} is not set")} >&2; exit 2; fi
+base=${{base%/}}; base=${{base%/v1}}
+url="$base/v1/tools/{tool.name}"
+key_file={shlex.quote(key_file)}
+if [ $# -eq 1 ]; then body=$1; else body=$(cat); fi
+if python3 -I -c '' 2>/dev/null; then
+  printf '%s' "$body" | python3 -I -c {shlex.quote(_PYTHON)} "$url" "$key_file"
+elif command -v node >/dev/null 2>&1; then
+  printf '%s' "$body" | node -e {shlex.quote(_NODE)} "$url" "$key_file"
+elif command -v curl >/dev/null 2>&1; then{_CURL}else
+  echo {shlex.quote(f"{tool.name}: needs python3, node or curl")} >&2
+  exit 2
+fi
+"""
+
+
+def equipped(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
+    """The same run, with a command for each tool in its PATH."""
+    if not tools:
+        return launch
+    key_file, folder = f"{home}/{OWN}/key", f"{home}/{OWN}/bin"
+    files = [LaunchFile(f"{folder}/{tool.name}", shim(tool, URL, key_file).encode(), 0o755) for tool in tools]
+    return msgspec.structs.replace(
+        launch,
+        files=(*launch.files, LaunchFile(key_file, api_key.encode(), 0o600), *files),
+        env={**launch.env, URL: base_url},
+        command=("/bin/sh", "-c", _WITH_PATH, folder, *launch.command),
+    )
+
+
+def described(instruction: str, tools: Sequence[HostTool]) -> str:
+    """What is asked, and the commands that there are for it."""
+    if not tools:
+        return instruction
+    lines = [
+        f"- `{tool.name} '{{…}}'`: {tool.description} Its one argument is a JSON object of this schema: "
+        + msgspec.json.encode(tool.schema).decode()
+        for tool in tools
+    ]
+    return (
+        f"{instruction.rstrip()}\n\nBeside the usual ones there are these commands in your shell:\n"
+        + "\n".join(lines)
+        + "\n"
+    )

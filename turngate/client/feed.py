@@ -1,0 +1,439 @@
+"""A trainer's end of a feed: deliveries as they are completed, each once, as numpy rows.
+
+    async with GatewayClient(url, key) as gateway, await Feed.open(gateway, "math", FeedConfig(n=8)) as feed:
+        async for delivery in feed:
+            train(delivery.rows())
+            save_checkpoint(delivery.number)
+            await feed.commit(delivery.number)
+
+    with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # the same, for a plain thread
+        for delivery in feed: …
+
+A trainer that is started again goes on past the number it committed, or past the one that its own checkpoint has (`after=`, with the feed's
+`mark=`: a number of a feed that was deleted means nothing in the one that has its name since, and is refused: `OtherFeed`). Restarts
+of the gateway are waited out. A second trainer that opens the same feed takes it over, and the first one is told so: `TakenOver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.errors import TurngateError
+from turngate.gateway.feeds import LONGEST_WAIT_S, FeedConfig, WireDelivery, WireRolled, WireRow, check_name
+from turngate.store.outcome import Class
+from turngate.trace.sample import Span as RowSpan
+from turngate.types import Ids, Json, Logprobs, type_of_ids, type_of_logprobs
+
+__all__ = [
+    "BlockingFeed",
+    "Damaged",
+    "Delivery",
+    "Feed",
+    "FeedConfig",
+    "OtherFeed",
+    "Rolled",
+    "Row",
+    "RowSpan",
+    "TakenOver",
+]
+
+T = TypeVar("T")
+log = logging.getLogger("turngate")
+_WAIT_S = 30  # that one question waits for an answer at the gateway
+_BACK_OFF_S = (0.1, 0.5, 2.0)  # while it does not answer
+_BACK_S = 60.0  # for a gateway that is being started again, where somebody waits to go on
+_delivery = msgspec.msgpack.Decoder(WireDelivery)
+
+
+class TakenOver(TurngateError):
+    """Somebody else reads this feed now, or has deleted it. What this trainer has not committed, the other one trains."""
+
+    status = 409
+    kind = "feed_taken_over"
+
+
+class OtherFeed(TurngateError):
+    """The feed of that name is not the one that the checkpoint is of: its numbers count other rollouts."""
+
+    status = 409
+    kind = "feed_is_another"
+
+
+class Damaged(TurngateError):
+    """What came over the wire is not a row that could be trained."""
+
+    kind = "delivery_damaged"
+
+
+class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """One training row. `logprobs` is NaN where nothing was sampled; never where `mask` is set."""
+
+    ids: Ids
+    mask: np.ndarray  # bool: the tokens that are trained
+    logprobs: Logprobs
+    spans: tuple[RowSpan, ...]  # its turns
+    branch: int
+    weight: float  # 1/K where its rollout has K rows
+    advantage: float  # of its rollout
+
+
+class Rolled(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """One rollout of a delivery. It has rows only if it is trained."""
+
+    session: str
+    task: str
+    attempt: int
+    kind: Class
+    reward: float | None
+    resolved: bool | None
+    advantage: float | None  # None: it is not trained
+    excluded: str  # why not; empty if it is
+    truncated: bool  # a limit or its time cut it short
+    timed_out: bool
+    rows: tuple[Row, ...]
+    turns: int
+    sampled_tokens: int
+    data: Json  # of its outcome: the runner's own
+
+
+class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """One complete group."""
+
+    number: int
+    group: str
+    task: str
+    version: int  # of the policy, when it was handed out
+    rollouts: tuple[Rolled, ...]
+
+    def rows(self) -> list[Row]:
+        """Of all rollouts that are trained."""
+        return [row for rolled in self.rollouts for row in rolled.rows]
+
+
+class Feed(AbstractAsyncContextManager["Feed"]):
+    """Made by `open`. An iterator over deliveries that waits for more. For one task at a time."""
+
+    def __init__(
+        self,
+        gateway: GatewayClient,
+        name: str,
+        config: FeedConfig,
+        mark: str,
+        reader: str,
+        committed: int,
+        after: int,
+        limit: int,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.mark = mark  # of this very feed, whatever is opened under its name later; for the trainer's checkpoint
+        self.committed = committed
+        self._gateway = gateway
+        self._reader = reader
+        self._after = after
+        self._limit = limit
+        self._ready: deque[Delivery] = deque()
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        gateway: GatewayClient,
+        name: str,
+        config: FeedConfig,
+        *,
+        after: int | None = None,
+        mark: str = "",
+        limit: int = 1,
+    ) -> Feed:
+        """Open the feed, or find it, and become its reader.
+
+        `after`: the number in the trainer's own checkpoint; None: what was committed. `mark`: the feed's mark there; empty: any feed of
+        that name will do. `limit`: deliveries that are fetched at once. Their
+        staleness is judged when they are fetched, so one that lies around here meanwhile may be older than the feed allows.
+        """
+        check_name(name)
+        if after is not None and after < 0:
+            raise ValueError(f"after: {after} is no number of a delivery")
+        if mark:  # before one is made in its place
+            try:
+                found = (await _answered(lambda: gateway.show_feed(name))).mark
+            except TakenOver:
+                found = ""
+            _check_mark(name, mark, found)
+        present = (await _patiently(lambda: gateway.open_feed(name, config))).mark
+        _check_mark(name, mark or present, present)
+        reader = await _answered(lambda: gateway.read_feed(name))
+        view = await _answered(lambda: gateway.show_feed(name))
+        _check_mark(name, present, view.mark)
+        after = view.committed if after is None else after
+        return cls(gateway, name, config, present, reader, view.committed, after, limit)
+
+    async def __aenter__(self) -> Feed:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+
+    def __aiter__(self) -> AsyncIterator[Delivery]:
+        return self._forever()
+
+    async def _forever(self) -> AsyncIterator[Delivery]:
+        while not self._closed:
+            if (delivery := await self.next(_WAIT_S)) is not None:
+                yield delivery
+
+    async def next(self, timeout_s: float) -> Delivery | None:
+        """The next delivery; None if there is none within so many seconds. Being cancelled loses none."""
+        end = time.monotonic() + timeout_s
+        tries = 0
+        while not self._ready:
+            left = max(0.0, end - time.monotonic())
+            try:
+                await self._fetch(min(left, _WAIT_S, LONGEST_WAIT_S))
+                tries = 0
+            except Unreachable:
+                await asyncio.sleep(min(left, _BACK_OFF_S[min(tries, len(_BACK_OFF_S) - 1)]))
+                tries += 1
+            if not self._ready and time.monotonic() >= end:
+                return None
+        return self._ready.popleft()
+
+    async def commit(self, number: int) -> None:
+        """All up to a number is in this trainer's checkpoint: no reader starts before it again. As often as one likes."""
+        told = await _answered(lambda: self._gateway.commit_feed(self.name, self._reader, number))
+        self.committed = max(self.committed, told)
+
+    async def _fetch(self, wait_s: float) -> None:
+        page = await _asked(
+            self._gateway.feed_page(self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit)
+        )
+        self.committed = max(self.committed, page.committed)
+        found = [_read(_delivery.decode(raw)) for raw in page.deliveries]
+        for expected, delivery in enumerate(found, self._after + 1):
+            if delivery.number != expected:
+                raise Damaged(f"feed {self.name}: delivery {delivery.number} came where {expected} was due")
+        self._ready.extend(found)
+        self._after += len(found)
+
+
+def _check_mark(name: str, wanted: str, found: str) -> None:
+    if wanted != found:
+        was = "was deleted" if not found else "was deleted, or is of another data folder, and another one has its name"
+        raise OtherFeed(
+            f"feed {name}: the one that this number is of (mark {wanted}) {was}; begin anew, or with the mark and number of this one"
+        )
+
+
+async def _answered(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    return await _patiently(lambda: _asked(ask()))
+
+
+async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """A gateway that is being started again is waited for. Only for what may be asked twice."""
+    began = time.monotonic()
+    told = False
+    while True:
+        try:
+            return await ask()
+        except Unreachable as error:
+            if time.monotonic() > began + _BACK_S:
+                raise
+            if not told:
+                log.warning("%s; it is waited for, %.0f s at most", error.message, _BACK_S)
+            told = True
+            await asyncio.sleep(_BACK_OFF_S[1])
+
+
+async def _asked(answer: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await answer
+    except Refused as refused:
+        if refused.answered == 404 or (refused.answered == 409 and refused.param == "reader"):
+            raise TakenOver(refused.message) from None
+        raise
+
+
+class BlockingFeed(AbstractContextManager["BlockingFeed"]):
+    """The same for a plain thread. Its connection lives in a thread of its own; Ctrl-C while it waits loses nothing."""
+
+    def __init__(
+        self,
+        url: str,
+        admin_key: str,
+        name: str,
+        config: FeedConfig,
+        *,
+        after: int | None = None,
+        mark: str = "",
+        limit: int = 1,
+    ) -> None:
+        self._url, self._key = url, admin_key
+        self._name, self._config, self._from, self._known, self._limit = name, config, after, mark, limit
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"turngate-feed-{name}", daemon=True)
+        self._gateway: GatewayClient | None = None
+        self._feed: Feed | None = None
+        # What was asked for and not yet given: an interrupted wait goes on with it, so that its delivery is not lost.
+        self._asked: concurrent.futures.Future[Delivery | None] | None = None
+
+    @property
+    def committed(self) -> int:
+        return self._opened.committed
+
+    @property
+    def mark(self) -> str:
+        return self._opened.mark
+
+    def __enter__(self) -> BlockingFeed:
+        self._thread.start()
+        try:
+            self._feed = self._run(self._open())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Delivery]:
+        """For as long as it is open."""
+        while not self._loop.is_closed():
+            if (delivery := self.next(_WAIT_S)) is not None:
+                yield delivery
+
+    def next(self, timeout_s: float) -> Delivery | None:
+        """The next delivery; None if there is none within so many seconds."""
+        if self._asked is None:
+            self._asked = asyncio.run_coroutine_threadsafe(self._opened.next(timeout_s), self._loop)
+        try:
+            found = self._asked.result()
+        except KeyboardInterrupt:
+            raise  # it is still asked for, by whoever comes next
+        except BaseException:
+            self._asked = None
+            raise
+        self._asked = None
+        return found
+
+    def commit(self, number: int) -> None:
+        self._run(self._opened.commit(number))
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        try:
+            if self._thread.is_alive():
+                self._run(self._end())
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+        finally:
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    @property
+    def _opened(self) -> Feed:
+        if self._feed is None or self._loop.is_closed():
+            raise RuntimeError("the feed is not open: use it in a `with` block")
+        return self._feed
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _open(self) -> Feed:
+        self._gateway = await GatewayClient(self._url, self._key).__aenter__()
+        return await Feed.open(
+            self._gateway, self._name, self._config, after=self._from, mark=self._known, limit=self._limit
+        )
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._gateway is not None:
+            await self._gateway.__aexit__(None, None, None)
+
+
+def _read(wire: WireDelivery) -> Delivery:
+    return Delivery(
+        number=wire.number,
+        group=wire.group,
+        task=wire.task,
+        version=wire.version,
+        rollouts=tuple(_rolled(rolled) for rolled in wire.rollouts),
+    )
+
+
+def _rolled(wire: WireRolled) -> Rolled:
+    if wire.rows and wire.advantage is None:
+        raise Damaged(f"session {wire.session}: has rows, but no advantage")
+    return Rolled(
+        session=wire.session,
+        task=wire.task,
+        attempt=wire.attempt,
+        kind=wire.kind,
+        reward=wire.reward,
+        resolved=wire.resolved,
+        advantage=wire.advantage,
+        excluded=wire.excluded,
+        truncated=wire.truncated,
+        timed_out=wire.timed_out,
+        rows=tuple(_row(row, wire) for row in wire.rows),
+        turns=wire.turns,
+        sampled_tokens=wire.sampled_tokens,
+        data=msgspec.json.decode(wire.data),
+    )
+
+
+def _row(wire: WireRow, rolled: WireRolled) -> Row:
+    """Checked: a trainer that takes it need not."""
+    where = f"session {rolled.session}, branch {wire.branch}"
+    ids = np.frombuffer(wire.ids, "<i4").astype(type_of_ids)
+    if len(wire.mask) != -(-len(ids) // 8):
+        raise Damaged(f"{where}: {len(wire.mask)} bytes of mask for {len(ids)} tokens")
+    mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
+    sampled = np.frombuffer(wire.logprobs, "<f4")
+    if len(sampled) != sum(span.end - span.start for span in wire.spans):
+        raise Damaged(f"{where}: {len(sampled)} log-probabilities for spans of another length")
+    logprobs = np.full(len(ids), np.nan, type_of_logprobs)
+    trained = np.zeros(len(ids), np.bool_)
+    at = 0
+    for span in wire.spans:
+        if not 0 <= span.start <= span.end <= len(ids):
+            raise Damaged(f"{where}: a turn from {span.start} to {span.end} in a row of {len(ids)} tokens")
+        logprobs[span.start : span.end] = sampled[at : at + span.end - span.start]
+        trained[span.start : span.end] = span.trained
+        at += span.end - span.start
+    if not np.array_equal(mask, trained):
+        raise Damaged(f"{where}: its mask is not that of its turns")
+    if not np.isfinite(logprobs[mask]).all():
+        raise Damaged(f"{where}: a token that is to be trained has no log-probability")
+    assert rolled.advantage is not None
+    return Row(
+        ids=ids,
+        mask=mask,
+        logprobs=logprobs,
+        spans=wire.spans,
+        branch=wire.branch,
+        weight=wire.weight,
+        advantage=rolled.advantage,
+    )

@@ -1,0 +1,173 @@
+"""The gate of a gateway in another process: the same calls, taken and answered over HTTP.
+
+    async with GatewayClient(url, key) as client, RemoteGate(client) as gate:
+        async for call in gate:
+            await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
+
+A call that was taken is leased, and the lease is renewed for as long as the gate is open and its event loop runs; if the process dies, its
+calls go to somebody else. So sample in a thread (`asyncio.to_thread`), or take a lease that outlasts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, suppress
+from urllib.parse import quote
+
+import numpy as np
+
+from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.engines.gate_call import Asked, End, Fault, GateCall
+from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError
+from turngate.server.gate import Answer, Failed, Handed, Leased, Renew, Renewed, Take, Taken
+from turngate.types import Ids, Logprobs, type_of_ids
+
+log = logging.getLogger("turngate")
+_MEANS: dict[int, type[TurngateError]] = {400: BadRequest, 404: NotFound, 409: Conflict, 410: Gone, 413: BadRequest}
+_POLL_S = 20.0
+_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # before each try while the gateway is not there
+
+
+class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
+    """`lease_s`: how soon others get the calls of a trainer that died. Calls are renewed three times in that."""
+
+    def __init__(self, client: GatewayClient, *, lease_s: float = 60.0) -> None:
+        self._client = client
+        self._lease_s = lease_s
+        self._mine: dict[str, GateCall] = {}
+        self._renewing: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+
+    async def __aenter__(self) -> RemoteGate:
+        self._renewing = asyncio.create_task(self._renew())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Calls that were taken and not answered are given back."""
+        self._closed.set()
+        if self._renewing is not None:
+            self._renewing.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._renewing
+        for call in list(self._mine.values()):
+            with suppress(TurngateError):  # it is over, or its lease will run out
+                await call.__aexit__()
+
+    def __aiter__(self) -> AsyncIterator[GateCall]:
+        return self._each()
+
+    async def _each(self) -> AsyncIterator[GateCall]:
+        while found := await self.take():
+            yield found[0]
+
+    async def take(self, limit: int = 1, *, wait_s: float | None = None) -> list[GateCall]:
+        """The oldest calls, at least one and at most `limit`; none only when `wait_s` is over.
+
+        A gateway that is not there is waited for, unless it refuses: a wrong key, or an engine that is no gate.
+        """
+        loop = asyncio.get_running_loop()
+        end = None if wait_s is None else loop.time() + wait_s
+        tries = 0
+        while not self._closed.is_set():
+            left = _POLL_S if end is None else max(0.0, min(_POLL_S, end - loop.time()))
+            try:
+                wanted = Take(limit, left, self._lease_s)
+                taken = await self._client.packed("/admin/gate/take", wanted, Taken, left + 30)
+                tries = 0
+                if taken.calls:
+                    return [self._call(handed) for handed in taken.calls]
+            except Refused as refused:
+                if refused.answered == 404:
+                    raise ConfigError(
+                        f"gateway: {self._client.url} answers its calls itself; start it with --engine gate (docs/gate.md)",
+                        param="gateway",
+                    ) from None
+                raise
+            except Unreachable:
+                pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
+                tries += 1
+                await asyncio.sleep(pause)
+            if end is not None and loop.time() >= end:
+                return []
+        return []
+
+    def _call(self, handed: Handed) -> GateCall:
+        prompt = np.frombuffer(handed.prompt, "<i4").astype(type_of_ids)
+        asked = Asked(
+            session=handed.session,
+            prompt=prompt,
+            max_tokens=handed.max_tokens,
+            sampling=handed.sampling,
+            stop=handed.stop,
+            stop_ids=handed.stop_ids,
+            constraint=handed.constraint,
+            stream=handed.stream,
+            version=handed.version,
+        )
+        call = self._mine[handed.id] = GateCall(self, handed.id, handed.lease, asked)
+        return call
+
+    # ── a desk: what a call is answered with ────────────────────────────────────────────────────────────────────
+
+    async def piece(
+        self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: End | None, version: int | None
+    ) -> None:
+        scores = None if logprobs is None else logprobs.astype("<f4").tobytes()
+        given = Answer(
+            lease=call.lease,
+            ids=ids.astype("<i4").tobytes(),
+            logprobs=scores,
+            at=call.sent,
+            finish=finish,
+            version=version,
+        )
+        await self._tell(call, "answer", given)
+        if finish is not None:
+            self._mine.pop(call.id, None)
+
+    async def fail(self, call: GateCall, message: str, fault: Fault) -> None:
+        await self._tell(call, "fail", Failed(call.lease, message, fault))
+        self._mine.pop(call.id, None)
+
+    async def give_back(self, call: GateCall) -> None:
+        await self._tell(call, "give_back", Leased(call.lease))
+        self._mine.pop(call.id, None)
+
+    async def _tell(self, call: GateCall, verb: str, sent: object) -> None:
+        """Again where no receipt came: the gateway knows a piece that it has."""
+        path = f"/admin/gate/calls/{quote(call.id, safe='')}/{verb}"
+        lost = False  # a receipt
+        for pause in (*_PAUSES_S, None):
+            try:
+                await self._client.packed(path, sent, dict)
+                return
+            except Unreachable:
+                if pause is None:
+                    raise
+                lost = True
+                await asyncio.sleep(pause)
+            except Refused as error:
+                if lost and verb != "answer" and error.answered == 409:
+                    return  # it was done the first time
+                if error.answered != 400:  # what was wrong can be put right; all else is the end of it
+                    self._mine.pop(call.id, None)
+                if error.answered in _MEANS:
+                    raise _MEANS[error.answered](error.message) from None
+                raise
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            if not self._mine:
+                continue
+            leases = {call.id: call.lease for call in self._mine.values()}
+            try:
+                told = await self._client.packed("/admin/gate/renew", Renew(leases), Renewed, self._lease_s)
+            except TurngateError as error:
+                log.warning("the leases of %d calls could not be renewed: %s", len(leases), error.message)
+                continue
+            for call_id, why in told.over.items():
+                if (call := self._mine.pop(call_id, None)) is not None and not call.over:
+                    call.gone = why

@@ -1,0 +1,460 @@
+"""Observe mode: calls relayed to an endpoint of Anthropic's Messages API, `/v1/messages`.
+
+A call that came as `messages` goes on as it is; any other is written down anew. The endpoint tells no token ids, so what is
+recorded is text. The key is in the `x-api-key` header of this file's client, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from turngate.engines.base import Health, RelayChunk, RelayRequest
+from turngate.engines.http import Client
+from turngate.engines.observe.relay import StreamingRelay
+from turngate.engines.observe.translate import (
+    Said,
+    Written,
+    allowed,
+    arguments,
+    conversation,
+    effort,
+    fields,
+    kept,
+    offered,
+    opening,
+    pinned,
+    thinking,
+    unsayable,
+    wished,
+)
+from turngate.errors import BadRequest, EngineError, EngineRejected
+from turngate.types import CallDelta, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
+
+VERSION = "2023-06-01"
+# The API wants a bound on the answer; an agent of another dialect need not give one. Models that can do less say so.
+MAX_TOKENS = 32_000
+FEWER_TOKENS = 4096
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "max"}
+_FINISH: dict[str, Finish] = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "refusal": "stop",
+}
+# This API has two kinds of seal, an agent's `thinking` block only one place: so thinking that is hidden altogether is marked.
+_REDACTED = "redacted_thinking:"
+
+
+class _Block(msgspec.Struct):
+    """A content block as it begins."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    data: str = ""
+    id: str = ""
+    name: str = ""
+    input: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _StopDetails(msgspec.Struct):
+    explanation: str | None = None
+
+
+class _Delta(msgspec.Struct):
+    """What is added to a block, or said of the whole message."""
+
+    type: str = ""
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    partial_json: str = ""
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    stop_details: _StopDetails | None = None
+
+
+class _OutputDetails(msgspec.Struct):
+    thinking_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    output_tokens_details: _OutputDetails | None = None
+
+
+class _Message(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    message: _Message | None = None
+    index: int = 0
+    content_block: _Block | None = None
+    delta: _Delta | None = None
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _Count(msgspec.Struct):
+    input_tokens: int
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class AnthropicRelay(StreamingRelay):
+    """One endpoint. `url` is its base as Anthropic's SDKs take it: without `/v1`, though one that has it is understood."""
+
+    dialect = "messages"
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        name: str = "anthropic",
+        connect_s: float = 10.0,
+        silence_s: float | None = None,
+    ) -> None:
+        self.name = name
+        headers = {"anthropic-version": VERSION, **({"x-api-key": key} if key else {})}
+        root = url.rstrip("/").removesuffix("/v1")
+        super().__init__(Client(name, root, key=key, headers=headers, connect_s=connect_s, silence_s=silence_s))
+
+    def __repr__(self) -> str:
+        return f"AnthropicRelay({self._client.url!r})"
+
+    async def health(self) -> list[Health]:
+        return await self._probe("/v1/models")
+
+    async def count(self, request: RelayRequest) -> int:
+        if request.call.dialect == self.dialect:
+            body: dict[str, Any] = {**fields("the body", request.call.body)}
+            if request.model:
+                body["model"] = request.model
+        else:
+            written = _translated(request, frozenset()).body
+            body = {name: written[name] for name in ("model", "system", "messages", "tools") if name in written}
+        return (await self._ask("/v1/messages/count_tokens", body, _Count, request)).input_tokens
+
+    def _path(self, request: RelayRequest) -> str:
+        return "/v1/messages"
+
+    def _write(self, request: RelayRequest, without: frozenset[str]) -> Written:
+        if request.call.dialect == self.dialect:
+            return Written(_laid_over(request))
+        return _translated(request, without)
+
+    def _answer(self, request: RelayRequest) -> _Answer:
+        return _Answer(self._client, keeps=request.call.dialect != self.dialect)
+
+
+def _laid_over(request: RelayRequest) -> dict[str, Any]:
+    """The agent's body with the gateway's model, limit and sampling over it. All else stays as it is."""
+    laid: dict[str, Any] = {**fields("the body", request.call.body), "stream": True}
+    if request.model:
+        laid["model"] = request.model
+    if request.max_tokens is not None:
+        laid["max_tokens"] = request.max_tokens
+    if request.sampling is not None:
+        for name in _SAMPLING:
+            laid.pop(name, None)
+        laid.update(pinned("anthropic", request.sampling, _SAMPLING))  # left out is neutral here
+    if _REDACTED.encode() in request.call.body:
+        laid["messages"] = [_unmarked(message) for message in msgspec.json.decode(laid["messages"])]
+    return laid
+
+
+def _unmarked(message: Json) -> Json:
+    """With the blocks that the endpoint knows for those that were handed out in their place."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": [_unmarked_block(block) for block in message["content"]]}
+
+
+def _unmarked_block(block: Json) -> Json:
+    match block:
+        case {"type": "thinking", "signature": str(seal)} if seal.startswith(_REDACTED):
+            return {"type": "redacted_thinking", "data": seal.removeprefix(_REDACTED)}
+        case _:
+            return block
+
+
+# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+
+
+def _translated(request: RelayRequest, without: frozenset[str]) -> Written:
+    call = request.call
+    system, rest = opening(conversation(request))
+    tools = offered(call)
+    body: dict[str, Any] = {"model": request.model or call.model, "stream": True}
+    loose: dict[str, tuple[str, ...]] = {}
+    lost: list[str] = []
+    body["max_tokens"] = request.max_tokens
+    if request.max_tokens is None:
+        loose["max_tokens"] = ("max_tokens",)
+        body["max_tokens"] = FEWER_TOKENS if "max_tokens" in without else MAX_TOKENS
+    if "cache_control" not in without:  # an agent of another dialect counts on a provider that caches by itself
+        loose["cache_control"] = ("cache_control",)
+        body["cache_control"] = {"type": "ephemeral"}
+    if system:
+        body["system"] = system
+    body["messages"] = _messages(rest, "system" in without, lost)
+    if any(one.message.role == "system" for one in rest):
+        loose["system"] = ("role",)
+    if call.stop:
+        body["stop_sequences"] = list(call.stop)
+    if tools:
+        body["tools"] = [_tool(tool) for tool in tools]
+        body |= _choice(call.constraint, tools, parallel=call.parallel_tool_calls)
+    body |= _thinking(request, without, loose, lost)
+    if request.sampling is not None:
+        body |= pinned("anthropic", request.sampling, _SAMPLING)
+    else:
+        drawn, unsaid = wished(call, _SAMPLING, without)
+        loose |= {name: (name,) for name in drawn}
+        lost += unsaid
+        body |= drawn
+    lost += unsayable(call)
+    return Written(body, loose, tuple(dict.fromkeys(lost)))
+
+
+def _messages(said: Sequence[Said], as_user: bool, lost: list[str]) -> list[Json]:
+    """Turn by turn. What a user says right after the results of tools is one message with them."""
+    messages: list[dict[str, Any]] = []
+    for one in said:
+        message = one.message
+        role, blocks = "user", []
+        match message.role:
+            case "assistant":
+                role, blocks = "assistant", _turn(one, lost)
+            case "tool":
+                result = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id)}
+                blocks = [{**result, "content": message.content} if message.content else result]
+            case "system" if not as_user:
+                role, blocks = "system", _text(message.content)
+            case "system":
+                lost.append("the role of later system messages")
+                blocks = _text(message.content)
+            case "user":
+                if message.name:
+                    lost.append("names of users")
+                blocks = _text(message.content)
+        if messages and messages[-1]["role"] == role == "user":
+            messages[-1]["content"] += blocks
+        elif blocks:
+            messages.append({"role": role, "content": blocks})
+    return messages
+
+
+def _turn(one: Said, lost: list[str]) -> list[Json]:
+    if one.turn is not None:
+        blocks: list[Json] = msgspec.json.decode(one.turn)
+        return blocks
+    if one.message.reasoning:
+        lost.append("reasoning of earlier turns")  # the API takes only what it has signed
+    calls = [
+        {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": arguments(call.arguments)}
+        for call in one.message.tool_calls
+    ]
+    return [*_text(one.message.content), *calls]
+
+
+def _text(text: str) -> list[Json]:
+    """Blank text is no text here: the API refuses it."""
+    return [{"type": "text", "text": text}] if text.strip() else []
+
+
+def _id(call_id: str) -> str:
+    """In the letters that the API allows."""
+    return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)
+
+
+def _tool(tool: Tool) -> Json:
+    function = tool.wire["function"]
+    wire = {"name": tool.name, "input_schema": function.get("parameters") or {"type": "object", "properties": {}}}
+    return wire if function.get("description") is None else {**wire, "description": function["description"]}
+
+
+def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: bool) -> dict[str, Json]:
+    choice: dict[str, Json] = {}
+    if constraint is not None and constraint.kind == "tool":
+        choice = {"type": "tool", "name": constraint.tool}
+    elif constraint is not None and constraint.kind == "tools":
+        if allowed(constraint, tools):
+            raise BadRequest("tool_choice: a choice among some of the tools cannot be said to this endpoint")
+        choice = {"type": "any"}
+    if not parallel:
+        choice = {"type": "auto", **choice, "disable_parallel_tool_use": True}
+    return {"tool_choice": choice} if choice else {}
+
+
+def _thinking(
+    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+) -> dict[str, Json]:
+    """How hard to think, and in what shape to answer: one field for both."""
+    said: dict[str, Json] = {}
+    config: dict[str, Json] = {}
+    constraint = request.call.constraint
+    if constraint is not None and constraint.kind == "json_schema":
+        config["format"] = {"type": "json_schema", "schema": constraint.schema}
+    elif constraint is not None and constraint.kind == "json_object":
+        raise BadRequest("response_format: this endpoint can be held to a JSON schema, but not to 'some JSON object'")
+    thinks, wanted = thinking(request.call), effort(request.call)
+    if thinks is not None:
+        loose["thinking"] = ("thinking", "adaptive")
+        if "thinking" not in without:
+            said["thinking"] = {"type": "adaptive", "display": "summarized"} if thinks else {"type": "disabled"}
+        elif not thinks:
+            lost.append("that it should not think")
+    if wanted and thinks:
+        loose["effort"] = ("effort",)
+        if "effort" not in without and wanted in _EFFORTS:
+            config["effort"] = _EFFORTS[wanted]
+        else:
+            lost.append("reasoning_effort")
+    return {**said, "output_config": config} if config else said
+
+
+# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Answer:
+    """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
+
+    def __init__(self, client: Client, *, keeps: bool) -> None:
+        self.finish: Finish | None = None
+        self._client = client
+        self._keeps = keeps
+        self._usage = _Usage()
+        self._blocks: list[dict[str, Any]] = []  # the turn in the endpoint's words
+        self._open: _Block | None = None
+        self._input: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._said = False
+        self._stopped_by = ""
+        self._fault = ""
+
+    def add(self, data: bytes) -> RelayChunk | None:
+        event = self._client.decode(_decode, data)
+        events: list[Delta | CallDelta] = []
+        match event.type:
+            case "message_start" if event.message is not None:
+                self._count(event.message.usage)
+            case "content_block_start" if event.content_block is not None:
+                events = self._begin(event.content_block)
+            case "content_block_delta" if event.delta is not None:
+                events = self._add(event.delta)
+            case "content_block_stop":
+                events = self._close()
+            case "message_delta":
+                self._count(event.usage)
+                self._end(event.delta or _Delta())
+            case "error":
+                raise self._client.failure_in_stream(event.error, default_status=500)
+        self._said = self._said or bool(events)
+        return RelayChunk(tuple(events)) if events else None
+
+    def end(self) -> RelayChunk:
+        if self._fault and not self._said:
+            raise EngineRejected(self._fault)
+        sealed = any(block["type"] in ("thinking", "redacted_thinking") for block in self._blocks)
+        return RelayChunk(
+            finish=self.finish,
+            usage=self._told(),
+            stopped_by=self._stopped_by,
+            fault=self._fault,
+            verbatim=kept(self._blocks, [call.id for call in self._calls]) if self._keeps and sealed else b"",
+        )
+
+    def _begin(self, block: _Block) -> list[Delta | CallDelta]:
+        self._open, self._input = block, []
+        match block.type:
+            case "text":
+                self._blocks.append({"type": "text", "text": ""})
+                return self._more("text", "content", block.text)
+            case "thinking":
+                self._blocks.append({"type": "thinking", "thinking": "", "signature": ""})
+                return self._more("thinking", "reasoning", block.thinking) + self._sealed(block.signature)
+            case "redacted_thinking":
+                self._blocks.append({"type": "redacted_thinking", "data": block.data})
+                return [] if self._keeps else [Delta("seal", _REDACTED + block.data)]
+            case "tool_use":
+                self._blocks.append({"type": "tool_use", "id": block.id, "name": block.name, "input": {}})
+                return []
+            case _:
+                raise EngineError(f"{self._client.engine} answered with a {block.type}, which cannot be passed on")
+
+    def _add(self, delta: _Delta) -> list[Delta | CallDelta]:
+        match delta.type:
+            case "text_delta":
+                return self._more("text", "content", delta.text)
+            case "thinking_delta":
+                return self._more("thinking", "reasoning", delta.thinking)
+            case "signature_delta":
+                return self._sealed(delta.signature)
+            case "input_json_delta":
+                self._input.append(delta.partial_json)
+        return []  # citations: what they say of the text, an agent can do without
+
+    def _more(self, field: str, kind: Any, text: str) -> list[Delta | CallDelta]:
+        if not text:
+            return []
+        self._blocks[-1][field] += text
+        return [Delta(kind, text)]
+
+    def _sealed(self, signature: str) -> list[Delta | CallDelta]:
+        if not signature:
+            return []
+        self._blocks[-1]["signature"] += signature
+        return [] if self._keeps else [Delta("seal", signature)]
+
+    def _close(self) -> list[Delta | CallDelta]:
+        block, self._open = self._open, None
+        if block is None or block.type != "tool_use":
+            return []
+        text = "".join(self._input) or bytes(block.input).decode()
+        call = ToolCall(block.id or f"toolu_{uuid.uuid4().hex[:24]}", block.name, text)
+        self._blocks[-1] |= {"id": call.id, "input": arguments(text)}
+        self._calls.append(call)
+        return [CallDelta(len(self._calls) - 1, call)]
+
+    def _end(self, delta: _Delta) -> None:
+        if delta.stop_reason is None:
+            return
+        if delta.stop_reason not in _FINISH:
+            raise EngineError(f"{self._client.engine} ended with {delta.stop_reason!r}, which cannot be passed on")
+        self.finish = _FINISH[delta.stop_reason]
+        self._stopped_by = delta.stop_sequence or ""
+        if delta.stop_reason == "refusal":
+            why = delta.stop_details.explanation if delta.stop_details is not None else None
+            self._fault = f"{self._client.engine} refused to answer" + (f": {why}" if why else "")
+
+    def _count(self, usage: _Usage | None) -> None:
+        """Later numbers are totals, and take the place of earlier ones."""
+        for name in _Usage.__struct_fields__ if usage is not None else ():
+            if (value := getattr(usage, name)) is not None:
+                setattr(self._usage, name, value)
+
+    def _told(self) -> Usage | None:
+        seen = self._usage
+        if seen.input_tokens is None and seen.output_tokens is None:
+            return None
+        cached = seen.cache_read_input_tokens or 0
+        prompt = (seen.input_tokens or 0) + (seen.cache_creation_input_tokens or 0) + cached
+        details = seen.output_tokens_details
+        return Usage(prompt, seen.output_tokens or 0, cached, (details.thinking_tokens if details else None) or 0)

@@ -1,0 +1,441 @@
+"""Observe mode: calls relayed to an endpoint of Google's Gemini API, `/v1beta/models/{model}:streamGenerateContent`.
+
+A call that came as `gemini` goes on as it is; any other is written down anew. What is recorded is text, and log-probabilities
+where they are asked for (`capture="logprobs"`), which few of its models give. The key is in the `x-goog-api-key` header of this
+file's client, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from turngate.engines.base import Health, RelayChunk, RelayRequest
+from turngate.engines.http import Client, happened, known
+from turngate.engines.observe.relay import StreamingRelay
+from turngate.engines.observe.translate import (
+    Said,
+    Written,
+    allowed,
+    arguments,
+    conversation,
+    effort,
+    fields,
+    kept,
+    offered,
+    opening,
+    pinned,
+    thinking,
+    unsayable,
+    wished,
+)
+from turngate.errors import EngineError, EngineRejected, EngineUnavailable
+from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, Sampling, Tool, ToolCall, Usage
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "topP",
+    "top_k": "topK",
+    "presence_penalty": "presencePenalty",
+    "frequency_penalty": "frequencyPenalty",
+    "seed": "seed",
+}
+_LEVELS = {"minimal": "MINIMAL", "low": "LOW", "medium": "MEDIUM", "high": "HIGH", "xhigh": "HIGH", "max": "HIGH"}
+_FINISH: dict[str, Finish] = {"STOP": "stop", "MAX_TOKENS": "length", "CONTINUATION": "length"}
+# Endings by which the provider keeps an answer back. All that is not here and above means that the model did not get along.
+_FILTERS = ("SAFETY", "RECITATION", "LANGUAGE", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
+# What this API takes for the signature of a call that it did not make itself.
+_UNSIGNED = "skip_thought_signature_validator"
+_SNAKE = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+class _Call(msgspec.Struct, rename="camel"):
+    name: str = ""
+    id: str | None = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+    will_continue: bool = False
+
+
+class _Part(msgspec.Struct, rename="camel"):
+    text: str | None = None
+    thought: bool = False
+    thought_signature: str | None = None
+    function_call: _Call | None = None
+    inline_data: msgspec.Raw = msgspec.Raw()
+    executable_code: msgspec.Raw = msgspec.Raw()
+    code_execution_result: msgspec.Raw = msgspec.Raw()
+    tool_call: msgspec.Raw = msgspec.Raw()
+
+
+class _Content(msgspec.Struct):
+    parts: list[_Part] | None = None
+
+
+class _Chosen(msgspec.Struct, rename="camel"):
+    log_probability: float | None = None
+
+
+class _Logprobs(msgspec.Struct, rename="camel"):
+    chosen_candidates: list[_Chosen] = []
+
+
+class _Candidate(msgspec.Struct, rename="camel"):
+    content: _Content | None = None
+    finish_reason: str | None = None
+    finish_message: str | None = None
+    index: int = 0
+    logprobs_result: _Logprobs | None = None
+
+
+class _Feedback(msgspec.Struct, rename="camel"):
+    block_reason: str | None = None
+    block_reason_message: str | None = None
+
+
+class _Usage(msgspec.Struct, rename="camel"):
+    prompt_token_count: int | None = None
+    tool_use_prompt_token_count: int | None = None
+    candidates_token_count: int | None = None
+    thoughts_token_count: int | None = None
+    cached_content_token_count: int | None = None
+
+
+class _Event(msgspec.Struct, rename="camel"):
+    candidates: list[_Candidate] | None = None
+    prompt_feedback: _Feedback | None = None
+    usage_metadata: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _Count(msgspec.Struct, rename="camel"):
+    total_tokens: int = 0
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class GeminiRelay(StreamingRelay):
+    """One endpoint. `url` is its base, with or without the API's version."""
+
+    dialect = "gemini"
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        capture: Capture | Literal["auto"] = "auto",
+        name: str = "gemini",
+        connect_s: float = 10.0,
+        silence_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self._logprobs = capture == "logprobs"
+        headers = {"x-goog-api-key": key} if key else {}
+        root = url.rstrip("/")
+        base = root if re.search(r"/v1(alpha|beta)?$", urlsplit(root).path) else f"{root}/v1beta"
+        super().__init__(Client(name, base, key=key, headers=headers, connect_s=connect_s, silence_s=silence_s))
+
+    def __repr__(self) -> str:
+        return f"GeminiRelay({self._client.url!r})"
+
+    async def health(self) -> list[Health]:
+        return await self._probe("/models?pageSize=1")
+
+    async def count(self, request: RelayRequest) -> int:
+        model = f"models/{_model(request)}"
+        body: dict[str, Any]
+        if request.call.dialect == self.dialect:
+            body = {**fields("the body", request.call.body)}
+            name = _named(body, "generateContentRequest")
+            if name in body:
+                body[name] = {**fields(name, body[name]), "model": model}
+        else:
+            written = _translated(request, frozenset(), logprobs=False).body
+            asked = {name: written[name] for name in ("systemInstruction", "contents", "tools") if name in written}
+            body = {"generateContentRequest": {"model": model, **asked}}
+        return (await self._ask(f"/models/{_model(request)}:countTokens", body, _Count, request)).total_tokens
+
+    def _path(self, request: RelayRequest) -> str:
+        return f"/models/{_model(request)}:streamGenerateContent?alt=sse"
+
+    def _write(self, request: RelayRequest, without: frozenset[str]) -> Written:
+        if request.call.dialect == self.dialect:
+            return Written(_laid_over(request, logprobs=self._logprobs))
+        return _translated(request, without, logprobs=self._logprobs)
+
+    def _answer(self, request: RelayRequest) -> _Answer:
+        return _Answer(self._client, keeps=request.call.dialect != self.dialect)
+
+
+def _model(request: RelayRequest) -> str:
+    """The model's name for a path: an agent may ask for whatever it likes, but not for another path."""
+    return quote((request.model or request.call.model).removeprefix("models/"), safe="")
+
+
+def _named(body: dict[str, Any], name: str) -> str:
+    """The spelling of a field that the agent used: both are allowed."""
+    snake = _SNAKE.sub("_", name).lower()
+    return snake if snake in body else name
+
+
+def _laid_over(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
+    """The agent's body with the gateway's limit, sampling and question over it. All else stays as it is."""
+    laid: dict[str, Any] = {**fields("the body", request.call.body)}
+    place = _named(laid, "generationConfig")
+    config: dict[str, Any] = {**fields(place, bytes(laid.get(place, b"null")))}
+    ours: dict[str, Json] = {}
+    if request.max_tokens is not None:
+        ours["maxOutputTokens"] = request.max_tokens
+    if request.sampling is not None:
+        for name in _SAMPLING.values():
+            config.pop(_named(config, name), None)
+        ours |= _pinned(request.sampling)
+    if logprobs:
+        ours["responseLogprobs"] = True
+    if ours:
+        laid[place] = config | {_named(config, name): value for name, value in ours.items()}
+    return laid
+
+
+def _pinned(sampling: Sampling) -> dict[str, Json]:
+    """Neutral values are said too: the models' own defaults are not neutral."""
+    return {"temperature": sampling.temperature, "topP": sampling.top_p, **pinned("gemini", sampling, _SAMPLING)}
+
+
+# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+
+
+def _translated(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> Written:
+    call = request.call
+    system, rest = opening(conversation(request))
+    tools = offered(call)
+    loose: dict[str, tuple[str, ...]] = {"signatures": ("thought_signature", "thought signature", "thoughtsignature")}
+    lost: list[str] = []
+    body: dict[str, Any] = {"contents": _contents(rest, "signatures" in without, lost)}
+    if system:
+        body["systemInstruction"] = {"parts": [{"text": system}]}
+    if tools:
+        body["tools"] = [{"functionDeclarations": [_declaration(tool) for tool in tools]}]
+        body |= _calling(call.constraint, tools)
+        if not call.parallel_tool_calls:
+            lost.append("parallel_tool_calls")
+    config: dict[str, Json] = {**_thinking(request, without, loose, lost), **_shape(call.constraint)}
+    if call.stop:
+        config["stopSequences"] = list(call.stop)
+    if request.max_tokens is not None:
+        config["maxOutputTokens"] = request.max_tokens
+    if request.sampling is not None:
+        config |= _pinned(request.sampling)
+    else:
+        drawn, unsaid = wished(call, _SAMPLING, without)
+        loose |= {name: (name, _SNAKE.sub("_", name).lower()) for name in drawn}
+        lost += unsaid
+        config |= drawn
+    if logprobs:
+        config["responseLogprobs"] = True
+    lost += unsayable(call, "thinking_budget")
+    return Written({**body, "generationConfig": config}, loose, tuple(dict.fromkeys(lost)))
+
+
+def _contents(said: Sequence[Said], unsigned: bool, lost: list[str]) -> list[Json]:
+    """Turn by turn. The results of one turn's calls have to stand together, and right after it."""
+    contents: list[dict[str, Any]] = []
+    answering = False
+    for one in said:
+        message = one.message
+        role, parts = "user", [{"text": message.content}] if message.content else []
+        match message.role:
+            case "assistant":
+                role, parts = "model", _turn(one, unsigned, lost)
+            case "tool":
+                parts = [_result(message.name, message.tool_call_id, message.content)]
+            case "system":
+                lost.append("the role of later system messages")
+            case "user" if message.name:
+                lost.append("names of users")
+        if message.role == "tool" and answering:
+            contents[-1]["parts"] += parts
+        elif parts:
+            contents.append({"role": role, "parts": parts})
+        answering = message.role == "tool"
+    return contents
+
+
+def _turn(one: Said, unsigned: bool, lost: list[str]) -> list[Json]:
+    if one.turn is not None:
+        own: list[Json] = msgspec.json.decode(one.turn)
+        return own
+    message = one.message
+    if message.reasoning:
+        lost.append("reasoning of earlier turns")  # the API takes only what it has signed
+    parts: list[Json] = [{"text": message.content}] if message.content else []
+    for n, call in enumerate(message.tool_calls):
+        part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": arguments(call.arguments)}}
+        parts.append({**part, "thoughtSignature": _UNSIGNED} if unsigned and n == 0 else part)
+    return parts
+
+
+def _result(name: str, call_id: str, text: str) -> Json:
+    answer: dict[str, Json] = {"name": name, "response": {"output": text}}
+    return {"functionResponse": {**answer, "id": call_id} if call_id else answer}
+
+
+def _declaration(tool: Tool) -> Json:
+    function = tool.wire["function"]
+    wire: dict[str, Json] = {"name": tool.name, "description": function.get("description") or ""}
+    parameters = function.get("parameters")
+    return wire if not parameters else {**wire, "parametersJsonSchema": parameters}
+
+
+def _calling(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
+    if constraint is None or constraint.kind not in ("tool", "tools"):
+        return {}
+    names = (constraint.tool,) if constraint.kind == "tool" else allowed(constraint, tools)
+    calling: dict[str, Json] = {"mode": "ANY", **({"allowedFunctionNames": list(names)} if names else {})}
+    return {"toolConfig": {"functionCallingConfig": calling}}
+
+
+def _shape(constraint: Constraint | None) -> dict[str, Json]:
+    if constraint is None or constraint.kind not in ("json_object", "json_schema"):
+        return {}
+    shape: dict[str, Json] = {"responseMimeType": "application/json"}
+    return shape if constraint.schema is None else {**shape, "responseJsonSchema": constraint.schema}
+
+
+def _thinking(
+    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+) -> dict[str, Json]:
+    """Thoughts are asked for wherever the model has some, since they are part of what is recorded."""
+    thinks, wanted = thinking(request.call), effort(request.call)
+    loose["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
+    loose["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")
+    budget = 0 if thinks is False else request.call.template_hints.get("thinking_budget")
+    if "thinking" in without:
+        lost += ["reasoning_effort"] if wanted else ["thinking_budget"] if budget is not None else []
+        return {}
+    config: dict[str, Json] = {"includeThoughts": True}
+    if budget is not None and not (wanted and thinks):
+        return {"thinkingConfig": {"thinkingBudget": budget, **(config if budget else {})}}
+    if wanted in _LEVELS and "thinkingLevel" not in without:
+        config["thinkingLevel"] = _LEVELS[wanted]
+    elif wanted:
+        lost.append("reasoning_effort")
+    return {"thinkingConfig": config}
+
+
+# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Answer:
+    """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
+
+    def __init__(self, client: Client, *, keeps: bool) -> None:
+        self.finish: Finish | None = None
+        self._client = client
+        self._keeps = keeps
+        self._usage: Usage | None = None
+        self._parts: list[dict[str, Any]] = []  # the turn in the endpoint's words
+        self._ids: list[str] = []  # of the calls, as the endpoint gave them, if it did
+        self._said = False
+        self._fault = ""
+
+    def add(self, data: bytes) -> RelayChunk | None:
+        event = self._client.decode(_decode, data)
+        if happened(event.error):
+            raise self._client.failure_in_stream(event.error, default_status=500)
+        if event.usage_metadata is not None:
+            self._usage = _usage(event.usage_metadata)
+        if event.prompt_feedback is not None and event.prompt_feedback.block_reason:
+            self._block(event.prompt_feedback)
+        candidate = next((one for one in event.candidates or () if one.index == 0), _Candidate())
+        content = candidate.content or _Content()
+        said = [event for part in content.parts or () for event in self._add(part)]
+        self._said = self._said or bool(said)
+        if candidate.finish_reason:
+            self._end(candidate)
+        tokens = candidate.logprobs_result.chosen_candidates if candidate.logprobs_result is not None else []
+        logprobs = known([token.log_probability for token in tokens])
+        return RelayChunk(tuple(said), logprobs=logprobs or None) if said or logprobs else None
+
+    def end(self) -> RelayChunk:
+        if self._fault and not self._said:
+            raise EngineRejected(self._fault)
+        sealed = any("thoughtSignature" in part for part in self._parts)
+        return RelayChunk(
+            finish="tool_calls" if self._ids and self.finish == "stop" else self.finish,
+            usage=self._usage,
+            fault=self._fault,
+            verbatim=kept(self._parts, self._ids) if self._keeps and sealed else b"",
+        )
+
+    def _add(self, part: _Part) -> list[Delta | CallDelta]:
+        foreign = (part.inline_data, part.executable_code, part.code_execution_result, part.tool_call)
+        if any(happened(value) for value in foreign) or (part.function_call and part.function_call.will_continue):
+            raise EngineError(
+                f"{self._client.engine} answered with more than text and calls, which cannot be passed on"
+            )
+        if part.function_call is not None:
+            return self._call(part.function_call, part.thought_signature or "")
+        said: list[Delta | CallDelta] = []
+        if part.text:
+            said.append(Delta("reasoning" if part.thought else "content", part.text))
+        if part.thought_signature and not self._keeps:
+            said.append(Delta("seal", part.thought_signature))
+        self._keep(part)
+        return said
+
+    def _keep(self, part: _Part) -> None:
+        """Thoughts are not wanted back, signatures are. Text that came in pieces is one part, up to where it is signed."""
+        if part.thought and not part.thought_signature:
+            return
+        text = "" if part.thought else part.text or ""
+        last = self._parts[-1] if self._parts else {}
+        if set(last) == {"text"}:
+            last["text"] += text
+        elif text or part.thought_signature:
+            self._parts.append({"text": text})
+        if part.thought_signature:
+            self._parts[-1]["thoughtSignature"] = part.thought_signature
+
+    def _call(self, call: _Call, signature: str) -> list[Delta | CallDelta]:
+        args = bytes(call.args).decode()
+        wire: dict[str, Any] = {"name": call.name, "args": msgspec.json.decode(call.args) or {}}
+        part: dict[str, Any] = {"functionCall": {**wire, "id": call.id} if call.id else wire}
+        self._parts.append({**part, "thoughtSignature": signature} if signature else part)
+        self._ids.append(call.id or "")
+        # An agent answers a call by its id, so one that came without gets one.
+        name = call.id or f"call_{uuid.uuid4().hex[:24]}"
+        seal = "" if self._keeps else signature
+        return [CallDelta(len(self._ids) - 1, ToolCall(name, call.name, "{}" if args == "null" else args, seal))]
+
+    def _block(self, feedback: _Feedback) -> None:
+        why = f": {feedback.block_reason_message}" if feedback.block_reason_message else ""
+        self.finish = "stop"
+        self._fault = f"{self._client.engine} blocked the prompt ({feedback.block_reason}){why}"
+
+    def _end(self, candidate: _Candidate) -> None:
+        reason = candidate.finish_reason or ""
+        why = f": {candidate.finish_message}" if candidate.finish_message else ""
+        if reason in _FINISH:
+            self.finish = _FINISH[reason]
+        elif reason in _FILTERS:
+            self.finish = "stop"
+            self._fault = f"{self._client.engine} kept its answer back ({reason}){why}"
+        else:
+            raise EngineUnavailable(f"{self._client.engine} gave this turn up ({reason}){why}")
+
+
+def _usage(usage: _Usage) -> Usage:
+    thoughts = usage.thoughts_token_count or 0
+    return Usage(
+        (usage.prompt_token_count or 0) + (usage.tool_use_prompt_token_count or 0),
+        (usage.candidates_token_count or 0) + thoughts,
+        usage.cached_content_token_count or 0,
+        thoughts,
+    )

@@ -1,0 +1,586 @@
+"""Observe mode: calls relayed to any OpenAI-compatible `/v1/chat/completions`.
+
+A call that came as `chat` goes on as it is; any other is written down anew. The endpoint renders and parses; what it can tell
+about tokens is recorded along. How much that is depends on the endpoint, so the relay asks for as much as it gives (`capture`):
+token ids and log-probabilities from a vLLM, log-probabilities from many, text from all. The provider's key is in the
+`Authorization` header of this file's client, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from turngate.engines.base import Health, RelayChunk, RelayRequest
+from turngate.engines.http import Client, Reply, happened, known, paired
+from turngate.engines.observe.relay import answered
+from turngate.engines.observe.translate import (
+    SHRINKS,
+    Said,
+    Unwanted,
+    Written,
+    allowed,
+    conversation,
+    effort,
+    fields,
+    fitting,
+    kept,
+    offered,
+    opening,
+    passed,
+    thinking,
+    unsayable,
+    wished,
+)
+from turngate.errors import ContextOverflow, EngineError, EngineRejected, NotFound, TurngateError
+from turngate.types import (
+    CallDelta,
+    Capture,
+    Constraint,
+    Delta,
+    Finish,
+    Json,
+    Message,
+    Sampling,
+    Tool,
+    ToolCall,
+    Usage,
+)
+
+_DIALECT = "chat"
+
+# What each level adds to the body. `tokens` is vLLM's; there, its own sampling fields are understood too.
+_ASKS: dict[Capture, dict[str, bool]] = {
+    "tokens": {"return_token_ids": True, "logprobs": True},
+    "logprobs": {"logprobs": True},
+    "text": {},
+}
+_LEVELS: tuple[Capture, ...] = ("text", "logprobs", "tokens")
+_STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
+_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens")
+_BEYOND_OPENAI = re.compile(r"return_token_ids|" + "|".join(_EXTENSIONS))
+# Fields of an agent's body that leave the drawing of tokens alone, or whose part in it is recorded: sampling and constraint. Servers
+# have many more (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and new ones with every version.
+_HARMLESS = frozenset((*_STANDARD, *_EXTENSIONS)) - {"min_tokens"} | {
+    *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "n"),
+    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "modalities", "logprobs", "top_logprobs"),
+    *("return_token_ids", "chat_template_kwargs", "reasoning_effort", "enable_thinking", "verbosity"),
+    *("include_reasoning", "user", "metadata", "store", "service_tier", "safety_identifier", "usage"),
+    *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "priority", "request_id", "session_id"),
+}
+_NOTHING = (b"null", b"{}", b"[]")
+_FINISH: dict[str, Finish] = {
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "abort": "abort",
+    "error": "abort",  # OpenRouter, of a provider behind it
+    "insufficient_system_resource": "abort",  # DeepSeek
+}
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    """A call, or a fragment of one. Fragments of the same call share an index; some providers leave it out."""
+
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct):
+    """A message, or what a stream event adds to it."""
+
+    content: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Position(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Position] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    message: _Message | None = None
+    delta: _Message | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # vLLM: the stop string that was met
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    """A response or a stream event."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card] = []
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class OpenAIRelay:
+    """One OpenAI-compatible endpoint. `url` is its base: one with a path (`https://host/v1`) is taken as it is.
+
+    `capture="auto"` starts by asking for everything, and asks for less from then on when the endpoint refuses it by
+    name. A fixed level is insisted on.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        capture: Capture | Literal["auto"] = "auto",
+        name: str = "openai",
+        connect_s: float = 10.0,
+        silence_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self._adapts = capture == "auto"
+        self._asks = _Asks("tokens" if capture == "auto" else capture)
+        self._unwanted = Unwanted()
+        root = url.rstrip("/")
+        base = root if urlsplit(root).path else f"{root}/v1"
+        self._client = Client(name, base, key=key, connect_s=connect_s, silence_s=silence_s)
+
+    def __repr__(self) -> str:
+        return f"OpenAIRelay({self._client.url!r}, capture={self.capture!r})"
+
+    @property
+    def capture(self) -> Capture:
+        """What is asked for at present. What came is seen in the chunks."""
+        return self._asks.capture
+
+    async def start(self) -> None:
+        await self._client.start()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def health(self) -> list[Health]:
+        seen = Health(url=self._client.url, ok=True, in_flight=self._client.in_flight)
+        try:
+            models = await self._client.get("/models", _Models)
+        except TurngateError as error:
+            return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
+        if len(models.data) != 1:  # a provider of many models has no context length of its own
+            return [seen]
+        return [msgspec.structs.replace(seen, model=models.data[0].id, max_context=models.data[0].max_model_len)]
+
+    async def count(self, request: RelayRequest) -> int:
+        raise NotFound("this endpoint does not count tokens; estimate them")
+
+    @asynccontextmanager
+    async def relay(self, request: RelayRequest) -> AsyncIterator[AsyncIterator[RelayChunk]]:
+        headers = {"X-Request-Id": request.request_id, "X-Session-ID": request.session}
+        headers = {name: value for name, value in headers.items() if value}
+        async with self._client.post("/chat/completions", b"", {**passed(request, _DIALECT), **headers}) as reply:
+            yield self._chunks(reply, request)
+
+    async def _chunks(self, reply: Reply, request: RelayRequest) -> AsyncIterator[RelayChunk]:
+        written = await self._open(reply, request)
+        if written.lost or written.biases:
+            yield RelayChunk(lost=written.lost, biases=written.biases)
+        batches = reply.events() if written.body.get("stream") is True else reply.whole()
+        answer = _Answer(self._client, keeps=request.call.dialect != _DIALECT)
+        async with aclosing(answered(self.name, answer, reply, batches)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _open(self, reply: Reply, request: RelayRequest) -> Written:
+        """Send, and again with less where the endpoint refuses what the relay added, or what can be left out."""
+        model = request.model or request.call.model
+        shrinks = 0 if request.call.dialect == _DIALECT else SHRINKS
+        while True:
+            asked, without = self._asks, self._unwanted.of(model)
+            written = self._write(request, asked, without)
+            reply.body = msgspec.json.encode(written.body)
+            try:
+                await reply.open()
+                return written
+            except EngineRejected as error:
+                less = asked.without(error.message, self._adapts)
+                refused = written.refused(error.message) - without
+                if less is not None:
+                    self._asks = self._asks.at_most(less)  # another call may have learned more meanwhile
+                elif refused:
+                    self._unwanted.add(model, refused)
+                else:
+                    raise
+            except ContextOverflow as error:
+                smaller = fitting(request, written, error) if shrinks else None
+                if smaller is None:
+                    raise
+                request, shrinks = smaller, shrinks - 1
+
+    def _write(self, request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
+        if request.call.dialect == _DIALECT:
+            body = _laid_over(fields("the body", request.call.body), request, asks)
+            return Written(body, biases=_biases(body))
+        return _translated(request, asks, without)
+
+
+class _Asks(msgspec.Struct, frozen=True):
+    """What the relay adds to a body."""
+
+    capture: Capture
+    usage: bool = True  # of a stream: `stream_options.include_usage`
+
+    def without(self, refusal: str, adapts: bool) -> _Asks | None:
+        """Less than this, if the refusal names some of it."""
+        if self.usage and "stream_options" in refusal:
+            return _Asks(self.capture, usage=False)
+        if adapts and self.capture == "tokens" and _BEYOND_OPENAI.search(refusal):
+            return _Asks("logprobs", self.usage)
+        if adapts and self.capture != "text" and "logprobs" in refusal:
+            return _Asks("text", self.usage)
+        return None
+
+    def at_most(self, other: _Asks) -> _Asks:
+        return _Asks(min(self.capture, other.capture, key=_LEVELS.index), self.usage and other.usage)
+
+
+def _laid_over(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _Asks) -> dict[str, Any]:
+    """The agent's body with the gateway's model, limits, sampling and questions over it. All else stays as it is."""
+    laid: dict[str, Any] = {**body, **_ASKS[asks.capture]}
+    if "stream" in body:
+        laid["stream"] = bytes(body["stream"]) == b"true"
+    if request.model:
+        laid["model"] = request.model
+    if request.max_tokens is not None:
+        names = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
+        laid.update(dict.fromkeys(names or ["max_tokens"], request.max_tokens))
+    if request.sampling is not None:
+        _lay_sampling(laid, request.sampling, everything=asks.capture == "tokens")
+    if laid.get("stream") and asks.usage:
+        options = fields("stream_options", bytes(body.get("stream_options", b"null")))
+        laid["stream_options"] = {**options, "include_usage": True}
+    return laid
+
+
+def _biases(body: dict[str, Any]) -> tuple[str, ...]:
+    """The agent's own fields by which the endpoint may sample otherwise than the policy would."""
+    told = [name for name, value in body.items() if isinstance(value, msgspec.Raw) and bytes(value) not in _NOTHING]
+    return tuple(f"field {name}" for name in told if name not in _HARMLESS)
+
+
+def _lay_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
+    """Fields that only some servers know are sent where they matter, or where the server is known to know them."""
+    values, neutral = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling())
+    for name in _STANDARD:
+        if values[name] is not None:
+            laid[name] = values[name]
+    for name in _EXTENSIONS:
+        laid.pop(name, None)
+        if everything or values[name] != neutral[name]:
+            laid[name] = values[name] if name != "top_k" else values[name] or -1
+
+
+# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+
+
+def _translated(request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
+    call = request.call
+    system, rest = opening(conversation(request))
+    tools = offered(call)
+    lost: list[str] = []
+    loose: dict[str, tuple[str, ...]] = {}
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
+    messages += [_message(one, without, loose, lost) for one in rest]
+    body: dict[str, Any] = {"model": request.model or call.model, "messages": messages, "stream": True}
+    body |= _ASKS[asks.capture]
+    if asks.usage:
+        body["stream_options"] = {"include_usage": True}
+    if request.max_tokens is not None:  # OpenAI's own newer models know it by another name
+        loose["max_tokens"] = ("max_completion_tokens",)
+        body["max_completion_tokens" if "max_tokens" in without else "max_tokens"] = request.max_tokens
+    if call.stop:
+        body["stop"] = list(call.stop)
+    if tools:
+        body["tools"] = [tool.wire for tool in tools]
+        if not call.parallel_tool_calls:
+            body["parallel_tool_calls"] = False
+    body |= _forced(call.constraint, tools)
+    body |= _thinking(request, without, loose, lost)
+    _lay_wishes(body, request, asks, without, loose, lost)
+    return Written(body, loose, tuple(dict.fromkeys(lost)))
+
+
+def _message(one: Said, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]) -> Json:
+    message = one.message
+    if message.role != "assistant":
+        wire: dict[str, Json] = {"role": message.role, "content": message.content}
+        if message.role == "tool":
+            return {**wire, "tool_call_id": message.tool_call_id}
+        if message.role == "system":  # which many chat templates know only at the beginning
+            loose["system"] = ("system message", "system role")
+            if "system" in without:
+                lost.append("the role of later system messages")
+                return {**wire, "role": "user"}
+        return {**wire, "name": message.name} if message.name else wire
+    wire = msgspec.json.decode(one.turn) if one.turn is not None else _turn(message)
+    if "reasoning_content" in wire:
+        loose["reasoning_content"] = ("reasoning_content",)
+        if "reasoning_content" in without:
+            del wire["reasoning_content"]
+            lost.append("reasoning of earlier turns")
+    return wire
+
+
+def _turn(message: Message) -> dict[str, Json]:
+    wire: dict[str, Json] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["content"] = message.content or None
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments or "{}"}}
+            for call in message.tool_calls
+        ]
+    return wire
+
+
+def _forced(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
+    match constraint:
+        case Constraint(kind="tool", tool=name):
+            return {"tool_choice": {"type": "function", "function": {"name": name}}}
+        case Constraint(kind="tools"):
+            some = [{"type": "function", "function": {"name": name}} for name in allowed(constraint, tools)]
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": some}}
+            return {"tool_choice": choice if some else "required"}
+        case Constraint(kind="json_schema", schema=schema):
+            return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+        case Constraint(kind="json_object"):
+            return {"response_format": {"type": "json_object"}}
+        case _:
+            return {}
+
+
+def _thinking(
+    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+) -> dict[str, Json]:
+    """How hard to think, or that it should not: the latter has no word of OpenAI's, but one that open models know."""
+    wanted = effort(request.call)
+    said: dict[str, Json] = {}
+    if wanted:
+        loose["reasoning_effort"] = ("reasoning_effort", "reasoning effort")
+        if "reasoning_effort" in without:
+            lost.append("reasoning_effort")
+        else:
+            said["reasoning_effort"] = wanted
+    if "verbosity" in request.call.template_hints:
+        loose["verbosity"] = ("verbosity",)
+        if "verbosity" in without:
+            lost.append("verbosity")
+        else:
+            said["verbosity"] = request.call.template_hints["verbosity"]
+    lost += unsayable(request.call, "verbosity", "chat_template_kwargs")
+    kwargs = {**request.call.template_kwargs}
+    if thinking(request.call) is False:
+        kwargs["enable_thinking"] = False
+    if kwargs:
+        loose["chat_template_kwargs"] = ("chat_template_kwargs",)
+        if "chat_template_kwargs" in without:
+            lost.append("chat_template_kwargs")
+        else:
+            said["chat_template_kwargs"] = kwargs
+    return said
+
+
+def _lay_wishes(
+    body: dict[str, Any],
+    request: RelayRequest,
+    asks: _Asks,
+    without: frozenset[str],
+    loose: dict[str, tuple[str, ...]],
+    lost: list[str],
+) -> None:
+    """How tokens are to be drawn: as the session pins it, or as the agent wishes and the endpoint understands."""
+    if request.sampling is not None:
+        _lay_sampling(body, request.sampling, everything=asks.capture == "tokens")
+        return
+    known_here = (*_STANDARD, *_EXTENSIONS) if asks.capture == "tokens" else _STANDARD
+    drawn, unsaid = wished(request.call, {name: name for name in known_here}, without)
+    loose |= {name: (name,) for name in drawn if name in _STANDARD}
+    lost += unsaid
+    body |= drawn
+
+
+# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Answer:
+    """Collects one reply, event by event. `keeps`: agents of another dialect may not give reasoning back."""
+
+    def __init__(self, client: Client, *, keeps: bool) -> None:
+        self.finish: Finish | None = None
+        self._client = client
+        self._keeps = keeps
+        self._usage: Usage | None = None
+        self._calls = _Calls(client.engine)
+        self._told = True  # of every fragment of a call, its ids came along
+        self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._stopped_by = ""
+        self._fault = ""
+
+    def add(self, data: bytes) -> RelayChunk | None:
+        """What one event adds. The end is held back for `end`: usage comes after it."""
+        event = self._client.decode(_decode, data)
+        if happened(event.error):
+            raise self._client.failure_in_stream(event.error, default_status=500)
+        self._usage = _usage(event.usage) or self._usage
+        choice = next((one for one in event.choices or () if one.index == 0), _Choice())
+        message = choice.delta or choice.message or _Message()
+        said = self._said(message)
+        ids, logprobs = self._tokens(choice)
+        self._told = self._told and (ids is not None or not message.tool_calls)
+        self._end(choice)
+        if not said and not ids and not logprobs and event.prompt_token_ids is None:
+            return None
+        return RelayChunk(tuple(said), ids, logprobs, event.prompt_token_ids)
+
+    def end(self) -> RelayChunk:
+        """The last call is whole only now; the ids that it is made of came with its fragments."""
+        calls = tuple(self._calls.close())
+        finish = self.finish
+        if self._keeps and self._calls.whole and finish == "stop":
+            finish = "tool_calls"  # some providers say so only of calls that were not forced
+        return RelayChunk(
+            calls,
+            ids=[] if calls and self._told else None,
+            finish=finish,
+            usage=self._usage,
+            stopped_by=self._stopped_by,
+            fault=self._fault,
+            verbatim=self._verbatim() if self._keeps and self._text["reasoning"] else b"",
+        )
+
+    def _verbatim(self) -> bytes:
+        calls = tuple(self._calls.whole)
+        content, reasoning = "".join(self._text["content"]), "".join(self._text["reasoning"])
+        return kept(_turn(Message("assistant", content, reasoning, calls)), [call.id for call in calls])
+
+    def _end(self, choice: _Choice) -> None:
+        self.finish = _finish(choice.finish_reason) or self.finish
+        if isinstance(choice.stop_reason, str):
+            self._stopped_by = choice.stop_reason
+        if choice.finish_reason == "content_filter":
+            self._fault = f"{self._client.engine} kept its answer back (content_filter)"
+
+    def _said(self, message: _Message) -> list[Delta | CallDelta]:
+        said: list[Delta | CallDelta] = []
+        reasoning = message.reasoning or message.reasoning_content  # two names of one thing; some send both
+        if reasoning:
+            said.append(Delta("reasoning", reasoning))
+            self._text["reasoning"].append(reasoning)
+        content = message.content or message.refusal
+        if content:
+            said.append(Delta("content", content))
+            self._text["content"].append(content)
+        for fragment in message.tool_calls or ():
+            said += self._calls.add(fragment)
+        return said
+
+    def _tokens(self, choice: _Choice) -> tuple[list[int] | None, list[float | None] | None]:
+        positions = choice.logprobs.content if choice.logprobs else None
+        values = None if positions is None else [position.logprob for position in positions]
+        if choice.token_ids is not None:
+            return choice.token_ids, paired(self._client.engine, choice.token_ids, values)
+        return None, None if values is None else known(values)
+
+
+class _Calls:
+    """Puts tool calls together from their fragments. A call is whole when the next one begins, or at the end."""
+
+    def __init__(self, engine: str) -> None:
+        self.whole: list[ToolCall] = []
+        self._engine = engine
+        self._index: int | None = None
+        self._id = ""
+        self._name = ""
+        self._arguments: list[str] = []
+        self._open = False
+
+    def add(self, fragment: _ToolCall) -> list[CallDelta]:
+        whole = self.close() if self._begins(fragment) else []
+        self._open = True
+        self._index = self._index if fragment.index is None else fragment.index
+        self._id = fragment.id or self._id
+        if fragment.function is not None:
+            self._name += fragment.function.name or ""
+            self._arguments.append(fragment.function.arguments or "")
+        return whole
+
+    def close(self) -> list[CallDelta]:
+        if not self._open:
+            return []
+        # An agent answers a call by its id, so one that came without gets one.
+        call = ToolCall(self._id or f"call_{uuid.uuid4().hex[:24]}", self._name, "".join(self._arguments))
+        self._open, self._id, self._name, self._arguments = False, "", "", []
+        self.whole.append(call)
+        return [CallDelta(len(self.whole) - 1, call)]
+
+    def _begins(self, fragment: _ToolCall) -> bool:
+        if not self._open:
+            return False
+        if fragment.index is not None and self._index is not None and fragment.index < self._index:
+            raise EngineError(f"{self._engine} went back to a tool call that it had left")
+        if fragment.index is not None and fragment.index != self._index:
+            return True
+        return bool(fragment.id and self._id and fragment.id != self._id)  # those who send no index, or always 0
+
+
+def _finish(reason: str | None) -> Finish | None:
+    """Words that only some providers have (`content_filter`, `eos`) all mean that the model has stopped."""
+    return None if reason is None else _FINISH.get(reason, "stop")
+
+
+def _usage(usage: _Usage | None) -> Usage | None:
+    if usage is None:
+        return None
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
+    reasoning = usage.completion_tokens_details.reasoning_tokens if usage.completion_tokens_details else None
+    return Usage(usage.prompt_tokens or 0, usage.completion_tokens or 0, cached or 0, reasoning or 0)

@@ -1,0 +1,437 @@
+"""Observe mode: calls relayed to an endpoint of OpenAI's Responses API, `/v1/responses`.
+
+A call that came as `responses` goes on as it is; any other is written down anew, with nothing stored at the provider. What is
+recorded is text, and log-probabilities of the text where they are asked for (`capture="logprobs"`). The key is in the
+`Authorization` header of this file's client, and nowhere else.
+
+Two things of a call in its own dialect are changed. The ids of the model's items are the gateway's own in the agent's hands, so
+those that the endpoint does not know are taken off, and what it has sealed gets the id back that it was sealed with. And tools
+that the provider would run by itself are not offered: what they leave behind cannot be passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from turngate.engines.base import Health, RelayChunk, RelayRequest
+from turngate.engines.http import Client, happened, known
+from turngate.engines.observe.relay import StreamingRelay
+from turngate.engines.observe.translate import (
+    Said,
+    Written,
+    allowed,
+    conversation,
+    effort,
+    fields,
+    kept,
+    offered,
+    opening,
+    pinned,
+    thinking,
+    unsayable,
+    wished,
+)
+from turngate.errors import BadRequest, EngineError, EngineRejected, NotFound, TurngateError
+from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
+
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
+_SEALS = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
+_OURS = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # ids of items that the gateway hands out
+_SEALED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and what it sealed it with
+_UNSEALED = "tg1."  # what the gateway hands out where the endpoint has sealed nothing
+_HOSTED = ("web_search", "image_generation")
+_PLAIN = (None, "", "functions")  # the namespaces that are not part of a function's name
+_COUNTED = ("model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
+_INCOMPLETE: dict[str, Finish] = {"max_output_tokens": "length", "content_filter": "stop"}
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Item(msgspec.Struct):
+    """An item of the answer, when it is whole."""
+
+    type: str
+    id: str | None = None
+    encrypted_content: str | None = None
+    content: list[Any] | None = None
+    phase: str | None = None
+    call_id: str = ""
+    name: str = ""
+    namespace: str | None = None
+    arguments: msgspec.Raw = msgspec.Raw(b'"{}"')
+    input: str = ""
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _OutputDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _PromptDetails | None = None
+    output_tokens_details: _OutputDetails | None = None
+
+
+class _Incomplete(msgspec.Struct):
+    reason: str | None = None
+
+
+class _Response(msgspec.Struct):
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+    incomplete_details: _Incomplete | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str = ""
+    delta: str = ""
+    summary_index: int = 0
+    logprobs: list[_Logprob] | None = None
+    item: msgspec.Raw = msgspec.Raw()
+    response: _Response | None = None
+    error: msgspec.Raw = msgspec.Raw()
+    code: str | None = None
+    message: str | None = None
+
+
+class _Count(msgspec.Struct):
+    input_tokens: int
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+_item = msgspec.json.Decoder(_Item).decode
+_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class ResponsesRelay(StreamingRelay):
+    """One endpoint. `url` is its base: one with a path (`https://host/v1`) is taken as it is."""
+
+    dialect = "responses"
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        capture: Capture | Literal["auto"] = "auto",
+        name: str = "responses",
+        connect_s: float = 10.0,
+        silence_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self._logprobs = capture == "logprobs"
+        root = url.rstrip("/")
+        base = root if urlsplit(root).path else f"{root}/v1"
+        super().__init__(Client(name, base, key=key, connect_s=connect_s, silence_s=silence_s))
+
+    def __repr__(self) -> str:
+        return f"ResponsesRelay({self._client.url!r})"
+
+    async def health(self) -> list[Health]:
+        return await self._probe("/models")
+
+    async def count(self, request: RelayRequest) -> int:
+        if request.call.dialect == self.dialect:
+            laid = _laid_over(request, frozenset(), logprobs=False).body
+        else:
+            laid = _translated(request, frozenset(), logprobs=False).body
+        body = {name: laid[name] for name in _COUNTED if name in laid}
+        try:
+            return (await self._ask("/responses/input_tokens", body, _Count, request)).input_tokens
+        except EngineRejected as error:  # not all who speak this dialect can
+            raise NotFound(f"tokens cannot be counted; estimate them ({error.message})") from None
+
+    def _path(self, request: RelayRequest) -> str:
+        return "/responses"
+
+    def _write(self, request: RelayRequest, without: frozenset[str]) -> Written:
+        if request.call.dialect == self.dialect:
+            return _laid_over(request, without, logprobs=self._logprobs)
+        return _translated(request, without, logprobs=self._logprobs)
+
+    def _answer(self, request: RelayRequest) -> _Answer:
+        return _Answer(self._client, keeps=request.call.dialect != self.dialect)
+
+
+def _laid_over(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> Written:
+    """The agent's body with the gateway's model, limit, sampling and questions over it. All else stays as it is."""
+    laid: dict[str, Any] = {**fields("the body", request.call.body), "stream": True}
+    lost: list[str] = []
+    if request.model:
+        laid["model"] = request.model
+    if request.max_tokens is not None:
+        laid["max_output_tokens"] = request.max_tokens
+    if request.sampling is not None:
+        for name in _SAMPLING:
+            laid.pop(name, None)
+        laid.update(pinned("responses", request.sampling, _SAMPLING))  # left out is neutral here
+    asked = {_SEALS, _LOGPROBS} if logprobs else {_SEALS}
+    given = [str(msgspec.json.decode(name)) for name in _list(laid.get("include"))]
+    wanted = [name for name in sorted(asked - set(given)) if name not in without]
+    if given or wanted:
+        laid["include"] = given + wanted
+    if items := _list(laid.get("input")):
+        laid["input"] = [_known(item) for item in items]
+    if tools := _list(laid.get("tools")):
+        types = [_type(tool) for tool in tools]
+        lost += [f"the tool {kind}" for kind in types if kind.startswith(_HOSTED)]
+        laid["tools"] = [tool for tool, kind in zip(tools, types, strict=True) if not kind.startswith(_HOSTED)]
+    return Written(laid, _include_refusals(wanted), tuple(lost))
+
+
+def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
+    """A list in the agent's body, each item as the agent wrote it; none where it is no list."""
+    return _raws(raw) if raw is not None and bytes(raw).startswith(b"[") else []
+
+
+def _type(tool: msgspec.Raw) -> str:
+    found = msgspec.json.decode(tool)
+    return str(found.get("type")) if isinstance(found, dict) else ""
+
+
+def _include_refusals(wanted: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    words = {_SEALS: ("encrypted content", "encrypted_content"), _LOGPROBS: ("logprobs",)}
+    return {name: words[name] for name in wanted}
+
+
+def _known(raw: msgspec.Raw) -> Json:
+    """An item as the endpoint knows it."""
+    if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
+        return raw
+    item = msgspec.json.decode(raw)
+    if not isinstance(item, dict):
+        return raw
+    if _OURS.match(str(item.get("id"))):
+        del item["id"]
+    seal = item.get("encrypted_content")
+    if isinstance(seal, str) and seal.startswith(_UNSEALED):
+        del item["encrypted_content"]
+    elif isinstance(seal, str) and (found := _SEALED.fullmatch(seal)):
+        item["id"], item["encrypted_content"] = found.groups()
+    return item
+
+
+# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+
+
+def _translated(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> Written:
+    call = request.call
+    if call.stop:
+        raise BadRequest("stop: this endpoint knows no stop strings; leave them out", param="stop")
+    system, rest = opening(conversation(request))
+    tools = offered(call)
+    lost: list[str] = []
+    body: dict[str, Any] = {"model": request.model or call.model, "stream": True, "store": False}
+    if system:
+        body["instructions"] = system
+    body["input"] = [item for one in rest for item in _items(one, lost)]
+    include = [name for name in (_SEALS, *([_LOGPROBS] if logprobs else [])) if name not in without]
+    loose = _include_refusals(include)
+    if include:
+        body["include"] = include
+    if request.max_tokens is not None:
+        body["max_output_tokens"] = request.max_tokens
+    if tools:
+        body["tools"] = [_tool(tool) for tool in tools]
+        if not call.parallel_tool_calls:
+            body["parallel_tool_calls"] = False
+    body |= _forced(call.constraint, tools)
+    body |= _thinking(request, without, loose, lost)
+    if request.sampling is not None:
+        body |= pinned("responses", request.sampling, _SAMPLING)
+    else:
+        drawn, unsaid = wished(call, _SAMPLING, without)
+        loose |= {name: (name,) for name in drawn}
+        lost += unsaid
+        body |= drawn
+    lost += unsayable(call)
+    return Written(body, loose, tuple(dict.fromkeys(lost)))
+
+
+def _items(one: Said, lost: list[str]) -> list[Json]:
+    message = one.message
+    match message.role:
+        case "tool":
+            return [{"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content}]
+        case "assistant" if one.turn is not None:
+            items: list[Json] = msgspec.json.decode(one.turn)
+            return items
+        case "assistant":
+            if message.reasoning:
+                lost.append("reasoning of earlier turns")  # the API takes only what it has sealed
+            said = [{"type": "output_text", "text": message.content}] if message.content else []
+            spoken = [{"type": "message", "role": "assistant", "content": said}] if said else []
+            calls = [
+                {"type": "function_call", "call_id": c.id, "name": c.name, "arguments": c.arguments}
+                for c in message.tool_calls
+            ]
+            return [*spoken, *calls]
+        case role:
+            if message.name:
+                lost.append("names of users")
+            content = [{"type": "input_text", "text": message.content}]
+            return [{"type": "message", "role": "developer" if role == "system" else role, "content": content}]
+
+
+def _tool(tool: Tool) -> Json:
+    function = tool.wire["function"]
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": function.get("description"),
+        "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+        "strict": bool(function.get("strict")),
+    }
+
+
+def _forced(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
+    match constraint:
+        case Constraint(kind="tool", tool=name):
+            return {"tool_choice": {"type": "function", "name": name}}
+        case Constraint(kind="tools"):
+            some = [{"type": "function", "name": name} for name in allowed(constraint, tools)]
+            return {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": some} if some else "required"}
+        case Constraint(kind="json_schema", schema=schema):
+            form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": False}
+            return {"text": {"format": form}}
+        case Constraint(kind="json_object"):
+            return {"text": {"format": {"type": "json_object"}}}
+        case _:
+            return {}
+
+
+def _thinking(
+    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+) -> dict[str, Json]:
+    """Summaries are asked for wherever the model reasons, since they are part of what is recorded."""
+    wanted = effort(request.call) or ("none" if thinking(request.call) is False else "")
+    loose["summary"] = ("summar",)
+    loose["effort"] = ("effort",)
+    loose["reasoning"] = ("'reasoning'", "reasoning is not", "reasoning_summary")
+    if "reasoning" in without:
+        lost += ["reasoning_effort"] if wanted else []
+        return {}
+    config: dict[str, Json] = {} if "summary" in without or wanted == "none" else {"summary": "auto"}
+    if wanted and "effort" not in without:
+        config["effort"] = "xhigh" if wanted == "max" else wanted
+    elif wanted:
+        lost.append("reasoning_effort")
+    return {"reasoning": config} if config else {}
+
+
+# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Answer:
+    """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
+
+    def __init__(self, client: Client, *, keeps: bool) -> None:
+        self.finish: Finish | None = None
+        self._client = client
+        self._keeps = keeps
+        self._usage: Usage | None = None
+        self._items: list[msgspec.Raw] = []  # the turn in the endpoint's words
+        self._matters = False  # those have to be given back as they are
+        self._calls: list[ToolCall] = []
+        self._said = False
+        self._fault = ""
+
+    def add(self, data: bytes) -> RelayChunk | None:
+        event = self._client.decode(_decode, data)
+        events: list[Delta | CallDelta] = []
+        logprobs: list[float | None] = []
+        match event.type:
+            case "response.output_text.delta":
+                events = [Delta("content", event.delta)]
+                logprobs = known([token.logprob for token in event.logprobs or ()])
+            case "response.refusal.delta":
+                events = [Delta("content", event.delta)]
+            case "response.reasoning_summary_text.delta" | "response.reasoning_text.delta":
+                events = [Delta("reasoning", event.delta)]
+            case "response.reasoning_summary_part.added" if event.summary_index > 0:
+                events = [Delta("reasoning", "\n\n")]
+            case "response.output_item.done":
+                events = self._whole(event.item)
+            case "response.completed" | "response.incomplete":
+                self._end(event.response or _Response())
+            case "response.failed" | "error":
+                raise self._failure(event)
+        self._said = self._said or bool(events)
+        return RelayChunk(tuple(events), logprobs=logprobs or None) if events else None
+
+    def end(self) -> RelayChunk:
+        if self._fault and not self._said:
+            raise EngineRejected(self._fault)
+        return RelayChunk(
+            finish="tool_calls" if self._calls and self.finish == "stop" else self.finish,
+            usage=self._usage,
+            fault=self._fault,
+            verbatim=kept(self._items, [call.id for call in self._calls]) if self._keeps and self._matters else b"",
+        )
+
+    def _whole(self, raw: msgspec.Raw) -> list[Delta | CallDelta]:
+        item = self._client.decode(_item, bytes(raw))
+        self._items.append(msgspec.Raw(bytes(raw)))
+        match item.type:
+            case "message":
+                self._matters = self._matters or item.phase is not None
+                return []
+            case "reasoning":
+                self._matters = self._matters or bool(item.encrypted_content or item.content)
+                if item.encrypted_content and not self._keeps:
+                    return [Delta("seal", f"{item.id}:{item.encrypted_content}" if item.id else item.encrypted_content)]
+                return []
+            case "function_call" | "custom_tool_call" | "tool_search_call":
+                call = _call(item)
+                self._calls.append(call)
+                return [CallDelta(len(self._calls) - 1, call)]
+            case kind:
+                raise EngineError(f"{self._client.engine} answered with a {kind}, which cannot be passed on")
+
+    def _end(self, response: _Response) -> None:
+        self.finish = "stop"
+        self._usage = _usage(response.usage)
+        if response.incomplete_details is not None and (reason := response.incomplete_details.reason):
+            if reason not in _INCOMPLETE:
+                raise EngineError(f"{self._client.engine} ended with {reason!r}, which cannot be passed on")
+            self.finish = _INCOMPLETE[reason]
+            if reason == "content_filter":
+                self._fault = f"{self._client.engine} kept its answer back ({reason})"
+
+    def _failure(self, event: _Event) -> TurngateError:
+        """It may be told in three places."""
+        inside = event.response.error if event.response is not None else msgspec.Raw()
+        bare = msgspec.json.encode({"code": event.code, "message": event.message or "it failed"})
+        error = next((raw for raw in (event.error, inside) if happened(raw)), msgspec.Raw(bare))
+        return self._client.failure_in_stream(error, default_status=500)
+
+
+def _call(item: _Item) -> ToolCall:
+    """Under the names that the `responses` dialect has for tools: one name for a function and its namespace, free text as `input`."""
+    name = item.name if item.namespace in _PLAIN else f"{item.namespace}__{item.name}"
+    if item.type == "custom_tool_call":
+        return ToolCall(item.call_id, name, msgspec.json.encode({"input": item.input}).decode())
+    raw = bytes(item.arguments)
+    text = msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
+    return ToolCall(item.call_id, name or "tool_search", text or "{}")
+
+
+def _usage(usage: _Usage | None) -> Usage | None:
+    if usage is None:
+        return None
+    cached = usage.input_tokens_details.cached_tokens if usage.input_tokens_details else None
+    reasoning = usage.output_tokens_details.reasoning_tokens if usage.output_tokens_details else None
+    return Usage(usage.input_tokens or 0, usage.output_tokens or 0, cached or 0, reasoning or 0)

@@ -1,0 +1,472 @@
+"""Feeds: named, durable, ordered logs of what trainers are to train on. The verbs of feeds, and what a delivery is.
+
+    a rollout's outcome is recorded ──► its group is complete ──► the delivery has its number, for good        (store/feeds.py)
+    a trainer asks past a number    ──► rows from the stored traces, advantages over the group, staleness now  (here)
+    the trainer commits a number    ──► what a trainer that is started again goes on from
+
+A delivery is one group: all its rollouts, those that are not trained with the reason. What was recorded never changes under a number;
+whether a rollout is still fresh enough is judged each time that it is handed out. Rows are made in a thread of their own, over a
+connection of its own, since a group of long traces takes a while; a feed that begins with what was recorded before is filled step by step.
+`Control` owns the one instance, `server/feeds.py` serves it, `trainers/feed.py` reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sqlite3
+from functools import partial
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from turngate.errors import BadRequest, Conflict, NotFound, StoreError
+from turngate.gateway.events import Events
+from turngate.gateway.fence import Fence
+from turngate.store.feeds import FeedRow, Member, Waiting
+from turngate.store.outcome import Class
+from turngate.store.reader import Apart
+from turngate.store.sqlite import Store
+from turngate.trace.advantage import Choice, advantages, is_too_large, weight
+from turngate.trace.roles import roles
+from turngate.trace.sample import Sample, Span, samples, untrainable
+from turngate.trace.session import Session, SessionConfig
+from turngate.trace.tree import Sampled
+from turngate.types import Json
+
+Cut = Literal["train", "mask", "exclude"]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+LONGEST_WAIT_S = 60
+MOST = 64  # deliveries in one answer
+PAGE_BYTES = 32_000_000  # an answer that has so many gets no further delivery; a single one may be larger
+_STEP = 100  # outcomes that are entered at once when a feed is filled
+_SHOWN = 1000  # groups that wait, of which a feed tells
+_WOKEN = ":feeds"  # whom `Events` wakes for us; no session is called so
+_ROOMS = (
+    "turns",
+    "sampled_tokens",
+    "context_tokens",
+    "context_length_exceeded",
+    "limit",
+)  # stops by a limit, but for time
+_TIMES = ("seconds", "timed out")
+
+
+class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is chosen when a feed is opened. The name stands for it: another choice is another feed."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # rollouts with an outcome that make a group complete
+    advantage: Choice = "normalised"
+    max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None  # policy versions; None: any
+    on_truncated: Cut = "train"  # rollouts that a limit cut short; mask: in the baseline, but not trained
+    on_timeout: Cut = "train"  # rollouts whose time ran out
+    groups: str = ""  # the feed takes groups whose names begin so
+    from_start: bool = False  # also what was recorded before the feed was opened
+
+
+class FeedView(msgspec.Struct, frozen=True, kw_only=True):
+    """A feed as it stands, for people."""
+
+    name: str
+    mark: str  # of this very feed: one that is opened under its name when it is deleted has another one
+    config: FeedConfig
+    opened: float
+    newest: int  # the last number given
+    handed: int  # the highest that was handed out
+    committed: int
+    read: bool  # somebody has taken it over for reading, at some time
+    waiting: tuple[Waiting, ...] = ()  # groups that are not complete
+
+
+class WireRow(msgspec.Struct, frozen=True):
+    """One row as it is sent. Numbers are little endian."""
+
+    branch: int
+    ids: bytes  # int32
+    mask: bytes  # bits, the first token in the highest bit
+    logprobs: bytes  # float32 of the tokens of all spans, one span after the other; there are none elsewhere
+    spans: tuple[Span, ...]
+    weight: float
+
+
+class WireRolled(msgspec.Struct, frozen=True, kw_only=True):
+    session: str
+    task: str
+    attempt: int
+    kind: Class
+    reward: float | None
+    resolved: bool | None
+    advantage: float | None
+    excluded: str
+    truncated: bool
+    timed_out: bool
+    turns: int
+    sampled_tokens: int
+    data: bytes  # JSON
+    rows: tuple[WireRow, ...]
+
+
+class WireDelivery(msgspec.Struct, frozen=True, kw_only=True):
+    number: int
+    group: str
+    task: str
+    version: int
+    rollouts: tuple[WireRolled, ...]
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer, as msgpack."""
+
+    feed: str
+    newest: int
+    committed: int
+    version: int
+    deliveries: tuple[msgspec.Raw, ...]  # each a WireDelivery
+
+
+class Feeds:
+    """The verbs. `close` when the gateway stops."""
+
+    def __init__(self, store: Store, events: Events, fence: Fence) -> None:
+        self._log = store.feeds
+        self._events = events
+        self._fence = fence
+        self._apart = Apart(store, "feeds")
+
+    def close(self) -> None:
+        self._apart.close()
+
+    def wake(self) -> None:
+        """There may be a new delivery."""
+        self._events.wake(_WOKEN)
+
+    # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def open(self, name: str, config: FeedConfig) -> FeedView:
+        """The feed of that name, which is made if there is none. When it is told, it has all that it begins with."""
+        check_name(name)
+        written = msgspec.json.encode(config)
+        row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
+        if (known := _config(row)) != config:
+            raise Conflict(
+                f"feed {name!r} is there with other choices ({_differs(known, config)}); choose another name, or open it as it is"
+            )
+        await self._filled(row.key)
+        self.wake()
+        return self.show(name)
+
+    async def _filled(self, feed: int) -> None:
+        """Whoever opens a feed or reads it goes on with filling it, should whoever began that be gone. Numbers are given in order, so
+        what has one may be handed out meanwhile."""
+        while self._log.is_filling(feed) and self._log.fill(feed, _STEP):
+            self.wake()
+            await asyncio.sleep(0)  # turns go on in between
+
+    def listing(self) -> list[FeedView]:
+        return [_view(row) for row in self._log.listing()]
+
+    def waiting(self) -> dict[str, tuple[int, int]]:
+        """By name, how many groups are not complete, and how many rollouts those have; none where nothing waits."""
+        names = {row.key: row.name for row in self._log.listing()}
+        return {names[feed]: counts for feed, counts in self._log.waiting_counts().items() if feed in names}
+
+    def show(self, name: str) -> FeedView:
+        row = self._find(name)
+        return _view(row, tuple(self._log.waiting(row.key, _SHOWN)))
+
+    def delete(self, name: str) -> None:
+        """Of the traces nothing is deleted, only which of them were to be trained."""
+        self._log.delete(self._find(name).key)
+        self.wake()
+
+    def close_group(self, group: str) -> dict[str, int]:
+        """No more rollouts of it will come. By feed, the number of the delivery that this made; none where nothing waited."""
+        closed = dict(self._log.close_group(group))
+        self.wake()
+        self._events.wake("")
+        return closed
+
+    # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_over(self, name: str) -> tuple[FeedView, str]:
+        """Become its reader; whoever was before is told so at its next call. The token that reads and commits."""
+        row = self._log.take_over(name)
+        if row is None:
+            raise _missing(name)
+        self.wake()
+        return _view(row), row.reader
+
+    def commit(self, name: str, reader: str, number: int) -> FeedView:
+        """Everything up to a number is in the trainer's own checkpoint. An older number changes nothing."""
+        row = self._log.commit(self._find(name).key, reader, number)
+        if row is None:
+            raise self._taken(name)
+        if number > row.handed:
+            raise Conflict(
+                f"number: {number} was never handed out; the highest of feed {name!r} that was is {row.handed}",
+                param="number",
+            )
+        return _view(row)
+
+    async def page(self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1) -> bytes:
+        """Deliveries past a number (None: the committed one), in order; none if there are none within `wait` seconds."""
+
+        def more() -> FeedRow | None:
+            row = self._find(name)
+            if row.reader != reader:
+                raise self._taken(name)
+            if after is not None and after > row.newest:
+                raise Conflict(
+                    f"after: feed {name!r} has given out no number {after}, the newest is {row.newest}; is this the gateway's data folder?",
+                    param="after",
+                )
+            return row if row.newest > (row.committed if after is None else after) else None
+
+        await self._filled(self._find(name).key)
+        found = await self._events.until(more, min(wait, LONGEST_WAIT_S), of=_WOKEN)
+        row = found or self._find(name)
+        version = self._fence.version
+        deliveries: list[msgspec.Raw] = []
+        size = 0
+        number = row.committed if after is None else after
+        while number < row.newest and len(deliveries) < min(limit, MOST) and size < PAGE_BYTES:
+            number += 1
+            made = await self._apart.run(partial(_delivery, row, number, version))
+            deliveries.append(msgspec.Raw(made))
+            size += len(made)
+        # Asked last: what takes time must not be a way to read past one's successor.
+        if deliveries and not self._log.hand_out(row.key, reader, number):
+            raise self._taken(name)
+        told = Page(
+            feed=name, newest=row.newest, committed=row.committed, version=version, deliveries=tuple(deliveries)
+        )
+        return msgspec.msgpack.encode(told)
+
+    def _find(self, name: str) -> FeedRow:
+        row = self._log.find(name)
+        if row is None:
+            raise _missing(name)
+        return row
+
+    def _taken(self, name: str) -> Conflict:
+        """Why a reader is none: it never was, or no longer is."""
+        self._find(name)
+        return Conflict(
+            f"reader: another reader has taken over feed {name!r} since; only one may train on it", param="reader"
+        )
+
+    # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bounds(self) -> list[tuple[str, int | None]]:
+        """Of each feed, the groups that it takes and how old a rollout may be."""
+        configs = [_config(row) for row in self._log.listing()]
+        return [(config.groups, config.max_staleness) for config in configs]
+
+
+class _Made(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of a delivery, before it is compared with the others."""
+
+    member: Member
+    reward: float | None  # that enters the baseline
+    excluded: str = ""
+    truncated: bool = False
+    timed_out: bool = False
+    turns: int = 0
+    sampled_tokens: int = 0
+    rows: list[Sample] = []
+
+    def wire(self, advantage: float | None) -> WireRolled:
+        outcome = self.member.outcome
+        excluded = self.excluded
+        if not excluded and advantage is None:
+            excluded = "there is no other rollout in its group to compare it with"
+        return WireRolled(
+            session=self.member.id,
+            task=outcome.task,
+            attempt=outcome.attempt,
+            kind=outcome.kind,
+            reward=outcome.reward,
+            resolved=outcome.resolved,
+            advantage=None if excluded else advantage,
+            excluded=excluded,
+            truncated=self.truncated,
+            timed_out=self.timed_out,
+            turns=self.turns,
+            sampled_tokens=self.sampled_tokens,
+            data=msgspec.json.encode(outcome.data),
+            rows=() if excluded else tuple(_wire_row(row, weight(len(self.rows))) for row in self.rows),
+        )
+
+
+def _delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
+    """Runs in the thread."""
+    config = _config(row)
+    members = store.feeds.members(row.key, number)
+    if not members:
+        raise _missing(row.name)  # it was deleted meanwhile
+    made = [_rolled(store, member, config, version) for member in members]
+    found = advantages([one.reward for one in made], config.advantage)
+    delivery = WireDelivery(
+        number=number,
+        group=members[0].group,
+        task=members[0].outcome.task,
+        version=version,
+        rollouts=tuple(one.wire(advantage) for one, advantage in zip(made, found, strict=True)),
+    )
+    return msgspec.msgpack.encode(delivery)
+
+
+def _rolled(store: Store, member: Member, config: FeedConfig, version: int) -> _Made:
+    try:
+        row = store.find_key(member.session)
+        session = None if row is None else store.load(row)
+    except StoreError as error:
+        if isinstance(error.__cause__, sqlite3.Error):
+            raise  # the disk, or a lock: it may be read in a moment
+        return _Made(member=member, reward=None, excluded=error.message)  # damaged, and will be so tomorrow
+    if session is None:
+        return _Made(member=member, reward=None, excluded="its session was deleted")
+    rows = samples(session.trace, session.config.policy)
+    timed_out = _timed_out(session, member)
+    truncated = not timed_out and _truncated(session, member, rows)
+    baseline, why = _judged(member, rows, config, version, truncated=truncated, timed_out=timed_out)
+    return _Made(
+        member=member,
+        reward=member.outcome.reward if baseline else None,
+        excluded=why,
+        truncated=truncated or timed_out,
+        timed_out=timed_out,
+        turns=session.turns,
+        sampled_tokens=session.sampled_tokens,
+        rows=rows,
+    )
+
+
+def _judged(
+    member: Member, rows: list[Sample], config: FeedConfig, version: int, *, truncated: bool, timed_out: bool
+) -> tuple[bool, str]:
+    """Whether a rollout counts in its group's baseline, and why it is not trained; empty if it is."""
+    outcome = member.outcome
+    if outcome.reward is None:
+        return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")
+    if is_too_large(outcome.reward):
+        return False, f"its reward of {outcome.reward:g} is too large to reckon with"
+    if not rows:
+        return False, "nothing of it can be trained"
+    oldest = min(span.version_start for row in rows for span in row.spans if span.trained)
+    if config.max_staleness is not None and version - oldest > config.max_staleness:
+        return (
+            False,
+            f"stale: sampled at version {oldest}, which is more than {config.max_staleness} before the present {version}",
+        )
+    cut = config.on_timeout if timed_out else config.on_truncated if truncated else "train"
+    how = "timed out" if timed_out else "truncated"
+    match cut:
+        case "exclude":
+            return False, f"{how}: left out by the feed's policy"
+        case "mask":
+            return True, f"{how}: masked by the feed's policy; its reward counts in the baseline"
+        case _:
+            return True, ""
+
+
+def _timed_out(session: Session, member: Member) -> bool:
+    return session.stop in _TIMES or _status(member) == "timed out"
+
+
+def _truncated(session: Session, member: Member, rows: list[Sample]) -> bool:
+    """A limit ended it, or a turn that is trained was cut short."""
+    if session.stop in _ROOMS or _status(member) == "limit":
+        return True
+    trained = {span.node for row in rows for span in row.spans if span.trained}
+    return any(turn.id in trained and turn.info.finish == "length" for turn in session.trace.turns())
+
+
+def _status(member: Member) -> str:
+    """How its agent ended, where it was run by our own runner (`rollout/judge.py`)."""
+    data = member.outcome.data
+    status = data.get("status") if isinstance(data, dict) else None
+    return status if isinstance(status, str) else ""
+
+
+def _wire_row(row: Sample, share: float) -> WireRow:
+    sampled = [row.logprobs[span.start : span.end] for span in row.spans]
+    return WireRow(
+        branch=row.branch,
+        ids=row.ids.astype("<i4", copy=False).tobytes(),
+        mask=np.packbits(row.mask).tobytes(),
+        logprobs=np.concatenate(sampled).astype("<f4", copy=False).tobytes(),
+        spans=row.spans,
+        weight=share,
+    )
+
+
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"name: {name[:200]!r} must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
+            param="name",
+        )
+
+
+def group_of(config: SessionConfig) -> str | None:
+    """The group of an open session, as its runner told when it opened it (`metadata.group`)."""
+    group: Json = config.metadata.get("group")
+    return group if isinstance(group, str) else None
+
+
+def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: int) -> int | None:
+    """The oldest version at which a rollout of a group may have been sampled to be of use to any feed; None: any, or nobody wants it."""
+    wanted = [bound for prefix, bound in bounds if group.startswith(prefix)]
+    known = [bound for bound in wanted if bound is not None]
+    return version - max(known) if known and len(known) == len(wanted) else None
+
+
+def is_stale(session: Session, oldest: int) -> bool:
+    """Whether something that would be trained was sampled before a version.
+
+    A single question without tools tells nothing: it may turn out to be a title, which is not trained, and the work may be yet to come.
+    """
+    turns = list(session.trace.turns())
+    if not any(turn.info.version_start < oldest for turn in turns):
+        return False
+    role_of = roles(session.trace)
+    policy = session.config.policy
+    old = [turn for turn in turns if turn.info.version_start < oldest and _is_work(turn)]
+    return any(not untrainable(turn, role_of[turn.id], policy) for turn in old)
+
+
+def _is_work(turn: Sampled) -> bool:
+    return turn.root.info.has_tools or bool(turn.children) or turn.parent.parent is not None
+
+
+def _config(row: FeedRow) -> FeedConfig:
+    try:
+        return msgspec.json.decode(row.config, type=FeedConfig)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"feed {row.name}: its settings are damaged on disk ({error})") from None
+
+
+def _view(row: FeedRow, waiting: tuple[Waiting, ...] = ()) -> FeedView:
+    return FeedView(
+        name=row.name,
+        mark=f"{row.key}-{int(row.opened * 1e6):x}",
+        config=_config(row),
+        opened=row.opened,
+        newest=row.newest,
+        handed=row.handed,
+        committed=row.committed,
+        read=bool(row.reader),
+        waiting=waiting,
+    )
+
+
+def _differs(known: FeedConfig, wanted: FeedConfig) -> str:
+    before, after = msgspec.structs.asdict(known), msgspec.structs.asdict(wanted)
+    changed = [name for name in before if before[name] != after[name]]
+    return "; ".join(f"{name}: is {before[name]!r}, not {after[name]!r}" for name in changed)
+
+
+def _missing(name: str) -> NotFound:
+    return NotFound(f"there is no feed {name!r}; open it with PUT /admin/feeds/{name}")

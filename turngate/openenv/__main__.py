@@ -1,0 +1,5 @@
+"""`python -m turngate.openenv`: the environment's server."""
+
+from turngate.openenv.app import serve
+
+serve()

@@ -1,0 +1,244 @@
+"""The environment's server: OpenEnv's own, with our sessions in it, and one service for all of them.
+
+    python -m turngate.openenv --service service.toml        # TURNGATE_SERVICE names the file as well
+    uvicorn turngate.openenv.app:create --factory
+
+Keys of endpoints are in the environment variables that the service's file names. `TURNGATE_OPENENV_KEY`, where it is set, is what callers
+have to send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.exceptions import RequestValidationError
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.mcp_types import CallToolAction
+from openenv.core.env_server.types import ConcurrencyConfig
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from turngate.errors import ConfigError, TurngateError
+from turngate.openenv.environment import NAME, TurngateEnvironment, offered
+from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
+from turngate.openenv.thread import ServiceThread
+from turngate.server.bind import url_of
+from turngate.service.config import load
+from turngate.service.rollouts import Rollouts
+
+SERVICE = "TURNGATE_SERVICE"
+KEY = "TURNGATE_OPENENV_KEY"
+SESSIONS = "MAX_CONCURRENT_ENVS"  # as OpenEnv's environments call it
+_GRACE_S = 5  # for calls in flight when it is stopped; rollouts are aborted after that
+MOST_BYTES = 128 * 1024 * 1024  # of a message, or of a request's body: files to upload are in it
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def create(service: Path | None = None) -> FastAPI:
+    """The application. Reads the settings at once, so that what is wrong with them is told; the service starts with it."""
+    file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
+    config = load(file)
+    thread = ServiceThread(lambda: Rollouts(config))
+    app: FastAPI = create_app(
+        functools.partial(TurngateEnvironment, thread, offered(thread)),
+        CallToolAction,
+        TurngateObservation,
+        env_name=NAME,
+        concurrency_config=ConcurrencyConfig(
+            max_concurrent_envs=_sessions(),
+            # Of sessions at /mcp that nobody closed. One call of theirs may take as long as a rollout does.
+            session_timeout=2 * config.most_agent_timeout_s + config.setup_timeout_s + config.test_timeout_s,
+        ),
+        state_cls=TurngateState,
+        reset_observation_cls=ReadyObservation,
+    )
+    app.state.service = thread
+    app.router.on_startup.append(functools.partial(asyncio.to_thread, thread.start))
+    app.router.on_shutdown.append(functools.partial(asyncio.to_thread, thread.stop))
+    app.add_exception_handler(TurngateError, _told)
+    app.add_exception_handler(RequestValidationError, _unfit)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_middleware(Door, key=os.environ.get(KEY, "").strip())
+    return app
+
+
+async def _told(request: Request, error: Exception) -> JSONResponse:
+    """What `POST /reset` and the like raise: OpenEnv's server answers errors of sockets and tools itself."""
+    assert isinstance(error, TurngateError)
+    return JSONResponse({"detail": error.message, "param": error.param}, error.status)
+
+
+async def _unfit(request: Request, error: Exception) -> JSONResponse:
+    """A request that is not as OpenEnv wants it. What was sent is not repeated, as FastAPI would: it may be long, and NaN is no JSON."""
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse({"detail": _without_input(error.errors())}, 422)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """The same where OpenEnv itself looked at the action."""
+    assert isinstance(error, HTTPException)
+    if isinstance(error.detail, list):
+        return JSONResponse({"detail": _without_input(error.detail)}, error.status_code)
+    return await http_exception_handler(request, error)
+
+
+def _without_input(errors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: of for name, of in one.items() if name in ("type", "loc", "msg")} for one in errors]
+
+
+def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None = None) -> None:
+    """The command. `make` is for a server that wants its own application."""
+    parser = argparse.ArgumentParser(
+        prog="python -m turngate.openenv", description="Turngate as an OpenEnv environment."
+    )
+    parser.add_argument("--service", type=Path, help=f"a TOML file with the service's settings [${SERVICE}]")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--open", action="store_true", help=f"listen beyond this machine although ${KEY} is not set")
+    given = parser.parse_args(argv)
+    try:
+        _guard(given.host, given.open)
+        with _listening(given.host, given.port) as listener:
+            app = make() if make else create(given.service)
+            service: ServiceThread = app.state.service
+            service.start()
+            try:
+                print(f"turngate serves an OpenEnv environment on {url_of(listener)}", file=sys.stderr, flush=True)
+                config = uvicorn.Config(
+                    app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=MOST_BYTES
+                )
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, _seen)
+                uvicorn.Server(config).run(sockets=[listener])
+            finally:
+                service.stop()
+    except TurngateError as error:
+        sys.exit(f"error: {error.message}")
+
+
+def _seen(number: int, frame: object) -> None:
+    """uvicorn ends in good order on a signal, and then raises it once more, for whoever was there before it. That is nobody."""
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(2048)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"port: cannot listen on {host}:{port} ({error}); choose another one", param="port"
+            ) from None
+        yield listener
+
+
+def _sessions() -> int:
+    given = os.environ.get(SESSIONS, "256")
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"{SESSIONS}: {given!r} has to be a number of sessions, at least 1", param=SESSIONS)
+    return int(given)
+
+
+def _guard(host: str, is_open: bool) -> None:
+    """Whoever can call this server can run programs in its sandboxes, at its owner's cost."""
+    if not (_is_near(host) or is_open or os.environ.get(KEY, "").strip()):
+        raise ConfigError(
+            f"host: {host} can be reached from elsewhere; set {KEY}, or give --open where something else keeps strangers out "
+            "(a private Space, a proxy that asks for a login)",
+            param="host",
+        )
+
+
+class Door:
+    """Who may come in, and with how much. With a key: whoever has it, and anybody to `/health`. Without: programs, and our own pages, but
+    no page of another site in a browser of this machine, which could otherwise reach what listens here only."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
+        self._app = app
+        self._key = f"Bearer {key}".encode() if key else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        why = "" if scope["type"] == "lifespan" or scope["path"] == "/health" else self._refusal(scope)
+        if not why:
+            await self._app(scope, _bounded(scope, receive), send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": why})
+        else:
+            await JSONResponse({"detail": why}, 401 if self._key else 403)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str:
+        headers = Headers(scope=scope)
+        if self._key:
+            given = headers.get("authorization", "").encode("utf-8", "surrogatepass")
+            right = secrets.compare_digest(given, self._key)
+            return "" if right else "the key is missing or wrong; send it as 'Authorization: Bearer …'"
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if origin is not None and _netloc(origin) != host:
+            return "Origin: pages of other sites may not call this server"
+        if _is_near((scope.get("server") or ("",))[0]) and not _is_near(_hostname(host)):
+            return f"Host: this is not a name of this machine; behind a proxy, set {KEY}"
+        return ""
+
+
+def _bounded(scope: Scope, receive: Receive) -> Receive:
+    """A request's body is taken up to a size, whatever it says of itself. A socket's messages uvicorn bounds."""
+    if scope["type"] != "http":
+        return receive
+    taken = 0
+
+    async def bounded() -> MutableMapping[str, Any]:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > MOST_BYTES:
+            raise HTTPException(413, f"the body is larger than {MOST_BYTES} bytes")
+        return message
+
+    return bounded
+
+
+def _netloc(url: str) -> str | None:
+    """None: that is no URL."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
+
+
+def _hostname(netloc: str) -> str:
+    """Without its port; empty where there is none to be read."""
+    try:
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_near(host: str) -> bool:
+    """Whether that is this machine, and can be nothing else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

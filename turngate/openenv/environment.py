@@ -1,0 +1,203 @@
+"""One session of a client, as OpenEnv has it: `reset`, `step`, `state`. A step is one call of a tool.
+
+The tools and their verbs are the service's (`service/tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All
+sessions share one service, so a rollout outlives the session that started it, and any other can take it up by its id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Optional
+from uuid import uuid4
+
+import msgspec
+from fastmcp import FastMCP
+from fastmcp.tools import Tool, ToolResult
+from mcp.types import TextContent, ToolAnnotations
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, ToolError, ToolErrorType
+from openenv.core.env_server.types import Action, EnvironmentMetadata, Observation
+from openenv.core.utils import run_async_safely
+from pydantic import PrivateAttr
+
+from turngate import __version__
+from turngate.common.validation import suggestion
+from turngate.errors import BadRequest, TurngateError
+from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
+from turngate.openenv.thread import ServiceThread
+from turngate.service.result import RolloutResult, RolloutState
+from turngate.service.rollouts import Rollouts
+from turngate.service.tools import TOOLS, Arguments
+
+NAME = "turngate_env"
+ABOUT = (
+    "Runs coding agents (Claude Code, Codex, OpenCode, Pi, Gemini CLI, Qwen Code, mini-SWE-agent) on tasks in sandboxes, records every "
+    "token that their model samples, and grades what they did."
+)
+_STARTS = ("run_rollout", "run_swe_rollout", "start_rollout")
+
+
+class TurngateEnvironment(MCPEnvironment):
+    """Made for every session, and for every request without one: it is cheap. `tools` is shared by all of them (`offered`)."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self, service: ServiceThread, tools: FastMCP[Any]) -> None:
+        super().__init__(tools)
+        self._service = service
+        self._state = TurngateState(episode_id=uuid4().hex)
+
+    def reset(self, seed: Optional[int] = None, episode_id: Optional[str] = None, **unknown: Any) -> ReadyObservation:
+        return run_async_safely(self.reset_async(seed, episode_id, **unknown))
+
+    async def reset_async(
+        self, seed: Optional[int] = None, episode_id: Optional[str] = None, **unknown: Any
+    ) -> ReadyObservation:
+        """A new episode. What runs goes on. `seed` is taken because OpenEnv sends it: what is sampled is the engine's affair."""
+        if unknown:
+            raise BadRequest(
+                f"{next(iter(unknown))}: reset has no such argument; there are episode_id and seed. A rollout's are run_rollout's",
+                param=next(iter(unknown)),
+            )
+
+        async def catalog(rollouts: Rollouts) -> list[dict[str, Any]]:
+            return [msgspec.to_builtins(endpoint) for endpoint in rollouts.catalog()]
+
+        endpoints = await self._service.ask(catalog)
+        self._state = TurngateState(episode_id=episode_id or uuid4().hex)
+        return ReadyObservation(endpoints=endpoints)
+
+    def step(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
+        return run_async_safely(self.step_async(action, timeout_s, **kwargs))
+
+    async def step_async(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
+        """With `timeout_s` a rollout that is waited for is answered in time, with `done` false and its id; it goes on."""
+        state = self._state
+        state.step_count += 1
+        if not isinstance(action, CallToolAction):
+            return await super().step_async(action, timeout_s, **kwargs)
+        observation = await _observed(self._service, action, timeout_s)
+        started = action.tool_name in _STARTS and observation.rollout_id
+        if started:
+            state.rollouts = [*state.rollouts, observation.rollout_id]
+        if started or observation.status:
+            state.last_rollout, state.last_status = observation.rollout_id, observation.status
+            state.last_reward = observation.result.get("reward")
+        return observation
+
+    def _step_impl(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
+        raise BadRequest(
+            f"action: {type(action).__name__} is not known here; take call_tool or list_tools", param="action"
+        )
+
+    @property
+    def state(self) -> TurngateState:
+        return self._state
+
+    @property
+    def supports_code_mode(self) -> bool:
+        """No: it would run a caller's Python in the server."""
+        return False
+
+    def execute_code(self, code: str) -> Observation:
+        raise BadRequest("code: this environment runs no code in its server; use the tools", param="code")
+
+    def get_metadata(self) -> EnvironmentMetadata:
+        return EnvironmentMetadata(name=NAME, description=ABOUT, version=__version__)
+
+    def _get_server_tools(self, mcp_server: Any) -> dict[str, Any]:
+        """Those of the table. OpenEnv's own way asks the server, for which it starts a thread and a loop per session."""
+        return dict(TOOLS)
+
+
+async def _observed(service: ServiceThread, action: CallToolAction, timeout_s: float | None) -> TurngateObservation:
+    name = action.tool_name
+    if name not in TOOLS:
+        near = suggestion(name, list(TOOLS))
+        wrong = ToolError(
+            error_type=ToolErrorType.TOOL_NOT_FOUND, message=f"tool_name: there is no {name[:80]!r}{near}"
+        )
+        return TurngateObservation(tool_name=name, error=wrong, metadata={"param": "tool_name", "kind": "not_found"})
+    try:
+        answer = await answered(service, name, action.arguments, math.inf if timeout_s is None else timeout_s)
+    except TurngateError as error:
+        return TurngateObservation(tool_name=name, error=_wrong(error), metadata=_details(error))
+    value = msgspec.to_builtins(answer)
+    told = TurngateObservation(tool_name=name, result=value, rollout_id=value.get("rollout_id", ""))
+    if isinstance(answer, RolloutResult | RolloutState):
+        told.status = answer.status
+    if isinstance(answer, RolloutResult) and answer.done:
+        told.done, told.reward = True, answer.reward
+    return told
+
+
+async def answered(service: ServiceThread, name: str, arguments: Arguments, most_s: float = math.inf) -> msgspec.Struct:
+    """What a tool gives. Waits for a rollout's end as long as the caller wants, and at most `most_s`."""
+
+    async def called(rollouts: Rollouts) -> msgspec.Struct:
+        async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:
+            longest = min(most_s, math.inf if wait_s is None else wait_s)
+            return await rollouts.finalize(rollout_id, None if longest == math.inf else longest)
+
+        return await TOOLS[name].call(rollouts, arguments, wait)
+
+    return await service.ask(called)
+
+
+def _wrong(error: TurngateError) -> ToolError:
+    about_arguments = error.boundary == "client" and error.param is not None
+    kind = ToolErrorType.INVALID_ARGS if about_arguments else ToolErrorType.EXECUTION_ERROR
+    return ToolError(error_type=kind, message=error.message)
+
+
+def _details(error: TurngateError) -> dict[str, Any]:
+    return {
+        "param": error.param,
+        "kind": error.kind,
+        "boundary": error.boundary,
+        "status": error.status,
+        "retry_safe": error.retry_safe,
+    }
+
+
+# ── the same tools at /mcp ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def offered(service: ServiceThread) -> FastMCP[Any]:
+    """The tools as FastMCP has them, for all sessions."""
+    server: FastMCP[Any] = FastMCP("turngate", version=__version__, mask_error_details=True)
+    for tool in TOOLS.values():
+        made = _Offered(
+            name=tool.name,
+            title=tool.title,
+            description=tool.about,
+            parameters=tool.input_schema(),
+            annotations=ToolAnnotations(
+                readOnlyHint=tool.reads, destructiveHint=tool.destroys, idempotentHint=tool.again or tool.reads
+            ),
+        )
+        made._service = service
+        server.add_tool(made)
+    return server
+
+
+class _Offered(Tool):
+    """One tool. What is wrong with its arguments is an error that the caller reads, and no exception in the log."""
+
+    _service: ServiceThread = PrivateAttr()
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        try:
+            value = msgspec.to_builtins(await answered(self._service, self.name, arguments))
+        except TurngateError as error:
+            return ToolResult(content=[TextContent(type="text", text=error.message)], is_error=True)
+        return ToolResult(content=[TextContent(type="text", text=_spoken(value))], structured_content=value)
+
+
+def _spoken(value: Mapping[str, Any]) -> str:
+    """As text, for models: without log-probabilities, which would fill their context."""
+    if "turns" not in value or not isinstance(value["turns"], list):
+        return msgspec.json.encode(value).decode()
+    turns = [{name: of for name, of in turn.items() if name != "logprobs"} for turn in value["turns"]]
+    return msgspec.json.encode({**value, "turns": turns}).decode()

@@ -1,0 +1,242 @@
+"""Does the gateway capture this agent whole? A small task, the scripted engine, and every promise looked at afterwards.
+
+The engine plays the agent's own `[[check]]` steps (read, edit, run, finish), so that the outcome is known beforehand. Called by
+`turngate agents check` and by the tests with real agents.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from turngate.agents.install import Installed
+from turngate.agents.launch import Limits
+from turngate.agents.spec import AgentSpec, Step
+from turngate.client.gateway import GatewayClient
+from turngate.config import ServeConfig
+from turngate.engines.scripted import Scripted, derived_logprobs
+from turngate.errors import AgentError
+from turngate.render import BUILTIN_TOKENIZER, load
+from turngate.rollout.connection import WayOut
+from turngate.rollout.outcome import Order, Outcome, Watch
+from turngate.rollout.playbook import Playbook, Scene, filled
+from turngate.rollout.rollout import Rollout
+from turngate.sandboxes.base import Backend, Network
+from turngate.server.asgi import App
+from turngate.server.run import embedded
+from turngate.tasks.task import Task
+from turngate.types import Json
+
+MODEL = "checked"
+INSTRUCTION = "In the file notes.txt, change the word colour to color. Show the file, then write a file done.txt that holds the word done."
+BEFORE = "alpha\ncolour\nomega\n"
+AFTER = "alpha\ncolor\nomega\n"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    what: str
+    ok: bool
+    detail: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    outcome: Outcome
+    findings: tuple[Finding, ...]
+    trace: Json
+    samples: list[Json]
+    folder: Path
+
+    @property
+    def whole(self) -> bool:
+        return all(finding.ok for finding in self.findings)
+
+
+class Staging(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check may vary."""
+
+    image: str = ""
+    network: Network = "none"
+    scenes: Callable[[str], tuple[Scene, ...]] | None = None  # by working folder; None: the agent's own steps
+    instruction: str = INSTRUCTION
+    model: str = MODEL
+    told: Limits = Limits()
+    max_context: int | None = None  # of the model; None: what the agent is told
+    session: Mapping[str, Json] = {}  # further settings of the session
+    timeout_s: float = 240.0
+    around: Callable[[App], App] = lambda app: app  # may listen to what passes between agent and gateway
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A check that is ready to run, with everything that it runs on: for tests that look at it, or meddle, meanwhile."""
+
+    engine: Scripted
+    gateway: GatewayClient
+    rollout: Rollout
+    folder: Path
+    usual: bool  # the agent's own steps are played
+
+    async def played(self) -> Report:
+        await self.rollout.run()
+        return await self.report()
+
+    async def report(self) -> Report:
+        """What is to be said of it by now."""
+        outcome = self.rollout.outcome
+        trace = await self.gateway.trace(outcome.session) if outcome.session else {"nodes": []}
+        samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
+        left = self.folder / "rollouts" / outcome.session
+        findings = tuple(_findings(outcome, trace, samples, self.engine, left, usual=self.usual))
+        return Report(outcome, findings, trace, samples, left)
+
+
+async def check(
+    agent: AgentSpec,
+    installed: Installed,
+    backend: Backend,
+    folder: Path,
+    staging: Staging = Staging(),
+    watch: Watch = lambda progress: None,
+) -> Report:
+    """Run it in `folder`, where the recording and what the agent left behind stay."""
+    async with staged(agent, installed, backend, folder, staging, watch) as stage:
+        return await stage.played()
+
+
+@asynccontextmanager
+async def staged(
+    agent: AgentSpec,
+    installed: Installed,
+    backend: Backend,
+    folder: Path,
+    staging: Staging = Staging(),
+    watch: Watch = lambda progress: None,
+) -> AsyncIterator[Stage]:
+    """A gateway on the scripted engine and a rollout on it, which the block runs."""
+    if not agent.check and staging.scenes is None:
+        raise AgentError(f"{agent.name}: check: the description has no [[check]] steps to play", param="check")
+    renderer, certificate = load(BUILTIN_TOKENIZER, model="", family="auto")
+    scenes: list[Scene] = []
+    engine = Scripted(
+        Playbook(renderer, scenes),
+        model=staging.model,
+        max_context=staging.max_context or staging.told.context_tokens,
+        keep=100_000,
+    )
+    config = ServeConfig(data=str(folder / "data"), model=staging.model, port=0, alive_s=2.0)
+
+    def set_up(workdir: str) -> None:
+        played = staging.scenes or (lambda at: (Scene(INSTRUCTION[:40], filled(agent.check, {"workdir": at})),))
+        scenes[:] = played(workdir)
+
+    async with AsyncExitStack() as stack:
+        files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
+        (files / "notes.txt").write_text(BEFORE)
+        address = await stack.enter_async_context(
+            embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
+        )
+        gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
+        wayout = await stack.enter_async_context(WayOut(address.url))
+        order = Order(
+            task=Task(id="check", instruction=staging.instruction, files=files),
+            agent=agent,
+            installed=installed,
+            backend=backend,
+            model=staging.model,
+            timeout_s=staging.timeout_s,
+            image=staging.image,
+            network=staging.network,
+            session=staging.session,
+            told=staging.told,
+            folder=folder / "rollouts",
+        )
+        rollout = Rollout(order, gateway, wayout, watch, placed=set_up)
+        yield Stage(engine, gateway, rollout, folder, staging.scenes is None)
+
+
+def _findings(
+    outcome: Outcome, trace: Json, samples: list[Json], engine: Scripted, left: Path, *, usual: bool
+) -> list[Finding]:
+    turns = [node for node in trace["nodes"] if node["kind"] == "sampled"]
+    fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _tail(outcome)
+    found = [Finding("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)]
+    if usual:
+        found.append(_task_done(left))
+        found.append(_one_row(samples))
+    found += [
+        Finding(
+            "every model call it made is in the trace",
+            bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
+            f"{outcome.calls} through its door, {len(engine.received)} at the engine, {len(turns)} in the trace",
+        ),
+        _exact(trace, turns, engine),
+        _untrained(samples),
+    ]
+    collected = outcome.collected
+    if collected.transcript_turns is not None:
+        agrees = not collected.differences and collected.transcript_turns > 0
+        found.append(
+            Finding(
+                "its own transcript agrees, turn by turn",
+                agrees,
+                "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
+            )
+        )
+    return found
+
+
+def _task_done(left: Path) -> Finding:
+    notes, done = left / "work" / "notes.txt", left / "work" / "done.txt"
+    written = notes.read_text() if notes.is_file() else "missing"
+    ok = written == AFTER and done.is_file() and done.read_text().strip() == "done"
+    return Finding(
+        "the task is done", ok, f"notes.txt {written!r}, done.txt {'is there' if done.is_file() else 'missing'}"
+    )
+
+
+def _one_row(samples: list[Json]) -> Finding:
+    main = [row for row in samples if any(span["role"] == "main" for span in row["spans"])]
+    trained = [row for row in main if any(row["mask"])]
+    turns = [len(row["spans"]) for row in main]
+    return Finding("the main conversation is exactly one row", len(main) == len(trained) == 1, f"rows of {turns} turns")
+
+
+def _exact(trace: Json, turns: list[Json], engine: Scripted) -> Finding:
+    """The ids that are recorded before each turn are those that the engine saw, and its log-probabilities follow from them."""
+    nodes = {node["id"]: node for node in trace["nodes"]}
+    sent = sorted(request.prompt.tobytes() for request in engine.received)
+    kept, scored = [], True
+    for turn in turns:
+        prompt: list[int] = []
+        at = nodes[turn["parent"]]
+        while at is not None:
+            prompt[:0] = at["ids"]
+            at = nodes.get(at["parent"])
+        ids = np.array(prompt, np.int32)
+        kept.append(ids.tobytes())
+        scored = scored and turn["logprobs"] == derived_logprobs(ids, turn["ids"])
+    ok = sorted(kept) == sent and scored
+    return Finding("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
+
+
+def _untrained(samples: list[Json]) -> Finding:
+    wrong = [
+        span["role"]
+        for row in samples
+        for span in row["spans"]
+        if span["trained"] != (span["role"] in ("main", "subagent")) and not span["reason"].startswith("trained in")
+    ]
+    sides = sum(span["role"] == "side" for row in samples for span in row["spans"])
+    return Finding("side calls are labelled and not trained", not wrong, f"{sides} side calls")
+
+
+def _tail(outcome: Outcome) -> str:
+    said = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
+    return said[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
+
+
+__all__ = ["Finding", "Report", "Stage", "Staging", "Step", "check", "staged"]

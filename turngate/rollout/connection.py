@@ -1,0 +1,98 @@
+"""How a rollout's sandbox gets to the gateway: through a door of its own, or by a public address where nothing is shared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import msgspec
+
+from turngate.common.validation import refuse_credentials
+from turngate.errors import ConfigError
+from turngate.sandboxes import door, egress, tunnel
+from turngate.sandboxes.base import Sandbox
+from turngate.sandboxes.tunnel import Tunnel
+
+_COUNTS = ("/count_tokens", ":countTokens")  # calls that sample nothing
+_TOOLS = "/v1/tools/"  # nor do those
+
+
+class Connection(msgspec.Struct):
+    """What an agent takes for its provider's address, and how many generations it asked for there, where we can see that."""
+
+    base_url: str
+    generations: int | None = None
+
+    def passed(self, method: str, path: str) -> None:
+        """The door let a call through."""
+        samples = method == "POST" and not path.endswith(_COUNTS) and not path.startswith(_TOOLS)
+        if samples and self.generations is not None:
+            self.generations += 1
+
+
+class WayOut:
+    """For all rollouts of one gateway. `tunnel`: a command that prints a URL; `public_url`: an address that leads there already."""
+
+    def __init__(self, gateway: str, public_url: str = "", tunnel: str = "") -> None:
+        refuse_credentials(
+            public_url, "public_url", "agents reach the gateway by it: nothing but its address belongs there"
+        )
+        if public_url and (urlsplit(public_url).scheme not in ("http", "https") or not urlsplit(public_url).netloc):
+            raise ConfigError(f"public_url: {public_url!r} is not an http(s) URL", param="public_url")
+        if public_url and tunnel:
+            raise ConfigError("tunnel: give either a public URL or a tunnel's command", param="tunnel")
+        self._gateway = gateway
+        self._public_url = public_url.rstrip("/")
+        self._command = tunnel
+        self._tunnel: Tunnel | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> WayOut:
+        await self._stack.__aenter__()
+        if self._command:
+            try:
+                # The tunnel leads to a door, so that nothing but model calls is to be had by its address.
+                outside = await self._stack.enter_async_context(door.opened(self._gateway))
+                self._tunnel = await self._stack.enter_async_context(tunnel.opened(self._command, outside.target))
+            except BaseException:
+                await self._stack.aclose()
+                raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where a remote sandbox has to get to."""
+        host = urlsplit(self._tunnel.url if self._tunnel is not None else self._public_url).hostname
+        return (host,) if host else ()
+
+    @asynccontextmanager
+    async def connected(self, sandbox: Sandbox, *, python: str = "", node: str = "") -> AsyncIterator[Connection]:
+        """A relay in the sandbox, for as long as the block runs."""
+        python = python or sys.executable  # where the sandbox sees it too, nothing has to be looked for
+        if sandbox.shared is None:
+            async with egress.connected(sandbox, self._outside(), python=python, node=node) as base_url:
+                yield Connection(base_url)
+            return
+        connection = Connection("", 0)
+        async with (
+            door.opened(self._gateway, folder=sandbox.shared[0], on_call=connection.passed) as own,
+            egress.connected(sandbox, own, python=python, node=node) as connection.base_url,
+        ):
+            yield connection
+
+    def _outside(self) -> Tunnel | str:
+        way = self._tunnel or self._public_url
+        if not way:
+            raise ConfigError(
+                "public_url: a remote sandbox cannot reach 127.0.0.1; give --public-url URL, or --tunnel COMMAND",
+                param="public_url",
+            )
+        return way

@@ -1,0 +1,384 @@
+"""OpenEnv's capture API: `POST /sessions`, `GET /sessions`, `GET /sessions/{id}`, `/rollout`, `/trace_entries`, `DELETE /sessions/{id}`.
+
+There, the API key of an agent is the id of its session. Here an id opens nothing: the `session_id` that is answered is the session's
+secret, and a client that hands it to the agent as its key, and comes back with it (and the admin key) for the rollout, need not know
+the difference. `id` is the session's name, for `/admin` and for lists; both are taken where a path names a session.
+
+Better than the original where that was weak: prompts are extended and never rendered again, streams are real, sessions are durable
+and expire, forced tool calls are answered (and masked), aborted calls are kept, every turn has its policy versions, and a token that
+several sequences share is trained in one of them. What differs is in docs/openenv.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.errors import BadRequest, Conflict, NotFound
+from turngate.gateway.sessions import Control
+from turngate.server.auth import Auth
+from turngate.server.http import body, reply, route, whole_number, written
+from turngate.trace.sample import Sample
+from turngate.trace.session import Session, SessionConfig
+from turngate.types import Capture, Json, Limits
+from turngate.views.session import Shown, as_json, piece
+from turngate.views.trace import Viewed, ViewedTurn, read, told_apart
+
+Purpose = Literal["auto", "train", "eval"]
+_NEUTRAL: Mapping[str, tuple[float, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+}
+_EVALUATED = ("temperature", "top_p", "top_k")
+_ENGINE = ("llm_url", "api_key", "auth_header", "provider")  # that a session may choose there
+_MOST = 2**31 - 1  # what engines, and others who count, can take
+_MARK = "openenv"  # in the metadata of sessions that were opened here
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `POST /sessions`. Fields that are not known are left alone, as the original does."""
+
+    session_id: str | None = None
+    metadata: dict[str, Json] | None = None
+    model: str | None = None
+    purpose: Purpose = "auto"
+    sampling: dict[str, float] | None = None
+    eval_sampling: dict[str, float] | None = None
+    max_model_calls: Annotated[int, msgspec.Meta(ge=0, le=_MOST)] = 0
+    llm_url: str | None = None
+    api_key: str | None = None
+    auth_header: str | None = None
+    provider: str | None = None
+
+
+class OpenEnv:
+    def __init__(self, control: Control, auth: Auth) -> None:
+        self._control = control
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        one = "/sessions/{id}"
+        return [
+            route("/sessions", "POST", self.open, self._auth),
+            route("/sessions", "GET", self.listing, self._auth),
+            route(one, "GET", self.show, self._auth),
+            route(one, "DELETE", self.delete, self._auth),
+            route(f"{one}/rollout", "GET", self.rollout, self._auth),
+            route(f"{one}/trace_entries", "GET", self.trace_entries, self._auth),
+        ]
+
+    async def open(self, request: Request) -> Response:
+        wanted = await body(request, OpenSession)
+        for name in _ENGINE:
+            if getattr(wanted, name) and (name, getattr(wanted, name)) != ("auth_header", "Authorization"):
+                raise BadRequest(
+                    f"{name}: the engine is chosen when the gateway is started (--engine, --engine-url), not by a session",
+                    param=name,
+                )
+        mode = self._control.default_mode
+        if wanted.purpose == "train" and mode == "observe":
+            raise BadRequest("purpose: training requires exact engine token capture, and this gateway only observes")
+        config = SessionConfig(
+            model=wanted.model or "",
+            mode=mode,
+            limits=Limits(turns=wanted.max_model_calls or None),
+            sampling=_sampling(wanted),
+            # An evaluation samples as the agent asks for; what that biases is recorded.
+            bias="record" if wanted.purpose == "eval" else "neutral",
+            metadata={**(wanted.metadata or {}), _MARK: {"purpose": wanted.purpose}},
+        )
+        session, secret = self._control.open(config, wanted.session_id or None)
+        return reply(
+            {
+                "session_id": secret,
+                "id": session.id,
+                **_kind(session),
+                "max_model_calls": wanted.max_model_calls,
+                "llm_url": None,
+                "model": wanted.model or None,
+            }
+        )
+
+    async def listing(self, request: Request) -> Response:
+        limit = whole_number(request, "limit", 100) or 100
+        before = whole_number(request, "before")
+        listed = self._control.listing(before=before, limit=min(limit, 1000))
+        shapes = await self._control.looks.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
+        opened_here = [row for row in listed if _MARK in row["config"].metadata]
+        return reply({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})
+
+    async def show(self, request: Request) -> Response:
+        name = self._named(request)
+        live = self._control.live(name)
+
+        def made(shown: Shown) -> bytes:
+            session = shown.session
+            told = {
+                "session_id": session.id,
+                **_use(live, session.last_used),
+                "status": session.status,
+                "stop": session.stop,
+                **_stats(_viewed(shown)),
+            }
+            return as_json(told)
+
+        return written(await self._control.looks.at(name, made))
+
+    async def rollout(self, request: Request) -> Response:
+        name = self._named(request)
+        query = request.query_params
+        discarded, messages = _yes(query.get("include_discarded")), _yes(query.get("include_messages"))
+        live = self._control.live(name)
+        limits_met = 0 if live is None else len(live.limits_told)
+        return written(
+            await self._control.looks.at(
+                name, lambda shown: _document(shown, limits_met, discarded=discarded, messages=messages)
+            )
+        )
+
+    async def trace_entries(self, request: Request) -> Response:
+        return written(await self._control.looks.at(self._named(request), _entries))
+
+    async def delete(self, request: Request) -> Response:
+        """Ends it and removes all that was recorded. Twice is fine."""
+        try:
+            await self._control.delete(self._named(request))
+        except NotFound:
+            return reply({"deleted": False})
+        return reply({"deleted": True})
+
+    def _named(self, request: Request) -> str:
+        """The id of a session that is named by its secret, as its client knows it, or by its id."""
+        name: str = request.path_params["id"]
+        return self._control.id_of_secret(name) or name
+
+    def _summary(self, row: Mapping[str, Json], shape: tuple[int, int]) -> dict[str, Json]:
+        metadata = {name: value for name, value in row["config"].metadata.items() if name != _MARK}
+        return {
+            **metadata,
+            "session_id": row["id"],
+            "turns": shape[0],
+            "roots": shape[1],
+            **_use(self._control.live(row["id"]), row["closed"] or row["opened"]),
+        }
+
+
+def _use(live: Session | None, last_used: float) -> dict[str, Json]:
+    """`upstream_errors`: whether the newest call failed; the rest is in the events."""
+    used = last_used if live is None else live.last_used
+    failed = live is not None and live.last_error is not None
+    return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
+
+
+def _viewed(shown: Shown) -> Viewed:
+    view = shown.trace()
+    nodes = [msgspec.json.decode(as_json(node)) for node in view.pop("nodes")]
+    return read({**msgspec.json.decode(as_json(view)), "nodes": nodes})
+
+
+def _entries(shown: Shown) -> bytes:
+    if _kind(shown.session)["rollout_type"] == "eval":
+        raise Conflict("this is an evaluation: it has a trace (/rollout), but nothing that may be trained")
+    viewed = _viewed(shown)
+    entries = []
+    for one in viewed.turns:
+        turn = _training_turn(viewed, one)
+        node = turn.pop("node_id")
+        entries.append(piece({**turn, "metadata": {**turn["metadata"], "node_id": node}}))
+    return as_json({"session_id": shown.session.id, "entries": entries})
+
+
+def training_turns(viewed: Viewed) -> list[dict[str, Json]]:
+    """Every model call as OpenEnv's `TrainingTurn`, each once; what may not be trained has no 1 in its mask and says why."""
+    return [_training_turn(viewed, turn) for turn in viewed.turns]
+
+
+def _training_turn(viewed: Viewed, turn: ViewedTurn) -> dict[str, Json]:
+    prompt = viewed.prompt(turn)
+    if not prompt:
+        raise Conflict(
+            f"turn {turn.id} was {turn.untrained or 'captured without ids'}: without the ids of its prompt there is nothing to train"
+        )
+    # Sampled tokens without log-probabilities have no place in this format, and we invent none: they are told beside it.
+    scored = turn.logprobs is not None
+    completion = turn.ids if scored else []
+    trained = int(not turn.untrained)
+    context = viewed.contexts[turn.parent]
+    metadata: dict[str, Json] = {
+        "session": viewed.session,
+        "role": turn.role,
+        "untrained": turn.untrained,
+        "version_start": turn.version_start,
+        "version_end": turn.version_end,
+        "sampling_params": turn.sampling or {},
+        "biases": turn.biases,
+        "capture": turn.capture,
+        "fault": turn.fault,
+        "dialect": context.dialect,
+        "fork": turn.cause or context.cause,
+        "parent": None if context.parent is None else str(context.parent),
+        "root": str(turn.root),
+        "delivered": turn.delivered,
+        "started": turn.started,
+        "ended": turn.ended,
+        **({} if scored else {"sampled_token_ids": turn.ids}),
+    }
+    return {
+        "node_id": str(turn.id),
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "per_token_logps": turn.logprobs or [],
+        "loss_mask": [0] * len(prompt) + [trained] * len(completion),
+        "request": {"messages": viewed.messages(turn), "tools": viewed.tools(turn) or None},
+        "response": {"choices": [{"message": turn.message, "finish_reason": turn.finish}]},
+        "metadata": metadata,
+    }
+
+
+def _kind(session: Session) -> dict[str, str]:
+    """What can be done with what is recorded."""
+    seen = {turn.info.capture for turn in session.trace.turns()}
+    if session.config.mode != "observe":
+        level: Capture = "tokens"
+    else:  # an endpoint gives what it gives
+        level = next((level for level in ("text", "logprobs", "tokens") if level in seen), "text")
+    purpose = session.config.metadata.get(_MARK, {}).get("purpose", "auto")
+    return {"capture_level": level, "rollout_type": "train" if level == "tokens" and purpose != "eval" else "eval"}
+
+
+def _sampling(wanted: OpenSession) -> dict[str, Json]:
+    """The session's sampling. For training only the temperature can be chosen: everything else biases what is sampled."""
+    if wanted.eval_sampling and wanted.purpose != "eval":
+        raise BadRequest("eval_sampling: needs purpose 'eval'", param="eval_sampling")
+    if wanted.purpose == "eval":
+        if wanted.sampling is not None:
+            raise BadRequest("sampling: is for training; an evaluation takes eval_sampling", param="sampling")
+        return _known("eval_sampling", wanted.eval_sampling or {}, _EVALUATED)
+    given = _known("sampling", wanted.sampling or {}, ("temperature", *_NEUTRAL))
+    if given and not given.get("temperature"):
+        raise BadRequest("sampling.temperature: has to be above 0 for training", param="sampling.temperature")
+    for name, neutral in _NEUTRAL.items():
+        if name in given and given.pop(name) not in neutral:
+            raise BadRequest(f"sampling.{name}: has to be {neutral[0]} for training", param=f"sampling.{name}")
+    return given
+
+
+def _known(field: str, given: dict[str, float], names: tuple[str, ...]) -> dict[str, Any]:
+    if unknown := sorted(set(given) - set(names)):
+        raise BadRequest(f"{field}.{unknown[0]}: is not one of {', '.join(names)}", param=f"{field}.{unknown[0]}")
+    top_k = given.get("top_k", 0)
+    if not -1 <= top_k <= _MOST or top_k != int(top_k):
+        raise BadRequest(f"{field}.top_k: {top_k:g} is not a whole number from -1 to {_MOST}", param=f"{field}.top_k")
+    return {**given, **({"top_k": max(0, int(top_k))} if "top_k" in given else {})}  # -1 is how they spell off
+
+
+def _yes(text: str | None) -> bool:
+    return (text or "").lower() in ("1", "true", "yes", "on")
+
+
+# ── the rollout as one document ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _document(shown: Shown, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
+    session, viewed, rows = shown.session, _viewed(shown), shown.samples(keep_empty=True)
+    kind = _kind(session)
+    trains = kind["rollout_type"] == "train"
+    by_id = {turn.id: turn for turn in viewed.turns}
+    sequences = [_sequence(row, by_id, trains) for row in rows]
+    kept = [row for row in sequences if discarded or row["role"] != "discarded"]
+    trained = [row for row in kept if row["trainable"]]
+    document = {
+        "session_id": session.id,
+        "metadata": {name: value for name, value in session.config.metadata.items() if name != _MARK},
+        "budget_stop_count": limits_met,
+        "turns": [piece(_told(viewed, turn, index, messages)) for index, turn in enumerate(viewed.turns)],
+        "stats": {
+            **_stats(viewed),
+            "n_sequences": len(kept),
+            "n_trainable_sequences": len(trained),
+            "n_trainable_tokens": sum(row["n_trainable"] for row in trained),
+        },
+        "sequences": [piece(row) for row in kept],
+        "validation": [f"[WARN] untrained: turn {t.id}: {t.untrained}" for t in viewed.turns if t.untrained],
+        "trainable": bool(trained),
+        **kind,
+    }
+    return as_json(document)
+
+
+def _sequence(row: Sample, by_id: dict[int, ViewedTurn], trains: bool) -> dict[str, Json]:
+    """A branch. In this format a position without a log-probability has 0.0 and a 0 in the mask, so that the mask alone decides."""
+    turns = [by_id[span.node] for span in row.spans]
+    mask = row.mask & trains
+    for span, turn in zip(row.spans, turns, strict=True):
+        mask[span.start : span.end] &= turn.logprobs is not None
+    logprobs = [value if on else 0.0 for value, on in zip(row.logprobs.tolist(), mask.tolist(), strict=True)]
+    role = told_apart(turns[-1].role)
+    trained = int(mask.sum())
+    return {
+        "role": role,
+        "root_id": str(turns[0].root),
+        "node_ids": [str(turn.id) for turn in turns],
+        "n_turns": len(turns),
+        "prompt_len": row.spans[0].start,
+        "n_trainable": trained,
+        "turn_lengths": [span.end - span.start for span in row.spans],
+        "input_ids": row.ids,
+        "loss_mask": mask.astype(int),
+        "logprobs": logprobs,
+        "trainable": bool(trained) and role == "agent",
+        "validation": [f"[INFO] untrained: turn {s.node}: {s.reason}" for s in row.spans if s.reason],
+    }
+
+
+def _told(viewed: Viewed, turn: ViewedTurn, index: int, messages: bool) -> dict[str, Json]:
+    context = viewed.contexts[turn.parent]
+    return {
+        "node_id": str(turn.id),
+        "index": index,
+        "root_id": str(turn.root),
+        "n_sampled": len(turn.ids),
+        "n_prompt": len(viewed.prompt(turn)),
+        "n_tools": len(context.tools),
+        "finish_reason": turn.finish,
+        "harness_session_id": context.told.get("thread"),
+        "sampling_params": turn.sampling or {},
+        "requested_sampling_params": {},  # what the agent asked for and was not applied is not kept
+        "sampled_logprobs": turn.logprobs,
+        "discarded": told_apart(turn.role) == "discarded",
+        **(
+            {
+                "request_messages": viewed.messages(turn),
+                "request_tools": context.tools or None,
+                "response_message": turn.message,
+            }
+            if messages
+            else {}
+        ),
+    }
+
+
+def _stats(viewed: Viewed) -> dict[str, int]:
+    """The shape of the tree, counted as there: over calls, so that two answers to one question are a fork."""
+    before = [viewed.contexts[turn.parent].parent for turn in viewed.turns]
+    children: dict[int, int] = {}
+    for parent in before:
+        if parent is not None:
+            children[parent] = children.get(parent, 0) + 1
+    return {
+        "n_turns": len(viewed.turns),
+        "n_roots": sum(parent is None for parent in before),
+        "n_leaves": sum(turn.id not in children for turn in viewed.turns),
+        "n_forks": sum(count > 1 for count in children.values()),
+        "n_discarded": sum(told_apart(turn.role) == "discarded" for turn in viewed.turns),
+    }

@@ -1,0 +1,222 @@
+"""The prime-rl rollout gateway's API, field for field: `/v1/rollouts/{id}/register | chat/completions | trajectory | cancel |
+unregister`.
+
+Better than the original where that was weak: the session has a secret (`register` answers one more field, `api_key`), history
+is never tokenised again, cancel aborts the generation, unregister is idempotent, idle rollouts expire, streams are real, and no
+token data goes to the agent. The calls here need the admin key, unless `open_loopback` opens them to keyless loopback clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.common.validation import explain
+from turngate.dialects import Chat, recorded
+from turngate.dialects.chat import wire_message
+from turngate.errors import BadRequest, TurngateError, Unprocessable
+from turngate.gateway.sessions import Control
+from turngate.server.auth import Auth
+from turngate.server.http import Endpoint, body, error_reply, reply, written
+from turngate.trace.roles import TurnRole, roles
+from turngate.trace.sample import untrainable
+from turngate.trace.session import Session, SessionConfig
+from turngate.trace.tree import Node, Sampled, path, path_ids
+from turngate.types import Json, Limits, Message, Sampling
+from turngate.views.session import Shown, as_json, piece
+
+PREFIX = "/v1/rollouts/"
+_chat = Chat()
+
+
+class Register(msgspec.Struct, frozen=True):
+    model: str
+    sampling_params: dict[str, Any] = {}
+    max_turns: int = -1
+    max_seq_len: int | None = None
+
+
+class Prime:
+    def __init__(self, control: Control, auth: Auth) -> None:
+        self._control = control
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        one = PREFIX + "{id}"
+        return [
+            self._route(f"{one}/register", "POST", self.register),
+            self._route(f"{one}/trajectory", "GET", self.trajectory),
+            self._route(f"{one}/cancel", "POST", self.cancel),
+            self._route(f"{one}/unregister", "POST", self.unregister),
+        ]
+
+    def _route(self, path_: str, method: str, endpoint: Endpoint) -> Route:
+        async def guarded(request: Request) -> Response:
+            try:
+                key = _chat.key(request.headers, {})
+                if not self._auth.trusts(key, request.client.host if request.client else ""):
+                    self._auth.require_admin(key)
+                return await endpoint(request)
+            except TurngateError as error:
+                return error_reply(error)
+
+        return Route(path_, guarded, methods=[method])
+
+    async def register(self, request: Request) -> Response:
+        wanted = await body(request, Register, wrong=Unprocessable)
+        config = SessionConfig(
+            model=wanted.model,
+            mode=self._control.default_mode,
+            limits=Limits(turns=None if wanted.max_turns < 0 else wanted.max_turns, context_tokens=wanted.max_seq_len),
+            sampling=_sampling(wanted.sampling_params),
+            max_tokens=_max_tokens(wanted.sampling_params),
+            metadata={"prime": msgspec.to_builtins(wanted)},
+            at_limit="conflict",
+        )
+        try:
+            session, secret = self._control.open(config, request.path_params["id"])
+        except BadRequest as error:
+            raise Unprocessable(error.message, param=error.param) from None
+        return reply(
+            {
+                "rollout_id": session.id,
+                "status": "active",
+                "model": wanted.model,
+                "max_turns": wanted.max_turns,
+                "max_seq_len": wanted.max_seq_len,
+                "api_key": secret,
+            }
+        )
+
+    async def trajectory(self, request: Request) -> Response:
+        return written(await self._control.looks.at(request.path_params["id"], _trajectory))
+
+    async def cancel(self, request: Request) -> Response:
+        session = self._control.find(request.path_params["id"])
+        # A rollout that came to its end stays completed.
+        end = self._control.seal if status(session) == "completed" else self._control.cancel
+        session = await end(session.id)
+        return reply({"rollout_id": session.id, "status": status(session)})
+
+    async def unregister(self, request: Request) -> Response:
+        """Ends the rollout; its trace stays until the session is deleted. Twice is fine."""
+        session = await self._control.seal(request.path_params["id"], "unregistered")
+        return reply({"rollout_id": session.id, "status": status(session)})
+
+
+def status(session: Session) -> str:
+    if session.status == "cancelled":
+        return "cancelled"
+    limits = session.config.limits
+    done = session.status == "sealed" or (limits.turns is not None and session.turns >= limits.turns)
+    return "completed" if done else "active"
+
+
+def _trajectory(shown: Shown) -> bytes:
+    session = shown.session
+    said = {node.id: _said(node, shown.texts[node.id]) for node in session.trace.nodes}
+    turns = _main_turns(session)
+    first, last = (path(turns[0][0]), path(turns[-1][0])) if turns else ([], [])
+    prompt = [message for node in first[:-1] for message in said[node.id]]
+    whole = [message for node in last for message in said[node.id]]
+    return as_json(
+        {
+            "rollout_id": session.id,
+            "status": status(session),
+            "num_turns": len(turns),
+            "model": session.config.model,
+            "prompt": prompt,
+            "completion": whole[len(prompt) :],
+            "is_truncated": session.truncated,
+            "trajectory": [piece(_step(turn, role, said, session)) for turn, role in turns],
+        }
+    )
+
+
+def _sampling(params: dict[str, Any]) -> dict[str, Json]:
+    """Registered sampling wins over the agent's. Names that are not about sampling are vLLM's affair or ours."""
+    known = {field.name for field in msgspec.structs.fields(Sampling)}
+    found = {name: value for name, value in params.items() if name in known and value is not None}
+    if isinstance(found.get("top_k"), int):
+        found["top_k"] = max(0, found["top_k"])
+    try:
+        msgspec.convert(found, Sampling)
+    except msgspec.ValidationError as error:
+        raise Unprocessable(f"sampling_params.{explain(error, Sampling)[0]}", param="sampling_params") from None
+    return found
+
+
+def _max_tokens(params: dict[str, Any]) -> int | None:
+    value = params.get("max_tokens", params.get("max_completion_tokens"))
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise Unprocessable(
+            f"sampling_params.max_tokens: {value!r} is not a whole number above 0", param="sampling_params"
+        )
+    return value
+
+
+def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
+    role_of = roles(session.trace)
+    return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in ("main", "subagent")]
+
+
+def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], session: Session) -> dict[str, Json]:
+    before = path_ids(turn.parent)
+    limit = session.config.limits.context_tokens
+    truncated = turn.info.finish == "length"
+    reason = untrainable(turn, role, session.config.policy)
+    logprobs: Json = [] if turn.logprobs is None else turn.logprobs
+    tokens = {
+        "prompt_ids": before,
+        "prompt_mask": [0] * len(before),
+        "completion_ids": turn.ids,
+        "completion_mask": [0 if reason else 1] * turn.size,
+        "completion_logprobs": logprobs,
+        "overlong_prompt": limit is not None and len(before) > limit,
+        "is_truncated": truncated,
+        "routed_experts": None,
+    }
+    return {
+        "prompt": [message for node in path(turn)[:-1] for message in said[node.id]],
+        "completion": said[turn.id],
+        "tokens": tokens,
+        "reward": None,
+        "advantage": None,
+        "is_truncated": truncated,
+        "trajectory_id": session.id,
+        "extras": {
+            "node": turn.id,
+            "biases": turn.info.biases,
+            "untrained": reason,
+            "version": turn.info.version_end,
+        },
+    }
+
+
+def _said(node: Node, text: bytes) -> list[msgspec.Raw]:
+    """What a node stands for, in OpenAI's form; what a context added as it came where it came so."""
+    if isinstance(node, Sampled):
+        return [piece(_wire(orjson.loads(text)))]
+    if node.info.dialect == _chat.name:
+        return [piece(message) for message in orjson.loads(text)]
+    return [piece(wire_message(message)) for message in recorded(node.info.dialect, text)]
+
+
+def _wire(stored: Json) -> Json:
+    """A stored message in OpenAI's form."""
+    message = msgspec.convert(stored, Message)
+    wire: dict[str, Json] = {"role": message.role, "content": message.content or None}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.tool_calls
+        ]
+    return wire

@@ -1,0 +1,73 @@
+"""Host tools over HTTP, for the agent: `GET /v1/tools` lists those of its session, `POST /v1/tools/{name}` calls one.
+
+The session's secret opens them, as it opens model calls; a path may name the session too. Errors are in OpenAI's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from turngate.dialects import Chat
+from turngate.errors import TooLarge, TurngateError
+from turngate.gateway.sessions import Control
+from turngate.server.asgi import HungUp, Receive, Scope, Send, Watch, headers_of, read_body, respond
+from turngate.server.auth import Auth
+from turngate.server.http import error_reply, reply
+from turngate.server.model_calls import respond_error
+
+MAX_ARGUMENTS = 64 * 1024
+_chat = Chat()
+
+
+class ToolsOfHost:
+    def __init__(self, control: Control, auth: Auth) -> None:
+        self._control = control
+        self._auth = auth
+
+    def routes(self) -> list[Route]:
+        return [Route(f"{area}/v1/tools", self.listing, methods=["GET"]) for area in ("", "/s/{id}", "/rollout/{id}")]
+
+    async def listing(self, request: Request) -> Response:
+        try:
+            key = _chat.key(request.headers, {})
+            session = self._auth.session(key, request.path_params.get("id"))
+        except TurngateError as error:
+            return error_reply(error)
+        tools = session.config.tools
+        return reply({"tools": [{"name": t.name, "description": t.description, "schema": t.schema} for t in tools]})
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
+        """One call. It may wait for the host, and stops waiting when its caller hangs up."""
+        try:
+            headers = headers_of(scope)
+            session = self._auth.session(_chat.key(headers, {}), session_id)
+            body = await _read(receive, headers)
+            with Watch(receive) as watch:
+                try:
+                    mark = headers.get("idempotency-key", "")
+                    answer = await self._control.tools.call(session, name, body, mark)
+                except asyncio.CancelledError:
+                    if not watch.gone:
+                        raise
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.uncancel()
+                    return
+            await respond(send, 200, answer)
+        except TurngateError as error:
+            await respond_error(send, _chat, error)
+        except HungUp:
+            return
+
+
+async def _read(receive: Receive, headers: dict[str, str]) -> bytes:
+    try:
+        return await read_body(receive, headers, MAX_ARGUMENTS)
+    except TooLarge:
+        raise TooLarge(
+            f"the arguments have more than {MAX_ARGUMENTS} bytes, which is the limit of a tool call"
+        ) from None

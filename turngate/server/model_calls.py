@@ -1,0 +1,277 @@
+"""Model calls over HTTP, for every dialect: find the session, run the turn, stream or collect the reply.
+
+Errors become the dialect's own bodies here and nowhere else. A reply that is not streamed is a streamed one, collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from turngate.dialects import Dialect, Verb, Wire
+from turngate.dialects.prefix_cache import Frames, Known
+from turngate.errors import Conflict, Stopping, StoreError, TurngateError
+from turngate.gateway.sessions import Control
+from turngate.gateway.turn import Turns
+from turngate.server.asgi import (
+    EventStream,
+    HungUp,
+    Receive,
+    Scope,
+    Send,
+    Watch,
+    headers_of,
+    query_of,
+    read_body,
+    respond,
+)
+from turngate.server.auth import Auth
+from turngate.telemetry.logs import about
+from turngate.telemetry.metrics import Measured, Metrics
+from turngate.telemetry.spans import tracing
+from turngate.trace.session import CallError, Session
+from turngate.trace.signals import read
+from turngate.trace.tree import Trace
+from turngate.types import Alive, Call, Done, ReplyEvent
+
+log = logging.getLogger("turngate")
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a path asks for."""
+
+    dialect: Dialect
+    verb: Verb
+    model: str = ""
+
+
+class Paths:
+    """The routes of all dialects."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
+        self._plain = {route.path: Found(dialect, route.verb) for dialect, route in routes if "{" not in route.path}
+        self._patterns = [
+            (re.compile(re.escape(route.path).replace(r"\{model\}", "(.+)")), Found(dialect, route.verb))
+            for dialect, route in routes
+            if "{" in route.path
+        ]
+
+    def find(self, path: str) -> Found | None:
+        found = self._plain.get(path)
+        if found is not None:
+            return found
+        for pattern, found in self._patterns:
+            if match := pattern.fullmatch(path):
+                return msgspec.structs.replace(found, model=match[1])
+        return None
+
+
+class ModelCalls:
+    def __init__(
+        self, turns: Turns, control: Control, auth: Auth, metrics: Metrics, *, max_body: int, alive_s: float
+    ) -> None:
+        self._turns = turns
+        self._control = control
+        self._auth = auth
+        self._metrics = metrics
+        self._max_body = max_body
+        self._alive_s = alive_s
+        self._frames = Frames()
+        self._known: WeakKeyDictionary[Trace, dict[str, Known]] = WeakKeyDictionary()  # by dialect
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        found: Found,
+        session_id: str | None = None,
+        *,
+        prime: bool = False,
+    ) -> None:
+        """One call. `session_id`: the session that the path names, if it names one."""
+        dialect = found.dialect
+        try:
+            headers, query = headers_of(scope), query_of(scope)
+            key = dialect.key(headers, query)
+            if prime and session_id is not None and self._auth.trusts(key, client_of(scope)):
+                session = self._control.find(session_id)
+            else:
+                session = self._auth.session(key, session_id)
+            about(session.id, session.config.metadata)  # this task is of one call, and ends with it
+            body = await read_body(receive, headers, self._max_body)
+            measured = Measured(time.perf_counter())
+            wire = Wire(body, headers, query, found.verb, found.model)
+            call = self._known_to(session, dialect).decode(wire)
+            if session.config.signals:
+                told = read(session.config.signals, headers, call)
+                call = msgspec.structs.replace(call, told=told)
+            with Watch(receive) as watch, _faults_told():
+                if found.verb == "count":
+                    await self._count(session, call, dialect, send, watch)
+                else:
+                    await self._turn(session, call, dialect, send, watch, measured)
+        except TurngateError as error:
+            self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
+            await respond_error(send, dialect, error)
+        except HungUp:
+            return
+
+    async def _turn(
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+    ) -> None:
+        if (spans := tracing()) is not None:
+            model = self._turns.serves(session, call)
+            measured.span = spans.turn(session.id, session.config.metadata, dialect.name, model)
+        try:
+            await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, measured)
+        except TurngateError as error:
+            if measured.span is not None:
+                measured.span.failed(error.kind)
+            raise
+        finally:
+            self._metrics.served(dialect.name, measured, time.perf_counter())
+            if measured.span is not None:
+                measured.span.end()
+
+    def _known_to(self, session: Session, dialect: Dialect) -> Known:
+        """What the session has sent before in this dialect, so that only what is new has to be read. It leaves memory with the trace."""
+        if session.status != "open":
+            # It ended while this call was sent. The call will be refused, and nobody needs the trace for that.
+            return Known(dialect, self._frames)
+        try:
+            known = self._known.setdefault(session.trace, {})
+        except StoreError as error:  # who runs the agent has to know that it was not at fault
+            session.last_error = CallError(error.boundary, error.kind, error.message)
+            raise
+        if dialect.name not in known:
+            known[dialect.name] = Known(dialect, self._frames)
+        return known[dialect.name]
+
+    async def _collect(
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+    ) -> None:
+        done: ReplyEvent | None = None
+
+        async def keep(events: Sequence[ReplyEvent]) -> None:
+            nonlocal done
+            done = events[-1]
+
+        with _cancellation_told(session, watch):
+            await self._turns.take(session, call, keep, measured)
+            assert isinstance(done, Done), "a turn ends with Done or an error"
+            with self._delivering(session, done):
+                await respond(send, 200, dialect.whole(call, done), _named(dialect))
+
+    async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
+        with _cancellation_told(session, watch):
+            await respond(send, 200, dialect.count(await self._turns.count(session, call)), _named(dialect))
+
+    async def _stream(
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+    ) -> None:
+        encoder = dialect.stream(call)
+        headers = [(b"content-type", encoder.media.encode()), *_named(dialect)]
+
+        async def tell(events: Sequence[ReplyEvent]) -> None:
+            data = b"".join([encoder.event(event) for event in events])
+            if isinstance(events[-1], Done):
+                with self._delivering(session, events[-1]):
+                    await stream.write(data, last=True)
+            elif data:  # nothing to show is no sign of life
+                await stream.write(data)
+
+        with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s, headers) as stream:
+            try:
+                with _cancellation_told(session, watch), _faults_told():
+                    await self._turns.take(session, call, tell, measured)
+            except TurngateError as error:
+                if not stream.started and not dialect.in_stream(error):
+                    raise
+                self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
+                if measured.span is not None:
+                    measured.span.failed(error.kind)
+                await stream.write(encoder.error(error), last=True)
+
+    def _delivering(self, session: Session, done: Done) -> _Delivering:
+        return _Delivering(self._control, session, done)
+
+
+# Three classes, since every call enters them and generators take several times as long.
+
+
+class _Delivering:
+    """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
+
+    def __init__(self, control: Control, session: Session, done: Done) -> None:
+        self._control, self._session, self._done = control, session, done
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, asyncio.CancelledError | HungUp) and self._done.node is not None:
+            self._control.undelivered(self._session, self._done.node)
+
+
+class _faults_told:  # used like a function
+    """The last line of defence: a fault of ours must still read as an error in the caller's own format."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TurngateError | HungUp):
+            log.error("a model call failed unexpectedly", exc_info=error)
+            raise TurngateError("internal error; the gateway's log has the details") from error
+
+
+class _cancellation_told:  # used like a function
+    """Why this task was cancelled: its caller hung up, or its session was ended, which the caller is told."""
+
+    def __init__(self, session: Session, watch: Watch) -> None:
+        self._session, self._watch = session, watch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, asyncio.CancelledError) or not (self._watch.gone or self._session.ending):
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        if self._watch.gone:
+            raise HungUp from None
+        if self._session.ending == "stopping":
+            raise Stopping("the gateway is being stopped; repeat this call in a moment") from None
+        raise Conflict(f"this session is {self._session.ending}; the call was aborted") from None
+
+
+async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> None:
+    headers = _named(dialect)
+    if not error.retry_safe:
+        headers.append((b"x-should-retry", b"false"))
+    if error.status == 429:
+        headers.append((b"retry-after", b"1"))
+    if error.status >= 500:
+        log.warning("%s error: %s", error.boundary, error.message)
+    await respond(send, dialect.status(error), dialect.error(error), headers)
+
+
+def _named(dialect: Dialect) -> list[tuple[bytes, bytes]]:
+    """The header by which the provider's SDK knows the request."""
+    return [(dialect.id_header.encode(), f"req_{os.urandom(12).hex()}".encode())] if dialect.id_header else []
+
+
+def client_of(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else ""

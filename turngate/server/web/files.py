@@ -1,0 +1,92 @@
+"""The web page's own files, read once from `turngate/ui`, and the headers under which everything below `/page` is sent.
+
+Whatever an agent wrote can at most be looked at: the page may load nothing and run nothing that is not one of these files, no answer is
+taken for another type than it says, and nobody else's page may show or read any of it. Called by `page.py`, `app.py` and `siblings.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from turngate.errors import NotFound
+from turngate.server.asgi import Send
+
+FOLDER = Path(__file__).parents[2] / "ui"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+}
+SHIELD = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+_SHIELD = [(name.encode(), value.encode()) for name, value in SHIELD.items()]
+_KEPT_NOWHERE = (b"cache-control", b"no-store")
+
+
+class File(msgspec.Struct, frozen=True):
+    content: bytes
+    type: str
+    etag: str
+
+
+class Files:
+    """Every file that there is, by its path: nothing else is ever served, however it is asked for."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self._files = {
+            path.relative_to(folder).as_posix(): _file(path)
+            for path in sorted(folder.rglob("*"))
+            if path.suffix in _TYPES and path.is_file()
+        }
+
+    def __iter__(self) -> Any:
+        return iter(self._files)
+
+    def serve(self, request: Request, name: str) -> Response:
+        file = self._files.get(name or "index.html")
+        if file is None:
+            raise NotFound(f"there is no {request.method} {request.url.path[:200]} here")
+        headers = {"etag": file.etag, "cache-control": "no-cache"}
+        if file.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, media_type=file.type, headers=headers)
+
+
+def _file(path: Path) -> File:
+    content = path.read_bytes()
+    return File(content, _TYPES[path.suffix], f'"{sha256(content).hexdigest()[:32]}"')
+
+
+def is_page(path: str) -> bool:
+    return path == "/page" or path.startswith("/page/")
+
+
+def shielded(send: Send) -> Send:
+    """The same, with these headers on whatever is sent, errors of others too."""
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            there = {name.lower() for name, _ in headers}
+            message["headers"] = [*headers, *(one for one in (*_SHIELD, _KEPT_NOWHERE) if one[0] not in there)]
+        await send(message)
+
+    return wrapped

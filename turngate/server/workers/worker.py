@@ -1,0 +1,186 @@
+"""One of several workers: a whole gateway that is handed its connections by the front. Started by `front.py`, as
+`python -m turngate.server.workers.worker`, with what it has to know on its standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from turngate.common.sharding import Place
+from turngate.errors import TurngateError
+from turngate.server.app import Gateway
+from turngate.server.asgi import App, Receive, Scope, Send, answered
+from turngate.server.run import Server, announce_renderer, settings, settle_memory, traced
+from turngate.server.workers.coordinator import Together
+from turngate.server.workers.forwarding import FENCE, OWN, RUN, Doors, Siblings, private, socket_of
+from turngate.server.workers.front import HEAD_BYTES, Start, Told
+from turngate.telemetry import logs
+
+log = logging.getLogger("turngate")
+
+
+def main() -> None:
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the front says when to stop
+    with logs.begun(start.config.log_format, worker=start.number):
+        _run(start)
+
+
+def _run(start: Start) -> None:
+    for descriptor in (start.lock, start.pair):  # ours, and of no process that we may start
+        os.set_inheritable(descriptor, False)
+    with socket.socket(fileno=start.pair) as pair:
+        try:
+            gateway = Gateway(start.config, place=Place(start.number, start.workers))
+            settle_memory()
+            with traced(start.config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(start, pair, gateway))
+        except TurngateError as error:
+            with suppress(OSError):
+                pair.send(msgspec.json.encode(Told(wrong=error.message)))
+            sys.exit(2)
+
+
+async def _serve(start: Start, pair: socket.socket, gateway: Gateway) -> None:
+    worker = Worker(gateway, Place(start.number, start.workers), Path(start.sockets), start.run)
+    inside, outside = settings(worker.inside), settings(worker.outside)
+    inside.uds = socket_of(Path(start.sockets), start.number)
+    try:
+        await worker.start()
+        if start.number == 0:
+            announce_renderer(gateway)
+        await WorkerServer(inside, outside, gateway, pair).serve()
+    finally:
+        await worker.stop()
+
+
+class Worker:
+    """A gateway with its siblings: what it serves to them (`inside`) and to the world (`outside`)."""
+
+    def __init__(self, gateway: Gateway, place: Place, folder: Path, run: str) -> None:
+        self.gateway = gateway
+        self._number = place.number
+        self._siblings = Siblings(place, folder, run)
+        self._run = run.encode()
+        self._together = Together(gateway, self._siblings)
+        self._of_all = _starlette(self._together.routes())
+        self._own = _starlette(self._together.worker_routes())
+        self.inside = private(self._inside)
+        self.outside = Doors(gateway, self._siblings, self._of_all)
+
+    async def start(self) -> None:
+        await self.gateway.start()
+        await self._together.take_up()
+
+    async def stop(self) -> None:
+        await self._together.close()
+        await self._siblings.close()
+        await self.gateway.stop()
+
+    async def _inside(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Workers' own affairs, the fence of all at worker 0, and requests that were passed on."""
+        if scope["path"].startswith(OWN) and self._is_own(scope):
+            await self._own(scope, receive, send)
+        elif self._number == 0 and (scope["method"], scope["path"]) in FENCE:
+            await self._of_all(scope, receive, send)
+        else:
+            await self.gateway(scope, receive, send)
+
+    def _is_own(self, scope: Scope) -> bool:
+        """Of another worker of this run, and not passed on for somebody."""
+        told = [value for name, value in scope["headers"] if name == RUN]
+        return len(told) == 1 and secrets.compare_digest(told[0], self._run)
+
+
+def _starlette(routes: list[Route]) -> App:
+    app = Starlette(routes=routes)
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, answered(send))
+
+    return served
+
+
+class WorkerServer(Server):
+    """Serves the private socket, and the connections that the front hands over."""
+
+    def __init__(self, inside: uvicorn.Config, outside: uvicorn.Config, gateway: Gateway, pair: socket.socket) -> None:
+        super().__init__(inside, gateway)
+        self._outside = outside
+        self._pair = pair
+        self._taking: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.handle_exit, signal.SIGTERM, None)
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._outside.load()
+        self._pair.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._pair, self._take)
+        self._pair.send(msgspec.json.encode(Told()))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().remove_reader(self._pair)
+        await super().shutdown(sockets)
+
+    def _take(self) -> None:
+        for _ in range(64):
+            try:
+                said, received, _, _ = socket.recv_fds(self._pair, HEAD_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                said, received = b"", []
+            if not said:  # the front is no more
+                log.warning("the front is gone; stopping")
+                asyncio.get_running_loop().remove_reader(self._pair)
+                self.should_exit = True
+                return
+            for descriptor in received:
+                task = asyncio.create_task(self._serve_connection(socket.socket(fileno=descriptor), said[1:]))
+                self._taking.add(task)
+                task.add_done_callback(self._taking.discard)
+
+    async def _serve_connection(self, connection: socket.socket, head: bytes) -> None:
+        with suppress(OSError):  # its caller is gone already
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: HandedOver(head, self._outside, self.server_state), connection)
+            return
+        connection.close()
+
+
+class HandedOver(HttpToolsProtocol):
+    """A connection of which the front has read the beginning."""
+
+    def __init__(self, head: bytes, config: uvicorn.Config, state: uvicorn.server.ServerState) -> None:
+        super().__init__(config, state, {})
+        self._head_read = head
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if self._head_read:
+            self.data_received(self._head_read)
+
+
+if __name__ == "__main__":
+    main()

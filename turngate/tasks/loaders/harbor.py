@@ -1,0 +1,315 @@
+"""A task as a folder, in Harbor's format. `read.py` and `turngate run` call `load`.
+
+    my-task/
+      instruction.md         what is asked (required)
+      task.toml              Harbor's settings, and ours in the table [turngate]
+      environment/Dockerfile the image, for the docker sandbox
+      tests/test.sh          decides about the outcome; laid down as /tests, never where the agent is
+      tests/run.sh           runs the agent's work in a sandbox of its own; test.sh then sees only what that left in /logs/probe
+      solution/solve.sh      the reference, for proving the task
+      files/                 the agent's working folder at the start
+      setup.sh               run there before the agent begins
+
+The names are Harbor's where Harbor has one; `tests/run.sh`, `files/` and `setup.sh` are ours, the last two for sandboxes without images.
+What Harbor knows and we do not is left alone, except where leaving it alone would make another task of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+import msgspec
+
+from turngate.common.validation import explain
+from turngate.errors import BadRequest, TaskError
+from turngate.tasks.task import (
+    Function,
+    Grader,
+    Part,
+    Rubric,
+    Script,
+    Solution,
+    Task,
+    checked,
+    named,
+)
+from turngate.trace.host_tools import HostTool
+from turngate.trace.host_tools import checked as checked_tools
+from turngate.types import Json
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG])B?", re.IGNORECASE)
+_MEGABYTES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+_FROM_HOST = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}", re.DOTALL)
+_FUNCTION = re.compile(r"[^:]+:[A-Za-z_][A-Za-z0-9_.]*")
+
+
+class _Agent(msgspec.Struct, frozen=True):
+    timeout_sec: Seconds | None = None
+
+
+class _Verifier(msgspec.Struct, frozen=True):
+    timeout_sec: Seconds = 600.0  # Harbor's own default
+    env: Mapping[str, str] = {}
+    environment: Json = None
+
+
+class _Environment(msgspec.Struct, frozen=True):
+    docker_image: str | None = None
+    os: str = "linux"
+    cpus: Positive | None = None
+    memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
+    memory: str | None = None  # as older Harbor tasks have it: "2G"
+    gpus: int | None = None
+    tpu: Json = None
+    env: Mapping[str, str] = {}
+    workdir: str | None = None
+    mcp_servers: list[Json] = []
+    healthcheck: Json = None
+
+
+class _Solution(msgspec.Struct, frozen=True):
+    env: Mapping[str, str] = {}
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of [[turngate.rubric]]."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    weight: Positive = 1.0
+    script: str = ""  # a file in tests/
+    function: str = ""
+
+
+class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table [turngate]: what Harbor has no word for."""
+
+    setup_timeout_sec: Seconds = 900.0
+    workdir: str = ""
+    decides: Literal["reward file", "exit code"] = "reward file"
+    git: bool = False  # the agent's own .git is part of its work
+    grader: str = ""
+    rubric: list[_Line] = []
+    tools: tuple[HostTool, ...] = ()
+
+
+class _TaskFile(msgspec.Struct, frozen=True):
+    """Of a Harbor `task.toml`, what a run needs; the rest is for others."""
+
+    agent: _Agent = _Agent()
+    verifier: _Verifier = _Verifier()
+    environment: _Environment = _Environment()
+    solution: _Solution = _Solution()
+    metadata: Mapping[str, Json] = {}
+    steps: list[Json] = []
+    turngate: _Own = _Own()
+
+
+ROWS = (".jsonl", ".ndjson", ".json", ".parquet")  # files that `read.py` takes apart
+
+
+def load(path: Path) -> Task:
+    """One task: a folder, or a text file whose content is what is asked."""
+    if path.is_file() and path.suffix in ROWS:
+        raise TaskError(
+            f"task: {path} holds rows, not one task; `turngate batch --tasks {path}` runs them", param="task"
+        )
+    if path.is_file():
+        return Task(id=named(path.stem), instruction=checked(text(path), str(path)), source=str(path))
+    if not path.is_dir():
+        raise TaskError(f"task: there is no {path}; give a folder with an instruction.md, or a text file", param="task")
+    instruction = path / "instruction.md"
+    if not instruction.is_file():
+        raise TaskError(f"task: {path} has no instruction.md, which says what is asked", param="task")
+    settings = _settings(path / "task.toml")
+    _possible(path, settings)
+    environment, own = settings.environment, settings.turngate
+    setup, files, dockerfile = path / "setup.sh", path / "files", path / "environment" / "Dockerfile"
+    return Task(
+        id=named(path.absolute().name),
+        instruction=checked(text(instruction), str(instruction)),
+        files=files if files.is_dir() else None,
+        setup=text(setup) if setup.is_file() else "",
+        setup_timeout_s=own.setup_timeout_sec,
+        image=environment.docker_image or "",
+        dockerfile=dockerfile.parent if dockerfile.is_file() else None,
+        workdir=_workdir(path, own.workdir or environment.workdir or ""),
+        cpus=environment.cpus,
+        memory_mb=_memory(path, environment),
+        timeout_s=settings.agent.timeout_sec,
+        grader=_grader(path, settings),
+        solution=_solution(path, settings),
+        tools=_tools(path, own),
+        env=_resolved(path, "environment.env", environment.env),
+        metadata=msgspec.to_builtins(settings.metadata),
+        source=str(path),
+    )
+
+
+def _settings(path: Path) -> _TaskFile:
+    if not path.is_file():
+        return _TaskFile()
+    try:
+        return msgspec.convert(tomllib.loads(text(path)), _TaskFile)
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"task: {path} is not valid TOML: {error}", param="task") from None
+    except msgspec.ValidationError as error:
+        raise TaskError(f"task: {path}: {explain(error, _TaskFile, 'setting')[0]}", param="task") from None
+
+
+def _wrong(folder: Path, field: str, what: str) -> TaskError:
+    return TaskError(f"task: {folder / 'task.toml'}: {field}: {what}", param=field)
+
+
+def _possible(folder: Path, settings: _TaskFile) -> None:
+    """Refuse what we cannot do and may not leave out: without it the agent would be asked, or graded, something else."""
+    environment = settings.environment
+    asked = {
+        "steps": (bool(settings.steps), "tasks of several steps are not supported; make one folder of each step"),
+        "environment.os": (environment.os.lower() != "linux", "only linux is supported"),
+        "environment.gpus": (bool(environment.gpus), "no sandbox here has a GPU to give"),
+        "environment.tpu": (environment.tpu is not None, "no sandbox here has a TPU to give"),
+        "environment.mcp_servers": (bool(environment.mcp_servers), "MCP servers of a task are not supported"),
+        "environment.healthcheck": (
+            environment.healthcheck is not None,
+            "an image's services are not started here, so none gets healthy; start them in setup.sh",
+        ),
+        "verifier.environment": (
+            settings.verifier.environment is not None,
+            "an image of the grader's own is not supported; put what it needs into environment/Dockerfile",
+        ),
+    }
+    for field, (is_asked, what) in asked.items():
+        if is_asked:
+            raise _wrong(folder, field, what)
+    for name in ("docker-compose.yaml", "docker-compose.yml"):
+        if (folder / "environment" / name).is_file():
+            raise TaskError(
+                f"task: {folder}: environment/{name}: several containers are not supported; one Dockerfile is",
+                param="environment",
+            )
+
+
+def _workdir(folder: Path, workdir: str) -> str:
+    if workdir and not PurePosixPath(workdir).is_absolute():
+        raise _wrong(folder, "workdir", f"{workdir!r} is not an absolute path in the image")
+    return workdir
+
+
+def _memory(folder: Path, environment: _Environment) -> int | None:
+    if environment.memory is None:
+        return environment.memory_mb
+    size = _SIZE.fullmatch(environment.memory.strip())
+    if size is None:
+        raise _wrong(folder, "environment.memory", f"{environment.memory!r} is no size such as '2G' or '512M'")
+    found = int(float(size[1]) * _MEGABYTES[size[2].upper()])
+    if environment.memory_mb not in (None, found):
+        raise _wrong(folder, "environment.memory", f"{found} megabytes, and memory_mb says {environment.memory_mb}")
+    if found < 16:
+        raise _wrong(folder, "environment.memory", f"{environment.memory!r} is less than 16 megabytes")
+    return found
+
+
+def _resolved(folder: Path, field: str, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Variables, with `${NAME}` and `${NAME:-default}` taken from the host, as Harbor has it."""
+    return {name: _value(folder, f"{field}.{name}", value) for name, value in env.items()}
+
+
+def _value(folder: Path, field: str, value: str) -> str:
+    asked = _FROM_HOST.fullmatch(value)
+    if asked is None:
+        return value
+    if asked[1].startswith("TURNGATE_"):
+        raise _wrong(folder, field, f"{asked[1]} is the gateway's own and no task's")
+    found = os.environ.get(asked[1], asked[2])
+    if found is None:
+        raise _wrong(folder, field, f"the environment variable {asked[1]} is not set here; set it, or give a default")
+    return found
+
+
+def _grader(folder: Path, settings: _TaskFile) -> Grader | None:
+    own, tests = settings.turngate, folder / "tests"
+    if own.grader and own.rubric:
+        raise _wrong(folder, "turngate.grader", "there is a rubric, too; give one of the two")
+    if own.grader:
+        return _function(folder, "turngate.grader", own.grader, settings)
+    if own.rubric:
+        names = [line.name for line in own.rubric]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise _wrong(folder, "turngate.rubric", f"two lines are called {twice!r}")
+        return Rubric(parts=tuple(_part(folder, line, settings) for line in own.rubric))
+    if not tests.is_dir():
+        return None
+    if not (tests / "test.sh").is_file():
+        raise TaskError(f"task: {tests} has no test.sh, which decides about the outcome", param="tests")
+    return _script(folder, "test.sh", settings)
+
+
+def _script(folder: Path, name: str, settings: _TaskFile) -> Script:
+    tests = folder / "tests"
+    return Script(
+        files=tests,
+        command=("bash", f"/tests/{name}"),
+        probe=("bash", "/tests/run.sh") if (tests / "run.sh").is_file() else (),
+        decides=settings.turngate.decides,
+        git=settings.turngate.git,
+        timeout_s=settings.verifier.timeout_sec,
+        env=_resolved(folder, "verifier.env", settings.verifier.env),
+    )
+
+
+def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Function:
+    """`module:name`, or `file.py:name` with the file in the task's folder."""
+    if not _FUNCTION.fullmatch(name):
+        raise _wrong(folder, field, f"{name!r} is neither module:function nor file.py:function")
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        file = (folder / place).absolute()
+        if not file.is_file():
+            raise _wrong(folder, field, f"there is no file {file}")
+        name = f"{file}:{attribute}"
+    return Function(name=name, timeout_s=settings.verifier.timeout_sec)
+
+
+def _part(folder: Path, line: _Line, settings: _TaskFile) -> Part:
+    field = f"turngate.rubric ({line.name})"
+    if bool(line.script) == bool(line.function):
+        raise _wrong(folder, field, "give either script (a file in tests/) or function")
+    if line.function:
+        return Part(name=line.name, weight=line.weight, grader=_function(folder, field, line.function, settings))
+    script = PurePosixPath(line.script)
+    if script.is_absolute() or ".." in script.parts or not (folder / "tests" / script).is_file():
+        raise _wrong(folder, field, f"there is no file {line.script!r} in {folder / 'tests'}")
+    return Part(name=line.name, weight=line.weight, grader=_script(folder, str(script), settings))
+
+
+def _solution(folder: Path, settings: _TaskFile) -> Solution | None:
+    place = folder / "solution"
+    if not place.is_dir():
+        return None
+    if not (place / "solve.sh").is_file():
+        raise TaskError(f"task: {place} has no solve.sh, which does what is asked", param="solution")
+    return Solution(files=place, env=_resolved(folder, "solution.env", settings.solution.env))
+
+
+def _tools(folder: Path, own: _Own) -> tuple[HostTool, ...]:
+    try:
+        checked_tools(own.tools)
+    except BadRequest as error:
+        raise _wrong(folder, f"turngate.{error.param}", error.message.removeprefix(f"{error.param}: ")) from None
+    return own.tools
+
+
+def text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise TaskError(f"task: {path} is not UTF-8 text", param="task") from None
+    except OSError as error:
+        raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="task") from None

@@ -1,0 +1,308 @@
+"""Tasks from wherever people have them. `turngate tasks`, `turngate batch` and trainers call `read`; it is the one way in.
+
+a folder with an instruction.md          one task, in Harbor's format (`folder.py`)
+a folder of such folders                 all of them, by name
+a .jsonl, .json or .parquet file         rows: our own (`rows.py`) or those of a SWE data set (`swe.py`), told apart by their fields
+a folder with such files                 the rows of all of them
+hf://org/name[@split]                    a data set of the Hugging Face hub, or of its cache here
+module:function, file.py:function        what the function yields: tasks, or rows
+any other file                           its text is what is asked
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from turngate.errors import TaskError, TurngateError
+from turngate.tasks.loaders import harbor, rows, swe
+from turngate.tasks.task import Task, named
+from turngate.types import Json
+
+HUB = "hf://"
+_LINES, _WHOLE, _COLUMNS = (".jsonl", ".ndjson"), (".json",), (".parquet",)
+_ROWS = (*_LINES, *_WHOLE, *_COLUMNS)
+_FUNCTION = re.compile(r"(?:(?P<file>.+\.py)|(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)):(?P<name>[A-Za-z_]\w*)")
+_DATA_SET = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<split>[\w./-]+))?")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
+_AT_ONCE = 64  # rows that are decoded together
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """One task, or what is wrong with it."""
+
+    id: str  # as far as it is known
+    source: str
+    task: Task | None = None
+    error: TaskError | None = None
+
+
+class Candidate(NamedTuple):
+    """A task that has not been made yet: whoever wants only some need not make all of them."""
+
+    id: str
+    source: str
+    make: Callable[[], Task]
+
+
+def read(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
+    """The tasks of a place, in its order. The first that is wrong raises, and so does an id that comes twice."""
+    for found in look(where, only=only, limit=limit):
+        if found.error is not None:
+            raise found.error
+        assert found.task is not None
+        yield found.task
+
+
+def look(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Found]:
+    """The same, with those that are wrong among them. `only`: patterns (`django__*`) of ids; `limit`: at most so many of these."""
+    if limit is not None and limit < 1:
+        raise TaskError(f"limit: {limit} is not 1 or more", param="limit")
+    seen: dict[str, str] = {}
+    count = 0
+    for candidate in _everything(where):
+        if only and not any(fnmatch.fnmatchcase(candidate.id, pattern) for pattern in only):
+            continue
+        found = _made(candidate)
+        if found.error is None and found.id in seen:
+            error = TaskError(f"task: {found.id} is in {seen[found.id]} and in {found.source}; ids have to differ")
+            found = Found(id=found.id, source=found.source, error=error)
+        seen.setdefault(found.id, found.source)
+        yield found
+        count += 1
+        if count == limit:
+            return
+    if not count:
+        raise TaskError(f"task: nothing in {where} matches {', '.join(only)}" if only else f"task: {where} is empty")
+
+
+def _everything(where: str) -> Iterator[Candidate]:
+    if where.startswith(HUB):
+        return _hub(where)
+    path = Path(where).expanduser()
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _file(path)
+    if (called := _FUNCTION.fullmatch(where)) is not None:
+        return _called(where, called)
+    raise TaskError(
+        f"task: there is no {where}; give a task folder, a folder of them, a .jsonl or .parquet file, hf://org/name, or "
+        "module:function",
+        param="tasks",
+    )
+
+
+def _made(candidate: Candidate) -> Found:
+    try:
+        task = candidate.make()
+    except TaskError as error:
+        return Found(id=candidate.id, source=candidate.source, error=error)
+    return Found(id=task.id, source=task.source or candidate.source, task=task)
+
+
+# ── folders and files ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _folder(path: Path) -> Iterator[Candidate]:
+    if (path / "instruction.md").exists() or (path / "task.toml").exists():
+        yield _loaded(path)
+        return
+    inner = sorted(place for place in path.iterdir() if place.is_dir() and not place.name.startswith("."))
+    tasks = [place for place in inner if (place / "instruction.md").exists() or (place / "task.toml").exists()]
+    for place in tasks:
+        yield _loaded(place)
+    if tasks:
+        return
+    files = _row_files(path)
+    if not files:
+        raise TaskError(
+            f"task: {path} has no instruction.md, no folders with one, and no .jsonl or .parquet files", param="tasks"
+        )
+    for file in files:
+        yield from _file(file)
+
+
+def _loaded(path: Path) -> Candidate:
+    return Candidate(
+        named(path.stem if path.is_file() else path.absolute().name), str(path), partial(harbor.load, path)
+    )
+
+
+def _row_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.suffix in (*_LINES, *_COLUMNS) and file.is_file())
+
+
+def _file(path: Path, called: str = "") -> Iterator[Candidate]:
+    """`called`: what the file is called in messages, if not by its path."""
+    if path.suffix not in _ROWS:
+        yield _loaded(path)
+        return
+    read_rows = _parquet if path.suffix in _COLUMNS else _json_lines if path.suffix in _LINES else _json
+    for number, row in read_rows(path):
+        where = f"{called or path}, row {number}"
+        yield _row(row, where, path.parent)
+
+
+def _row(row: object, where: str, beside: Path | None) -> Candidate:
+    name = ""
+    if isinstance(row, Mapping):
+        name = next((value for key in ("instance_id", "id") if isinstance(value := row.get(key), str)), "")
+    return Candidate(named(name) if name else "?", where, partial(made, row, where, beside))
+
+
+def made(row: object, where: str, beside: Path | None = None) -> Task:
+    """The task of a row of either kind."""
+    if isinstance(row, ValueError):
+        raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
+    if not isinstance(row, Mapping):
+        raise TaskError(f"task: {where}: a row has to be an object", param="row")
+    return swe.task(row, where) if swe.is_row(row) else rows.task(row, where, beside)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _decoded(line)
+    except OSError as error:
+        raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
+
+
+def _json(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        whole = _decoded(path.read_bytes())
+    except OSError as error:
+        raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
+    yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
+
+
+def _decoded(data: bytes) -> object:
+    """The value, or the error that it is none: the rows after it are looked at all the same."""
+    try:
+        return msgspec.json.decode(data)
+    except ValueError as error:  # also that it is no UTF-8
+        return error
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, object]]:
+    if find_spec("pyarrow") is None:
+        raise TaskError(f"task: {path}: reading parquet needs pyarrow: pip install 'turngate[parquet]'", param="tasks")
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _given(row)
+    except (arrow.ArrowException, OSError) as error:
+        raise TaskError(f"task: {path} is no parquet file that can be read: {error}", param="tasks") from None
+
+
+def _given(value: Json) -> Json:
+    """Without what is null: in a table every row has every column, and every object every field that any of them has."""
+    if isinstance(value, dict):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value
+
+
+# ── the hub ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _hub(where: str) -> Iterator[Candidate]:
+    asked = _DATA_SET.fullmatch(where.removeprefix(HUB))
+    if asked is None:
+        raise TaskError(f"task: {where} is not of the form hf://org/name or hf://org/name@split", param="tasks")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise TaskError(f"task: {where} needs huggingface_hub: pip install 'turngate[huggingface,parquet]'") from None
+    patterns = [f"*{suffix}" for suffix in (*_LINES, *_COLUMNS)]
+    try:
+        place = Path(snapshot_download(asked["repo"], repo_type="dataset", allow_patterns=patterns))
+    except Exception as error:  # whatever its HTTP client, its cache and its checks of names raise
+        raise TaskError(f"task: {where} cannot be had: {type(error).__name__}: {error}", param="tasks") from None
+    for file in _of_split(place, where, asked["split"] or ""):
+        yield from _file(file, f"{where}/{file.relative_to(place).as_posix()}")
+
+
+def _of_split(place: Path, where: str, split: str) -> list[Path]:
+    """The files of one split, going by their names: `data/train-00000-of-00002.parquet`, `train.jsonl`, `config/train/0.parquet`."""
+    by_split: dict[str, list[Path]] = {}
+    for file in _row_files(place):
+        inside = file.relative_to(place)
+        stem = _SHARD.sub("", inside.stem)
+        parts = [part for part in inside.parent.parts if part != "data"]
+        by_split.setdefault("/".join([*parts] if stem.isdigit() and parts else [*parts, stem]), []).append(file)
+    if not split and len(by_split) == 1:
+        return next(iter(by_split.values()))
+    if split not in by_split:
+        there = ", ".join(by_split) or "none"
+        what = f"there is no split {split!r}" if split else "it has several splits, so name one (@…)"
+        raise TaskError(f"task: {where}: {what}; there are: {there}", param="tasks")
+    return by_split[split]
+
+
+# ── functions ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _called(where: str, asked: re.Match[str]) -> Iterator[Candidate]:
+    for number, item in enumerate(_yielded(where, _function(where, asked)), 1):
+        source = f"{where}, item {number}"
+        if isinstance(item, Task):
+            yield Candidate(item.id, source, partial(_sourced, item, source))
+        else:
+            yield _row(item, source, Path(asked["file"]).parent if asked["file"] else None)
+
+
+def _sourced(task: Task, source: str) -> Task:
+    return task if task.source else msgspec.structs.replace(task, source=source)
+
+
+def _function(where: str, asked: re.Match[str]) -> Callable[[], Iterable[object]]:
+    try:
+        module = _from_file(Path(asked["file"])) if asked["file"] else import_module(asked["module"])
+    except TurngateError:
+        raise
+    except Exception as error:  # it is somebody's code
+        raise TaskError(f"task: {where} cannot be imported: {type(error).__name__}: {error}", param="tasks") from error
+    function = vars(module).get(asked["name"])
+    if not callable(function):
+        raise TaskError(f"task: {where}: there is no function {asked['name']}", param="tasks")
+    return function  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> object:
+    spec = spec_from_file_location(f"turngate_tasks_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise TaskError(f"task: there is no file {path}", param="tasks")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _yielded(where: str, function: Callable[[], Iterable[object]]) -> Iterator[object]:
+    try:
+        given = function()
+        if inspect.isawaitable(given) or isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            if inspect.iscoroutine(given):
+                given.close()
+            raise TaskError(
+                f"task: {where} gave {type(given).__name__}, not tasks or rows to go through", param="tasks"
+            )
+        yield from given
+    except TurngateError:
+        raise
+    except Exception as error:  # it is somebody's code
+        raise TaskError(f"task: {where} failed: {type(error).__name__}: {error}", param="tasks") from error

@@ -1,0 +1,232 @@
+"""Our own rows: a task as one JSON object. `read.py` calls `task` for each line of a JSONL file, and for what a function yields.
+
+    {"id": "fix-add", "instruction": "…", "files": {"main.py": "…"}, "setup": "…", "image": "…", "timeout_s": 600,
+     "grader": {"type": "script", "files": {"test.sh": "…"}, "decides": "exit code"}, "solution": {"patch": "…"}, "metadata": {…}}
+
+The schema is strict: a field that is not known is an error, since a misspelt grader would be none. Files that a row brings are laid
+down on the host, in a folder of the cache that is named after what is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+import msgspec
+
+from turngate.agents.install import cache
+from turngate.common.validation import explain
+from turngate.errors import BadRequest, TaskError
+from turngate.tasks.task import Function, Grader, Part, Rubric, Script, Solution, Swe, Task, checked, named
+from turngate.trace.host_tools import HostTool
+from turngate.trace.host_tools import checked as checked_tools
+from turngate.types import Json
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+Files = Mapping[str, str]
+
+
+class _Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="script"):
+    files: Files = {}
+    command: tuple[str, ...] = ("bash", "/tests/test.sh")
+    probe: tuple[str, ...] = ()
+    decides: Literal["reward file", "exit code"] = "reward file"
+    git: bool = False
+    timeout_s: Seconds = 900.0
+    env: Mapping[str, str] = {}
+
+
+class _Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
+    name: Annotated[str, msgspec.Meta(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$")]
+    timeout_s: Seconds = 900.0
+
+
+class _Swe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="swe"):
+    repo: NotEmpty
+    base_commit: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{7,64}$")]
+    test_patch: NotEmpty
+    fail_to_pass: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    pass_to_pass: tuple[str, ...]
+    test_cmd: NotEmpty
+    parser: NotEmpty = "pytest"
+    install: str = ""
+    before: str = ""
+    reward: Literal["resolved", "fraction"] = "resolved"
+    timeout_s: Seconds = 1800.0
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: NotEmpty
+    grader: _Script | _Function | _Swe
+    weight: Positive = 1.0
+
+
+class _Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rubric"):
+    parts: Annotated[tuple[_Part, ...], msgspec.Meta(min_length=1)]
+
+
+class _Solution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    patch: str = ""
+    files: Files = {}
+    env: Mapping[str, str] = {}
+
+
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: NotEmpty
+    instruction: NotEmpty
+    files: Files = {}
+    setup: str = ""
+    setup_timeout_s: Seconds = 900.0
+    image: str = ""
+    workdir: Annotated[str, msgspec.Meta(pattern="^(/.*)?$")] = ""
+    cpus: Positive | None = None
+    memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
+    timeout_s: Seconds | None = None
+    grader: _Script | _Function | _Swe | _Rubric | None = None
+    solution: _Solution | None = None
+    tools: tuple[HostTool, ...] = ()
+    env: Mapping[str, str] = {}
+    metadata: Mapping[str, Json] = {}
+
+
+def task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
+    """The task of a row; `where` names the file and the row in messages. Functions in files are looked for `beside` the row's file."""
+    try:
+        row = msgspec.convert(fields, _Row)
+    except msgspec.ValidationError as error:
+        what, field = explain(error, _Row)
+        name = fields.get("id")
+        who = f" ({name})" if isinstance(name, str) and name else ""
+        raise TaskError(f"task: {where}{who}: {what}", param=field) from None
+    here = f"{where} ({row.id})"
+    return Task(
+        id=named(row.id),
+        instruction=checked(row.instruction, f"{here}: instruction"),
+        files=laid(row.files, f"{here}: files"),
+        setup=row.setup,
+        setup_timeout_s=row.setup_timeout_s,
+        image=row.image,
+        workdir=row.workdir,
+        cpus=row.cpus,
+        memory_mb=row.memory_mb,
+        timeout_s=row.timeout_s,
+        grader=None if row.grader is None else _grader(row.grader, f"{here}: grader", beside),
+        solution=None if row.solution is None else _solution(row.solution, f"{here}: solution"),
+        tools=_tools(row.tools, here),
+        env=row.env,
+        metadata=row.metadata,
+        source=where,
+    )
+
+
+def _grader(given: _Script | _Function | _Swe | _Rubric, here: str, beside: Path | None) -> Grader:
+    if isinstance(given, _Rubric):
+        names = [part.name for part in given.parts]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise TaskError(f"task: {here}.parts: two are called {twice!r}", param="grader")
+        parts = (
+            Part(name=part.name, weight=part.weight, grader=_single(part.grader, f"{here} ({part.name})", beside))
+            for part in given.parts
+        )
+        return Rubric(parts=tuple(parts))
+    return _single(given, here, beside)
+
+
+def _single(given: _Script | _Function | _Swe, here: str, beside: Path | None) -> Script | Function | Swe:
+    match given:
+        case _Swe():
+            return Swe(**msgspec.structs.asdict(given))
+        case _Function():
+            place, _, attribute = given.name.rpartition(":")
+            name = f"{(beside / place).absolute()}:{attribute}" if beside and place.endswith(".py") else given.name
+            return Function(name=name, timeout_s=given.timeout_s)
+        case _Script():
+            if not given.command:
+                raise TaskError(f"task: {here}.command: is empty", param="grader")
+            if given.command == ("bash", "/tests/test.sh") and "test.sh" not in given.files:
+                raise TaskError(f"task: {here}.files: there is no test.sh; give one, or a command", param="grader")
+            return Script(**{**msgspec.structs.asdict(given), "files": laid(given.files, f"{here}.files")})
+
+
+def _solution(given: _Solution, here: str) -> Solution:
+    if bool(given.patch.strip()) == bool(given.files):
+        raise TaskError(f"task: {here}: give either patch or files", param="solution")
+    if given.files and "solve.sh" not in given.files:
+        raise TaskError(f"task: {here}.files: there is no solve.sh, which does what is asked", param="solution")
+    return Solution(patch=given.patch, files=laid(given.files, f"{here}.files"), env=given.env)
+
+
+def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
+    try:
+        checked_tools(tools)
+    except BadRequest as error:
+        raise TaskError(f"task: {here}: {error.message}", param="tools") from None
+    return tools
+
+
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def laid(files: Files, here: str) -> Path | None:
+    """A folder of the host with these files, named after their content: `$TURNGATE_CACHE/tasks/<digest>`. None for none."""
+    if not files:
+        return None
+    for name in files:
+        _checked_name(name, here)
+    digest = hashlib.sha256(msgspec.json.encode(sorted(files.items()))).hexdigest()
+    place = cache() / "tasks" / digest
+    try:
+        if not _as_said(place, files):
+            _make(place, files)
+    except OSError as error:
+        raise TaskError(f"task: {here}: {error.filename or place} cannot be written ({error.strerror})") from None
+    return place
+
+
+def _checked_name(name: str, here: str) -> None:
+    path = PurePosixPath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
+        raise TaskError(f"task: {here}: {name!r} is no plain relative path", param="files")
+
+
+def _as_said(place: Path, files: Files) -> bool:
+    """Whether the folder holds just these. Looked at each time: what runs on this machine may have written there, and graders lie there."""
+    if not place.is_dir():
+        return False
+    found = [path for path in place.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {path.relative_to(place).as_posix() for path in found} == set(files) and all(
+        not path.is_symlink() and path.is_file() and path.read_bytes() == _bytes(files, path.relative_to(place))
+        for path in found
+    )
+
+
+def _bytes(files: Files, name: Path) -> bytes:
+    return files[name.as_posix()].encode("utf-8", "surrogatepass")
+
+
+def _make(place: Path, files: Files) -> None:
+    """Written beside and moved there, so that nobody sees half of it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
+    try:
+        for name, text in files.items():
+            path = new / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode("utf-8", "surrogatepass"))
+            path.chmod(0o755 if text.startswith("#!") else 0o644)
+        new.chmod(0o755)
+        if place.exists():
+            shutil.rmtree(place)
+        try:
+            new.rename(place)
+        except OSError:
+            if not _as_said(place, files):  # another process was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)

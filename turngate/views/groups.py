@@ -1,0 +1,91 @@
+"""What the rollouts of a group come to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import fsum, sqrt
+
+import msgspec
+
+from turngate.trace.advantage import is_too_large
+from turngate.trace.pass_at_k import has_passed
+from turngate.views.rollout_index import UNDER_WAY, Row
+
+_MOST_REWARDS = 128
+
+
+class GroupRow(msgspec.Struct, kw_only=True):
+    group: str
+    task: str
+    agent: str
+    model: str
+    batch: str
+    rollouts: int
+    running: int
+    graded: int
+    passed: int
+    mean_reward: float | None
+    pass_at_1: float | None
+    rewards: list[float | None]
+    classes: dict[str, int]
+    signal: bool | None  # None: fewer than two rewards are known
+    opened: float
+    latest: float
+
+
+def grouped(name: str, rows: Sequence[Row]) -> GroupRow:
+    latest = max(row.seen for row in rows)
+    rows = sorted(last_attempts(rows), key=lambda row: row.opened)
+    rewards = [row.reward for row in rows]
+    known = [reward for reward in rewards if reward is not None]
+    passed = sum(bool(has_passed(row.reward, row.resolved)) for row in rows)
+    classes: Counter[str] = Counter(row.kind for row in rows)
+    return GroupRow(
+        group=name,
+        task=rows[0].task,
+        agent=rows[0].agent,
+        model=rows[0].model,
+        batch=rows[0].batch,
+        rollouts=len(rows),
+        running=sum(row.status in UNDER_WAY for row in rows),
+        graded=len(known),
+        passed=passed,
+        mean_reward=mean(known),
+        pass_at_1=passed / len(known) if known else None,
+        rewards=rewards[:_MOST_REWARDS],
+        classes=dict(classes),
+        signal=_differ(known),
+        opened=rows[0].opened,
+        latest=latest,
+    )
+
+
+def last_attempts(rows: Sequence[Row]) -> list[Row]:
+    """Of each rollout the last attempt: what was tried again is no rollout of its own."""
+    newest: dict[str, int] = {}
+    for row in rows:
+        if row.name:
+            newest[row.name] = max(row.attempt, newest.get(row.name, 0))
+    return [row for row in rows if not row.name or row.attempt == newest[row.name]]
+
+
+def _differ(known: Sequence[float]) -> bool | None:
+    found = _reckoned(known)
+    return None if len(found) < 2 else min(found) != max(found)
+
+
+def mean(known: Sequence[float]) -> float | None:
+    """As a feed reckons: what is too large for that has no say."""
+    found = _reckoned(known)
+    return fsum(found) / len(found) if found else None
+
+
+def deviation(known: Sequence[float]) -> float | None:
+    found = _reckoned(known)
+    middle = mean(found)
+    return None if middle is None else sqrt(fsum((one - middle) ** 2 for one in found) / len(found))
+
+
+def _reckoned(known: Sequence[float]) -> list[float]:
+    return [one for one in known if not is_too_large(one)]

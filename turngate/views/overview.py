@@ -1,0 +1,184 @@
+"""What is asked of all rollouts. Every question brings the answer up to date first."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from turngate.errors import NotFound
+from turngate.gateway.events import OF_A_BATCH
+from turngate.store.sqlite import Store
+from turngate.trace.advantage import advantages
+from turngate.trace.pass_at_k import pass_curve
+from turngate.types import Json
+from turngate.views import trends
+from turngate.views.filters import GROUP_KEYS, KEYS, Wanted, fits, group_fits, in_order
+from turngate.views.groups import deviation, grouped, last_attempts
+from turngate.views.rollout_index import SOME, STATUSES, UNDER_WAY, Known, Row, breathe
+
+_MOST_NAMES = 200
+_MOST_CHANGED = 200
+
+
+class Overview(Known):
+    """Of one data folder."""
+
+    def sums(self, store: Store) -> dict[str, Json]:
+        cursor, now = self.refresh(store), time.time()
+        rows = [kept.row for kept in self.all(now)]
+        statuses = Counter(row.status for row in rows)
+        classes: Counter[str] = Counter(row.kind for row in rows)
+        return {
+            "now": now,
+            "cursor": cursor,
+            "rollouts": len(rows),
+            "groups": len({row.group for row in rows if row.group}),
+            "by_status": {status: statuses[status] for status in STATUSES},
+            "by_class": dict(classes),
+            "agents": _names(row.agent for row in rows),
+            "models": _names(row.model for row in rows),
+            "modes": _names(row.mode for row in rows),
+            "tasks": len({row.task for row in rows if row.task}),
+        }
+
+    def rollouts(self, store: Store, wanted: Wanted) -> dict[str, Json]:
+        cursor, now = self.refresh(store), time.time()
+        found = [kept for kept in self.all(now) if fits(kept, wanted)]
+        if wanted.sort.removeprefix("-") == "version":
+            for kept in found:
+                self.shown(kept, now, store)
+        found = in_order(found, wanted.sort, KEYS, lambda kept: kept.row.id)
+        page = found[wanted.offset : wanted.offset + wanted.limit]
+        return {
+            "rollouts": [self.shown(kept, now, store) for kept in page],
+            "total": len(found),
+            "offset": wanted.offset,
+            "limit": wanted.limit,
+            "cursor": cursor,
+        }
+
+    def rollout(self, store: Store, session: str) -> tuple[Row, int, int]:
+        """Its row, the key of its session (0: it has none), and the cursor."""
+        cursor = self.refresh(store)
+        kept = self.kept.get(session)
+        if kept is None:
+            raise NotFound(f"there is no rollout {session!r}")
+        return self.shown(kept, time.time(), store), kept.key, cursor
+
+    def damage(self, session: str) -> str:
+        """What of a rollout cannot be read; empty: nothing, as far as a list knows."""
+        kept = self.kept.get(session)
+        return "" if kept is None else kept.damage
+
+    def no_retry(self, store: Store, session: str) -> tuple[Row, str]:
+        """Why a rollout cannot be tried again; empty if it can, where its batch agrees."""
+        row, _, _ = self.rollout(store, session)
+        if row.status in UNDER_WAY:
+            return row, "it is still at work"
+        if damage := self.damage(session):
+            return row, damage
+        if row.kind and row.kind != "infrastructure fault":
+            return row, f"it has been judged: {row.kind}"
+        if not row.kind and row.status != "cancelled":
+            return row, "nothing failed: nobody was asked to grade it"
+        if not row.batch or not row.name:
+            return row, "it is of no batch: whoever ran it has to run it again"
+        later = max(kept.row.attempt for kept in self.kept.values() if kept.row.name == row.name)
+        return row, f"attempt {later} of it is there already" if later > row.attempt else ""
+
+    def changed(self, store: Store, after: int) -> dict[str, Json]:
+        """What happened past a cursor: the rows that are other ones since, and who is gone."""
+        cursor, now = self.refresh(store), time.time()
+        touched = store.survey.touched(after, _MOST_CHANGED)
+        rows = [self.shown(self.kept[one], now, store) for one in touched[:_MOST_CHANGED] if one in self.kept]
+        gone = [one for one in touched[:_MOST_CHANGED] if one not in self.kept and not one.startswith(OF_A_BATCH)]
+        return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
+
+    def groups(self, store: Store, wanted: Wanted) -> dict[str, Json]:
+        cursor, now = self.refresh(store), time.time()
+        found = []
+        for number, (name, rows) in enumerate(self._members(now).items(), 1):
+            group = grouped(name, rows)
+            if group_fits(group, wanted):
+                found.append(group)
+            if number % (SOME // 8) == 0:
+                breathe()
+        found = in_order(found, wanted.sort, GROUP_KEYS, lambda group: group.group)
+        return {
+            "groups": found[wanted.offset : wanted.offset + wanted.limit],
+            "total": len(found),
+            "offset": wanted.offset,
+            "limit": wanted.limit,
+            "cursor": cursor,
+        }
+
+    def graded(self, store: Store, name: str) -> list[tuple[str, int]]:
+        """Ids and session keys of the rollouts of a group that have a reward."""
+        self.refresh(store)
+        return [
+            (one.row.id, one.key)
+            for one in self.kept.values()
+            if one.row.group == name and one.key and one.row.reward is not None
+        ]
+
+    def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
+        """Its rollouts, with what a trainer would make of their rewards. `trains`: by session key, whether anything of it can be
+        trained; of those that are not in it, whatever has sampled tokens counts."""
+        cursor, now = self.refresh(store), time.time()
+        kept = sorted((one for one in self.kept.values() if one.row.group == name), key=lambda one: one.row.opened)
+        if not kept or not name:
+            raise NotFound("name: there is no such group", param="name")
+        rows = [self.shown(one, now, store) for one in kept]
+        # As a feed counts: one of which nothing can be trained has no say.
+        counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in kept]
+        summed = grouped(name, rows)
+        known = [row.reward for row in last_attempts(rows) if row.reward is not None]
+        ways = {how: advantages(counted, how) for how in ("normalised", "leave_one_out")}
+        estimates = [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)]
+        return {
+            "group": name,
+            "task": summed.task,
+            "cursor": cursor,
+            "rollouts": [
+                {**msgspec.to_builtins(row), "advantage": normal, "leave_one_out": alone}
+                for row, normal, alone in zip(rows, ways["normalised"], ways["leave_one_out"], strict=True)
+            ],
+            "mean_reward": summed.mean_reward,
+            "std_reward": deviation(known),
+            "graded": summed.graded,
+            "passed": summed.passed,
+            "pass_at": estimates,
+            "classes": summed.classes,
+            "signal": summed.signal,
+            "deliveries": [
+                {"feed": one.feed, "number": one.number, "at": one.at} for one in self.deliveries if one.group == name
+            ],
+        }
+
+    def members(self, store: Store, name: str) -> list[tuple[str, int]]:
+        """Ids and session keys of a group's rollouts, oldest first; only those that have a session."""
+        self.refresh(store)
+        kept = [one for one in self.kept.values() if one.row.group == name and one.key]
+        if not kept or not name:
+            raise NotFound("group: there is no such group, or none of it has begun", param="group")
+        return [(one.row.id, one.key) for one in sorted(kept, key=lambda one: one.key)]
+
+    def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
+        return trends.training(self, store, prefix, buckets)
+
+    def failures(self, store: Store, prefix: str) -> dict[str, Json]:
+        return trends.failures(self, store, prefix)
+
+    def _members(self, now: float) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for kept in self.all(now):
+            if kept.row.group:
+                found.setdefault(kept.row.group, []).append(kept.row)
+        return found
+
+
+def _names(found: Iterable[str]) -> list[str]:
+    return sorted({name for name in found if name})[:_MOST_NAMES]

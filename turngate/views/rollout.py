@@ -1,0 +1,472 @@
+"""One rollout, closely: its tree, its conversation, its tokens, and what is taken along of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from turngate.dialects import recorded
+from turngate.dialects.chat import wire_message
+from turngate.render import Tokenizer
+from turngate.store.outcome import Recorded
+from turngate.trace.advantage import weight
+from turngate.trace.roles import TurnRole, roles
+from turngate.trace.sample import Sample, untrainable
+from turngate.trace.tree import Context, Node, Sampled, path, path_ids
+from turngate.types import Ids, Json, Message
+from turngate.views.session import Shown
+from turngate.views.tokens import Pieces, pieces
+
+LONGEST = 20_000  # characters of a text that are told before it is asked for whole
+_LABEL = 90
+_DIGITS = 6  # of a log-probability
+
+
+class Close:
+    """`tokenizer`: None where it is not on this machine."""
+
+    def __init__(self, shown: Shown, tokenizer: Tokenizer | None) -> None:
+        self._shown = shown
+        self._tokenizer = tokenizer
+        self._pieces: dict[int, Pieces] = {}
+        self._said: dict[int, list[Message]] = {}
+
+    # ── what is known of nodes ──────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        return sorted(self._shown.session.trace.nodes, key=lambda node: node.id)
+
+    @cached_property
+    def by_id(self) -> dict[int, Node]:
+        return {node.id: node for node in self.nodes}
+
+    @cached_property
+    def roles(self) -> dict[int, TurnRole]:
+        return roles(self._shown.session.trace)
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """Of turns, in the order in which they were stored."""
+        return {node.id: n for n, node in enumerate((n for n in self.nodes if isinstance(n, Sampled)), 1)}
+
+    @cached_property
+    def branches(self) -> list[Sample]:
+        return self._shown.samples(keep_empty=True)
+
+    @cached_property
+    def rows(self) -> list[Sample]:
+        return [branch for branch in self.branches if branch.trained_tokens]
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """By turn, which of the rows trains it."""
+        return {span.node: n for n, row in enumerate(self.rows) for span in row.spans if span.trained}
+
+    def _reason(self, turn: Sampled) -> str:
+        return untrainable(turn, self.roles[turn.id], self._shown.session.config.policy)
+
+    def said(self, node: Node) -> list[Message]:
+        """In no particular wire format."""
+        if node.id not in self._said:
+            raw = self._shown.texts[node.id]
+            if isinstance(node, Context):
+                self._said[node.id] = recorded(node.info.dialect, raw)
+            else:
+                self._said[node.id] = [msgspec.json.decode(raw, type=Message)]
+        return self._said[node.id]
+
+    def totals(self) -> dict[str, Json]:
+        session = self._shown.session
+        return {
+            "nodes": len(self.nodes),
+            "tokens": session.trace.tokens(),
+            "sampled_tokens": session.sampled_tokens,
+            "trained_tokens": sum(row.trained_tokens for row in self.rows),
+            "rows": len(self.rows),
+            "turns": session.turns,
+            "roles": dict(Counter(self.roles.values())),
+        }
+
+    # ── the tree ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def tree(self) -> dict[str, Json]:
+        branches = sorted(self._branches(), key=lambda one: (one["role"] != "main", -one["tokens"], one["leaf"]))
+        return {
+            "nodes": [self._node(node) for node in self.nodes],
+            "forks": self.forks(),
+            "branches": branches,
+            "main": branches[0]["leaf"] if branches else None,
+            "count": len(self.nodes),
+        }
+
+    def _node(self, node: Node) -> dict[str, Json]:
+        about: dict[str, Json] = {
+            "id": node.id,
+            "parent": None if node.parent is None else node.parent.id,
+            "tokens": node.size,
+            "start": node.length - node.size,
+            "cause": node.info.cause,
+            "label": self._label(node),
+        }
+        if isinstance(node, Context):
+            return {**about, "kind": "context", "dialect": node.info.dialect}
+        return {**about, "mean_logprob": _mean(node), **self._turn(node)}
+
+    def _turn(self, turn: Sampled) -> dict[str, Json]:
+        info = turn.info
+        return {
+            "kind": "sampled",
+            "turn": self.numbers[turn.id],
+            "role": self.roles[turn.id],
+            "finish": info.finish,
+            "trained": turn.id in self.row_of,
+            "reason": self._reason(turn),
+            "row": self.row_of.get(turn.id),
+            "version_start": info.version_start,
+            "version_end": info.version_end,
+            "started": info.started,
+            "ended": info.ended,
+            "capture": info.capture,
+            "fault": info.fault,
+            "biases": info.biases,
+            "delivered": turn.delivered,
+        }
+
+    def _branches(self) -> Iterator[dict[str, Json]]:
+        numbers = {row.branch: n for n, row in enumerate(self.rows)}
+        for branch in self.branches:
+            leaf = self.by_id[branch.branch]
+            yield {
+                "leaf": leaf.id,
+                "role": self.roles[leaf.id],
+                "nodes": len(path(leaf)),
+                "tokens": leaf.length,
+                "trained": branch.trained_tokens,
+                "row": numbers.get(leaf.id),
+            }
+
+    def _label(self, node: Node) -> str:
+        said = self.said(node)
+        if not said:
+            return ""
+        message = said[-1]
+        text = _one_line(message.content) or _one_line(message.reasoning)
+        if isinstance(node, Context):
+            return _short(f"{message.role}: {text}")
+        called = ", ".join(call.name for call in message.tool_calls)
+        return _short(" → ".join(part for part in (_short(text), _one_line(called)) if part))
+
+    # ── forks ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def forks(self) -> list[dict[str, Json]]:
+        """Where a call did not go on from what was there, and the first token at which the two differ."""
+        return [fork for node in self.nodes if (fork := self._fork(node)) is not None]
+
+    def _fork(self, node: Node) -> dict[str, Json] | None:
+        other = self._left(node)
+        if other is None and node.info.cause is None:
+            return None
+        told: dict[str, Json] = {"node": node.id, "cause": node.info.cause, "from": None, "at": None, "shared": None}
+        told |= {"was": None, "now": None}
+        if other is None:
+            return told
+        ours, theirs = path_ids(node), path_ids(other)
+        at = _shared(ours, theirs)
+        return {
+            **told,
+            "from": other.id,
+            "at": at,
+            "shared": at,
+            "was": self._token(other, at),
+            "now": self._token(node, at),
+        }
+
+    def _left(self, node: Node) -> Node | None:
+        """The end of the line that a node left; None: it left none."""
+        siblings: Sequence[Node]
+        if node.parent is not None:
+            siblings = node.parent.children
+            earlier = [one for one in siblings if one.id < node.id]
+            return earlier[0] if earlier else None
+        if node.info.cause is None:
+            return None
+        # Another beginning: of the conversations before it, the one that it has most in common with.
+        ends = [_deepest(root, node.id) for root in self._shown.session.trace.roots if root.id < node.id]
+        ours = path_ids(node)
+        return max(ends, key=lambda end: (_shared(ours, path_ids(end)), end.length), default=None)
+
+    def _token(self, end: Node, at: int) -> dict[str, Json] | None:
+        """The token at a place on the way to `end`; None: that way is shorter."""
+        for node in path(end):
+            start = node.length - node.size
+            if start <= at < node.length:
+                place = at - start
+                pieces = self.pieces(node)
+                text = None if pieces is None else pieces.text[place]
+                return {"id": int(node.ids[place]), "text": text, "node": node.id}
+        return None
+
+    # ── the conversation ────────────────────────────────────────────────────────────────────────────────────────
+
+    def messages(self, *, after: int = 0, limit: int = 50, branch: int | None = None, only: int | None = None) -> Json:
+        nodes = self._along(branch)
+        whole = only is not None
+        nodes = [node for node in nodes if node.id == only] if whole else [node for node in nodes if node.id > after]
+        page = nodes[:limit]
+        return {
+            "nodes": [self._spoken(node, whole=whole) for node in page],
+            "next": page[-1].id if page else after,
+            "more": len(nodes) > len(page),
+        }
+
+    def _spoken(self, node: Node, *, whole: bool) -> dict[str, Json]:
+        about: dict[str, Json] = {
+            "id": node.id,
+            "parent": None if node.parent is None else node.parent.id,
+            "kind": "context",
+            "role": None,
+            "turn": None,
+            "cause": node.info.cause,
+            "at": None,
+            "tokens": node.size,
+            "messages": [_message(message, whole=whole) for message in self.said(node)],
+        }
+        if isinstance(node, Context):
+            return about
+        info = node.info
+        turn = self._turn(node)
+        del turn["started"], turn["ended"]
+        return {**about, **turn, "at": info.started, "seconds": round(info.ended - info.started, 3)}
+
+    def _along(self, branch: int | None) -> list[Node]:
+        if branch is None:
+            return self.nodes
+        end = self.by_id.get(branch)
+        return [] if end is None else path(end)
+
+    # ── the tokens ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def tokens(self, *, node: int | None = None, token: int = 0, limit: int = 4000, branch: int | None = None) -> Json:
+        """From a token of a node on, as many as are wanted or a few more: a part never ends within a character."""
+        nodes = self._along(branch)
+        ids = [one.id for one in nodes]
+        place = 0 if node is None else ids.index(node) if node in ids else len(ids)
+        parts: list[dict[str, Json]] = []
+        left = limit
+        following: dict[str, int] | None = None
+        for one in nodes[place:]:
+            start = min(token, one.size)
+            token = 0
+            if left <= 0:
+                following = {"node": one.id, "token": start}
+                break
+            pieces = self.pieces(one)
+            end = min(one.size, start + left)
+            if pieces is not None:
+                end = pieces.end(end)
+            parts.append(self._part(one, pieces, start, end))
+            left -= end - start
+            if end < one.size:
+                following = {"node": one.id, "token": end}
+                break
+        return {
+            "nodes": parts,
+            "next": following,
+            "total": sum(one.size for one in nodes),
+            "readable": self._tokenizer is not None,
+        }
+
+    def _part(self, node: Node, pieces: Pieces | None, start: int, end: int) -> dict[str, Json]:
+        ids = node.ids[start:end]
+        about: dict[str, Json] = {
+            "id": node.id,
+            "parent": None if node.parent is None else node.parent.id,
+            "kind": "context",
+            "role": None,
+            "turn": None,
+            "tokens": node.size,
+            "start": node.length - node.size,
+            "from": start,
+            "cause": node.info.cause,
+            "ids": ids,
+            "logprobs": None,
+            "trained": False,
+            "reason": "",
+            "row": None,
+            **self._spelled(ids, pieces, start, end),
+        }
+        if isinstance(node, Context):
+            return about
+        turn = self._turn(node)
+        del turn["started"], turn["ended"]
+        return {**about, **turn, "logprobs": _rounded(node, start, end)}
+
+    def _spelled(self, ids: Ids, pieces: Pieces | None, start: int, end: int) -> dict[str, Json]:
+        if pieces is None or self._tokenizer is None:
+            return {"text": None, "bytes": {}, "runs": [], "special": []}
+        text = pieces.text[start:end]
+        table = self._tokenizer.vocabulary.table
+        special = self._tokenizer.special_ids
+        hexed = {}
+        if table is not None:
+            hexed = {
+                str(n): self._tokenizer.bytes_of(int(ids[n])).hex() for n, piece in enumerate(text) if piece is None
+            }
+        return {
+            "text": text,
+            "bytes": hexed,
+            "runs": [(a - start, b - start, told) for a, b, told in pieces.runs if start <= a and b <= end],
+            "special": [n for n, token in enumerate(ids.tolist()) if token in special],
+        }
+
+    def pieces(self, node: Node) -> Pieces | None:
+        if self._tokenizer is None:
+            return None
+        if node.id not in self._pieces:
+            self._pieces[node.id] = pieces(self._tokenizer, node.ids)
+        return self._pieces[node.id]
+
+    # ── what a group is told of it ──────────────────────────────────────────────────────────────────────────────
+
+    def facts(self) -> dict[str, Json]:
+        known = [
+            turn.logprobs for turn in self._turns() if turn.logprobs is not None and len(turn.logprobs) == turn.size
+        ]
+        scores = np.concatenate(known).astype(np.float64) if known else np.empty(0)
+        scores = scores[np.isfinite(scores)]
+        causes: Counter[str] = Counter(node.info.cause for node in self.nodes if node.info.cause is not None)
+        anew: Counter[str] = Counter()
+        for node in self.nodes:
+            if isinstance(node, Context) and node.info.cause is not None:
+                anew[node.info.cause] += node.size
+        versions = sorted({v for turn in self._turns() for v in (turn.info.version_start, turn.info.version_end)})
+        totals = self.totals()
+        return {
+            "turns": totals["turns"],
+            "sampled_tokens": totals["sampled_tokens"],
+            "trained_tokens": totals["trained_tokens"],
+            "rows": totals["rows"],
+            "roles": totals["roles"],
+            "entropy": float(-scores.mean()) if len(scores) else None,
+            "entropy_tokens": len(scores),
+            "forks": dict(causes),
+            "anew": dict(anew),
+            "versions": versions,
+            "error": "",
+        }
+
+    def _turns(self) -> Iterator[Sampled]:
+        return (node for node in self.nodes if isinstance(node, Sampled))
+
+    # ── what is taken along ─────────────────────────────────────────────────────────────────────────────────────
+
+    def training_rows(
+        self, outcome: Recorded | None, advantage: float | None, about: Mapping[str, Json]
+    ) -> Iterator[Json]:
+        """As `turngate export rows` writes them. `about`: of its session, what the trace does not know."""
+        session = self._shown.session
+        status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
+        for row in self.rows:
+            trained = [span for span in row.spans if span.trained]
+            yield {
+                **about,
+                "advantage": advantage,
+                "weight": weight(len(self.rows)),
+                "truncated": session.truncated or status in ("limit", "timed out"),
+                "stop": session.stop,
+                "model": session.config.model,
+                "branch": row.branch,
+                "ids": row.ids,
+                "mask": row.mask,
+                "logprobs": row.logprobs,
+                "version_start": min(span.version_start for span in trained),
+                "version_end": max(span.version_end for span in trained),
+                "spans": row.spans,
+                "outcome": None if outcome is None else outcome.data,
+                "vocabulary": session.vocabulary,
+            }
+
+    def conversations(self, about: Mapping[str, Json]) -> Iterator[Json]:
+        """One for each branch, in OpenAI's form."""
+        preambles = self._shown.preambles
+        for branch in self.branches:
+            nodes = path(self.by_id[branch.branch])
+            root = nodes[0]
+            assert isinstance(root, Context)
+            tools = preambles.get(root.info.preamble, (b"[]", b""))[0]
+            yield {
+                **about,
+                "branch": branch.branch,
+                "role": self.roles[branch.branch],
+                "trained_tokens": branch.trained_tokens,
+                "dialect": root.info.dialect,
+                "tools": msgspec.Raw(tools or b"[]"),
+                "messages": [wire_message(message) for node in nodes for message in self.said(node)],
+            }
+
+
+def _shared(ours: Ids, theirs: Ids) -> int:
+    """How many tokens two ways have in common from the beginning."""
+    size = min(len(ours), len(theirs))
+    other = np.flatnonzero(ours[:size] != theirs[:size])
+    return int(other[0]) if len(other) else size
+
+
+def _deepest(root: Context, before: int) -> Node:
+    """The end of the longest way from a root, as it was before a node came."""
+    best: Node = root
+    waiting: list[Node] = [root]
+    while waiting:
+        node = waiting.pop()
+        if node.length > best.length:
+            best = node
+        waiting.extend(child for child in node.children if child.id < before)
+    return best
+
+
+def _mean(turn: Sampled) -> float | None:
+    if turn.logprobs is None or not len(turn.logprobs) or not np.isfinite(turn.logprobs).all():
+        return None
+    return round(float(turn.logprobs.astype(np.float64).mean()), _DIGITS)
+
+
+def _rounded(turn: Sampled, start: int, end: int) -> Json:
+    """None where there is none for each token; a single one that is missing is null."""
+    if turn.logprobs is None or len(turn.logprobs) != turn.size:
+        return None
+    return np.round(turn.logprobs[start:end].astype(np.float64), _DIGITS)
+
+
+def _message(message: Message, *, whole: bool) -> dict[str, Json]:
+    cut: dict[str, int] = {}
+
+    def short(name: str, text: str) -> str:
+        if whole or len(text) <= LONGEST:
+            return text
+        cut[name] = len(text)
+        return f"{text[: LONGEST * 3 // 4]}\n…\n{text[-LONGEST // 4 :]}"
+
+    told: dict[str, Json] = {"role": message.role, "content": short("content", message.content)}
+    if message.reasoning:
+        told["reasoning"] = short("reasoning", message.reasoning)
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments": short(f"tool_calls.{n}.arguments", call.arguments)}
+            for n, call in enumerate(message.tool_calls)
+        ]
+    rest = {"tool_call_id": message.tool_call_id, "name": message.name, "beyond": message.beyond}
+    told |= {name: value for name, value in rest.items() if value}
+    return {**told, "cut": cut} if cut else told
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text[: 4 * _LABEL].split())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"

@@ -1,0 +1,152 @@
+"""Whole sessions for those who look: the tree with ids, log-probabilities and messages, and the rows of it.
+
+A long session takes the better part of a second to write down, in which nobody else would be served. So it is done in a thread of its own,
+from what the store has of the session: whatever was answered is there, and one moment is read as a whole, whoever writes meanwhile.
+`Control` owns the one instance; the admin API and the compatibility APIs (`server/`) ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import orjson
+
+from turngate.errors import NotFound
+from turngate.store.reader import Apart
+from turngate.store.sqlite import Store
+from turngate.telemetry.logs import hidden
+from turngate.trace.roles import roles
+from turngate.trace.sample import Policy, Sample, samples
+from turngate.trace.session import Session
+from turngate.trace.tree import Context, Sampled
+from turngate.types import Json
+
+T = TypeVar("T")
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """One session as the store has it, and what its ids stand for."""
+
+    session: Session
+    texts: Mapping[int, bytes]  # by node, JSON: a list of messages for a context, one for a turn
+    preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments
+
+    def trace(self) -> dict[str, Json]:
+        """The whole tree."""
+        session = self.session
+        role_of = roles(session.trace)
+        preambles = {
+            digest.hex(): {"tools": msgspec.Raw(tools), "template_kwargs": msgspec.Raw(kwargs)}
+            for digest, (tools, kwargs) in self.preambles.items()
+        }
+        nodes = [
+            _context_view(n, self.texts) if isinstance(n, Context) else _sampled_view(n, self.texts, role_of[n.id])
+            for n in session.trace.nodes
+        ]
+        return {
+            "session": session.id,
+            "status": session.status,
+            "stop": session.stop,
+            "config": session.config,
+            "vocabulary": session.vocabulary,
+            "preambles": preambles,
+            "nodes": nodes,
+        }
+
+    def samples(self, *, keep_empty: bool = False, policy: Policy | None = None) -> list[Sample]:
+        return samples(self.session.trace, policy or self.session.config.policy, keep_empty=keep_empty)
+
+
+class Looks:
+    """`close` when the gateway stops."""
+
+    def __init__(self, store: Store) -> None:
+        self._apart = Apart(store, "looks")
+
+    def close(self) -> None:
+        self._apart.close()
+
+    async def at(self, session_id: str, made: Callable[[Shown], T]) -> T:
+        """What is made of a session, in the thread. What that takes is best done in pieces: a single long call into C keeps the
+        interpreter from everybody."""
+
+        def look(store: Store) -> T:
+            with store.at_once():
+                shown = read(store, session_id)
+            return made(shown)
+
+        return await self._apart.run(look)
+
+    async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
+        """Of sessions with keys in a range: turns and roots."""
+        return await self._apart.run(lambda store: store.shapes(first, last))
+
+
+def read(store: Store, session_id: str) -> Shown:
+    row = store.find(session_id)
+    if row is None:
+        raise NotFound(f"there is no session {hidden(session_id)!r}")
+    # In this order: where others write meanwhile, there is a text for every node.
+    session = store.load(row)
+    return Shown(session, store.messages(row.key), store.preambles(row.key))
+
+
+def as_json(value: object) -> bytes:
+    return msgspec.json.encode(value, enc_hook=encode_array)
+
+
+def piece(value: object) -> msgspec.Raw:
+    """Of a larger answer, written down already."""
+    return msgspec.Raw(as_json(value))
+
+
+def encode_array(value: object) -> Json:
+    """For `msgspec.json.encode`: arrays become lists, with null where there is no number."""
+    if isinstance(value, np.ndarray):
+        # As 64-bit numbers: the shortest spelling of a 32-bit one would read back as another 64-bit one.
+        wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
+        return msgspec.Raw(orjson.dumps(wide, option=orjson.OPT_SERIALIZE_NUMPY))
+    raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+def _context_view(node: Context, texts: Mapping[int, bytes]) -> dict[str, Json]:
+    return {
+        "id": node.id,
+        "parent": None if node.parent is None else node.parent.id,
+        "kind": "context",
+        "ids": node.ids,
+        "messages": msgspec.Raw(texts[node.id]),
+        "preamble": node.info.preamble.hex(),
+        "cause": node.info.cause,
+        "dialect": node.info.dialect,
+        "told": {name: value for name, value in msgspec.structs.asdict(node.info.told).items() if value},
+    }
+
+
+def _sampled_view(node: Sampled, texts: Mapping[int, bytes], role: str) -> dict[str, Json]:
+    info = node.info
+    return {
+        "id": node.id,
+        "parent": node.parent.id,
+        "kind": "sampled",
+        "role": role,
+        "ids": node.ids,
+        "logprobs": node.logprobs,
+        "message": msgspec.Raw(texts[node.id]),
+        "finish": info.finish,
+        "cause": info.cause,
+        "version_start": info.version_start,
+        "version_end": info.version_end,
+        "started": info.started,
+        "ended": info.ended,
+        "sampling": msgspec.Raw(info.sampling or b"null"),
+        "biases": info.biases,
+        "capture": info.capture,
+        "fault": info.fault,
+        "engine": info.engine,
+        "lost": info.lost,
+        "delivered": node.delivered,
+    }

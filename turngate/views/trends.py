@@ -1,0 +1,179 @@
+"""How it went over time: rewards, staleness, throughput; and what went wrong how often. Asked through `questions.py`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from turngate.store.sqlite import Store
+from turngate.trace.advantage import is_too_large
+from turngate.types import Json
+from turngate.views.groups import mean
+from turngate.views.rollout_index import SOME, SPAN_S, Kept, Known, Row, breathe
+
+_MOST_DELIVERIES = 500
+_MOST_MESSAGES = 50
+_EXAMPLES = 5
+_DIGITS = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
+
+
+def training(known: Known, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
+    cursor, now = known.refresh(store), time.time()
+    mine = [one for one in known.kept.values() if one.row.group.startswith(prefix)]
+    for number, one in enumerate(mine):
+        if number % (SOME // 2) == 0:
+            breathe()
+        known.shown(one, now, store)
+    first = min((one.row.opened for one in mine), default=now)
+    width = _width((now - first) / buckets)
+    graded = [
+        (one.recorded, one.row)
+        for one in mine
+        if one.recorded is not None and one.row.reward is not None and not is_too_large(one.row.reward)
+    ]
+    return {
+        "cursor": cursor,
+        "now": now,
+        "first": first,
+        "bucket_s": width,
+        "time": _over_time(graded, width),
+        "version": _over_versions([row for _, row in graded]),
+        "throughput": _throughput(known, first, now, width),
+        "staleness": _staleness(known, mine),
+        "deliveries": _delivered(known, prefix),
+        "versions": [{"version": version, "at": at} for at, version in known.versions[-_MOST_DELIVERIES:]],
+        "feeds": [
+            {
+                "name": feed.name,
+                "newest": feed.newest,
+                "handed": feed.handed,
+                "committed": feed.committed,
+                "read": bool(feed.reader),
+                "waiting": len(store.feeds.waiting(feed.key, 1000)),
+            }
+            for feed in store.feeds.listing()
+        ],
+    }
+
+
+def _throughput(known: Known, first: float, now: float, width: float) -> list[Json]:
+    """Of the whole gateway, without gaps."""
+    start, end = int(first // width), int(now // width)
+    sums = {number: [0, 0, 0] for number in range(start, end + 1)}
+    for number, counted in known.spans.items():
+        into = sums.get(int(number * SPAN_S // width))
+        if into is not None:
+            for place in range(3):
+                into[place] += counted[place]
+    told = []
+    for number, (turns, tokens, outcomes) in sums.items():
+        # The first and the last are not whole.
+        lasted = min(now, (number + 1) * width) - max(first - first % SPAN_S, number * width)
+        lasted = max(lasted, SPAN_S)
+        told.append(
+            {
+                "at": number * width,
+                "turns_s": round(turns / lasted, 4),
+                "tokens_s": round(tokens / lasted, 3),
+                "rollouts_min": round(outcomes * 60 / lasted, 3),
+            }
+        )
+    return told
+
+
+def _delivered(known: Known, prefix: str) -> list[Json]:
+    members = known.by_group()
+    newest = [one for one in known.deliveries if one.group.startswith(prefix)][-_MOST_DELIVERIES:]
+    told = []
+    for one in newest:
+        # A group may be handed out in parts: what was recorded by then was in it.
+        rows = [kept.row for kept in members.get(one.group, ()) if (kept.recorded or 0) <= one.at]
+        sampled = [row.version_start for row in rows if row.version_start is not None]
+        rewards = [row.reward for row in rows if row.reward is not None]
+        version, oldest = known.in_force(one.at), min(sampled, default=None)
+        told.append(
+            {
+                "feed": one.feed,
+                "number": one.number,
+                "group": one.group,
+                "at": one.at,
+                "version": version,
+                "oldest": oldest,
+                "behind": None if version is None or oldest is None else version - oldest,
+                "mean": mean(rewards),
+                "rollouts": one.rollouts,
+            }
+        )
+    return told
+
+
+def _staleness(known: Known, kept: Iterable[Kept]) -> list[Json]:
+    """Of each rollout that has an outcome, by how many versions the policy had moved on by then."""
+    behind: Counter[int] = Counter()
+    for one in kept:
+        if one.recorded is not None and one.row.version_start is not None:
+            version = known.in_force(one.recorded)
+            if version is not None:
+                behind[version - one.row.version_start] += 1
+    return [{"behind": gap, "rollouts": behind[gap]} for gap in sorted(behind)]
+
+
+def failures(known: Known, store: Store, prefix: str) -> dict[str, Json]:
+    """By class, what was said, most frequent first. Numbers in it do not make two messages of one."""
+    cursor, now = known.refresh(store), time.time()
+    said: dict[str, dict[str, list[Row]]] = {}
+    for kept in known.all(now):
+        row = kept.row
+        kind: str = row.kind or ("damaged" if kept.damage else "cancelled" if row.status == "cancelled" else "")
+        if kind in ("", "graded") or not row.group.startswith(prefix):
+            continue
+        message = row.message or row.stop or kept.done
+        said.setdefault(kind, {}).setdefault(_DIGITS.sub("#", message), []).append(row)
+    classes = []
+    for kind, messages in sorted(said.items(), key=lambda one: -sum(map(len, one[1].values()))):
+        told = sorted(messages.values(), key=len, reverse=True)[:_MOST_MESSAGES]
+        classes.append(
+            {
+                "class": kind,
+                "count": sum(map(len, messages.values())),
+                "messages": [
+                    {
+                        "message": rows[-1].message or rows[-1].stop,
+                        "count": len(rows),
+                        "rollouts": [row.id for row in rows[: -_EXAMPLES - 1 : -1]],
+                    }
+                    for rows in told
+                ],
+            }
+        )
+    return {"classes": classes, "cursor": cursor}
+
+
+def _over_time(graded: Sequence[tuple[float, Row]], width: float) -> list[Json]:
+    spans: dict[int, list[float]] = {}
+    for at, row in graded:
+        assert row.reward is not None
+        spans.setdefault(int(at // width), []).append(row.reward)
+    return [
+        {"at": number * width, "mean": mean(known), "low": min(known), "high": max(known), "count": len(known)}
+        for number, known in sorted(spans.items())
+    ]
+
+
+def _over_versions(rows: Iterable[Row]) -> list[Json]:
+    """By the version at a rollout's first token."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if row.version_start is not None and row.reward is not None:
+            found.setdefault(row.version_start, []).append(row.reward)
+    return [{"version": version, "mean": mean(known), "count": len(known)} for version, known in sorted(found.items())]
+
+
+def _width(least: float) -> float:
+    """Of a bucket: a round number of seconds."""
+    for width in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400):
+        if width >= least:
+            return float(width)
+    return 86400.0 * (int(least // 86400) + 1)
