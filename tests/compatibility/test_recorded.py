@@ -1,0 +1,102 @@
+"""Data written by version 0.1.0 gives the same answers today.
+
+`recorded-0.1.0/` was written by that version over HTTP and the command line: a store with one finished session in each dialect (with forks,
+a side call, host tools, outcomes and a feed), an open session and an infrastructure fault; what the admin API answered about them; the
+exports; the ledger and summary of a batch with a real agent; and settings files with what they meant.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.kit import gateway, say
+from turngate import config
+from turngate.rollout import ledger
+from turngate.service import config as service_config
+from turngate.trainers.export import export
+from turngate.trainers.export.base import Choices
+from turngate.verify import Folder, Means, Renderers, verify
+from turngate.views.verdict import stored_rows
+
+RECORDED = Path(__file__).parent / "recorded-0.1.0"
+ANSWERS: dict[str, Any] = json.loads((RECORDED / "answers.json").read_text())
+DELIVERIES = "/admin/feeds/train/deliveries"
+SESSIONS = ["chat", "responses", "messages", "gemini", "left-open", "no-reward"]
+EXPORTS = ["rows", "sft", "rejection", "verl", "slime", "atif"]
+
+
+def without_clocks(answer: dict[str, Any]) -> dict[str, Any]:
+    """Remove what a gateway keeps in memory only: how long ago an open session was used."""
+    return {name: value for name, value in answer.items() if name not in ("last_used", "unheard_s")}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    shutil.copy(RECORDED / "turngate.db", tmp_path / "turngate.db")
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", [path for path in ANSWERS if path != DELIVERIES])
+async def test_answers_are_the_same(path: str, data: Path) -> None:
+    async with gateway(data=data) as g:
+        answer = await g.admin.get(path)
+        assert answer.is_success
+        if isinstance(ANSWERS[path], str):  # a stream of events
+            assert answer.text.startswith(ANSWERS[path])
+        else:
+            assert without_clocks(answer.json()) == without_clocks(ANSWERS[path])
+
+
+async def test_deliveries_are_the_same(data: Path) -> None:
+    async with gateway(data=data) as g:
+        reader = (await g.admin.post("/admin/feeds/train/reader", json={})).json()["reader"]
+        answer = await g.admin.get(f"{DELIVERIES}?wait=0&after=0&reader={reader}")
+        assert msgspec.msgpack.decode(answer.content) == msgspec.msgpack.decode(base64.b64decode(ANSWERS[DELIVERIES]))
+
+
+async def test_an_open_session_continues_its_branch(data: Path) -> None:
+    async with gateway([say("Go on.")], data=data) as g:
+        said = ANSWERS["/admin/sessions/left-open/trace"]["nodes"][1]["message"]
+        reply = {"role": "assistant", "content": said["content"], "reasoning_content": said["reasoning"]}
+        history = [{"role": "user", "content": "Wait."}, reply, {"role": "user", "content": "Continue."}]
+        body = {"model": "scripted", "messages": history}
+        answer = await g.admin.post("/s/left-open/v1/chat/completions", json=body)
+        assert answer.json()["choices"][0]["message"]["content"] == "Go on."
+        [row] = await g.samples("left-open")
+        assert len(row["spans"]) == 2
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_exports_are_the_same(name: str, data: Path) -> None:
+    file = data / f"{name}.jsonl"
+    export(data, file, Choices(format=name))
+    assert file.read_text() == (RECORDED / "exports" / f"{name}.jsonl").read_text()
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_sessions_verify(session: str, data: Path) -> None:
+    with Folder(data) as folder, stored_rows(data) as rows:
+        verdict = verify(folder, session, Means(rows=rows, renderers=Renderers()))
+    assert verdict.ok, verdict
+
+
+def test_a_batch_ledger_reads(tmp_path: Path) -> None:
+    shutil.copy(RECORDED / "ledger.jsonl", tmp_path / "ledger.jsonl")
+    known = ledger.read(tmp_path)
+    assert {one.kind for one in known.finished.values()} == {"graded"} and len(known.finished) == 2
+
+
+def test_settings_mean_the_same() -> None:
+    meant = json.loads((RECORDED / "settings.json").read_text())
+    for settings, name in (
+        (config.load(RECORDED / "serve.toml", {}), "serve"),
+        (service_config.load(RECORDED / "service.toml"), "service"),
+    ):
+        assert json.loads(msgspec.json.encode(settings)) == meant[name]
