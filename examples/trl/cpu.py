@@ -24,12 +24,12 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.errors import Gone
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.run import embedded
-from turngate.trainers.trl.thread import LoopThread
 
 CONTEXT = 8192
 AT_ONCE = 2  # calls that are answered beside each other
@@ -169,10 +169,11 @@ def stage(model: Path, name: str) -> Iterator[Stage]:
         policy, gate = Policy(model), Gate(model=name, max_context=CONTEXT)
         config = ServeConfig(data=data, port=0, model=name, tokenizer=str(model), engine="gate").check()
         running = embedded(config, engine=gate)
+        thread.start()
         try:
             address = thread.run(running.__aenter__())
             thread.spawn(policy.serve(gate))
             yield Stage(address.url, address.admin_key, Path(data), policy)
         finally:
             thread.run(running.__aexit__(None, None, None))
-            thread.close()
+            thread.stop()

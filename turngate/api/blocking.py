@@ -24,7 +24,7 @@ from turngate.api.client import AnyModel, Client, in_order
 from turngate.api.progress import Board, Screen
 from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
-from turngate.api.thread import LoopThread
+from turngate.common.loop_thread import LoopThread
 
 _OPEN: set[BlockingClient] = set()  # until they are closed, by whoever opened them or when Python ends
 
@@ -35,7 +35,8 @@ class BlockingClient:
     def __init__(self, model: AnyModel = "", **where: Unpack[Where]) -> None:
         """The arguments are those of `Client`."""
         self._client = Client(model, **where)
-        self._loop = LoopThread()
+        self._loop = LoopThread("turngate", param="client")
+        self._loop.start()
         _at_exit()
         _OPEN.add(self)
         try:
@@ -57,10 +58,10 @@ class BlockingClient:
         meanwhile, as `multiprocessing` may do, leaves it as it is, also when it ends."""
         _OPEN.discard(self)
         try:
-            if not self._loop.closed:
+            if self._loop.is_running:
                 self._loop.run(self._client.__aexit__(None, None, None))
         finally:
-            self._loop.close()
+            self._loop.stop()
 
     def run(self, task: AnyTask, **how: Unpack[How]) -> Result:
         """One rollout, to its end. The arguments are those of `Client.run`."""
@@ -87,7 +88,7 @@ class BlockingClient:
             try:
                 yield self._each(running, screen)
             finally:
-                if not self._loop.closed:
+                if self._loop.is_running:
                     self._loop.run(running.aclose())
 
     def _each(self, running: AsyncGenerator[tuple[int, Result], None], screen: Screen) -> Iterator[tuple[int, Result]]:

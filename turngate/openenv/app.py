@@ -39,7 +39,7 @@ from starlette.responses import JSONResponse, Response
 from turngate.errors import ConfigError, TurngateError
 from turngate.openenv.environment import NAME, TurngateEnvironment, offered
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
-from turngate.openenv.thread import ServiceThread
+from turngate.openenv.service_host import ServiceHost
 from turngate.server.bind import url_of
 from turngate.service.config import load
 from turngate.service.rollouts import Rollouts
@@ -59,7 +59,7 @@ def create(service: Path | None = None) -> FastAPI:
     """The application. Reads the settings at once, so that what is wrong with them is told; the service starts with it."""
     file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
     config = load(file)
-    thread = ServiceThread(lambda: Rollouts(config))
+    thread = ServiceHost(lambda: Rollouts(config))
     app: FastAPI = create_app(
         functools.partial(TurngateEnvironment, thread, offered(thread)),
         CallToolAction,
@@ -121,7 +121,7 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
         _guard(given.host, given.open)
         with _listening(given.host, given.port) as listener:
             app = make() if make else create(given.service)
-            service: ServiceThread = app.state.service
+            service: ServiceHost = app.state.service
             service.start()
             try:
                 print(f"turngate serves an OpenEnv environment on {url_of(listener)}", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from turngate import __version__
 from turngate.common.validation import suggestion
 from turngate.errors import BadRequest, TurngateError
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
-from turngate.openenv.thread import ServiceThread
+from turngate.openenv.service_host import ServiceHost
 from turngate.service.result import RolloutResult, RolloutState
 from turngate.service.rollouts import Rollouts
 from turngate.service.tools import TOOLS, Arguments
@@ -43,7 +43,7 @@ class TurngateEnvironment(MCPEnvironment):
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, service: ServiceThread, tools: FastMCP[Any]) -> None:
+    def __init__(self, service: ServiceHost, tools: FastMCP[Any]) -> None:
         super().__init__(tools)
         self._service = service
         self._state = TurngateState(episode_id=uuid4().hex)
@@ -64,7 +64,7 @@ class TurngateEnvironment(MCPEnvironment):
         async def catalog(rollouts: Rollouts) -> list[dict[str, Any]]:
             return [msgspec.to_builtins(endpoint) for endpoint in rollouts.catalog()]
 
-        endpoints = await self._service.ask(catalog)
+        endpoints = await self._service.call(catalog)
         self._state = TurngateState(episode_id=episode_id or uuid4().hex)
         return ReadyObservation(endpoints=endpoints)
 
@@ -111,7 +111,7 @@ class TurngateEnvironment(MCPEnvironment):
         return dict(TOOLS)
 
 
-async def _observed(service: ServiceThread, action: CallToolAction, timeout_s: float | None) -> TurngateObservation:
+async def _observed(service: ServiceHost, action: CallToolAction, timeout_s: float | None) -> TurngateObservation:
     name = action.tool_name
     if name not in TOOLS:
         near = suggestion(name, list(TOOLS))
@@ -132,7 +132,7 @@ async def _observed(service: ServiceThread, action: CallToolAction, timeout_s: f
     return told
 
 
-async def answered(service: ServiceThread, name: str, arguments: Arguments, most_s: float = math.inf) -> msgspec.Struct:
+async def answered(service: ServiceHost, name: str, arguments: Arguments, most_s: float = math.inf) -> msgspec.Struct:
     """What a tool gives. Waits for a rollout's end as long as the caller wants, and at most `most_s`."""
 
     async def called(rollouts: Rollouts) -> msgspec.Struct:
@@ -142,7 +142,7 @@ async def answered(service: ServiceThread, name: str, arguments: Arguments, most
 
         return await TOOLS[name].call(rollouts, arguments, wait)
 
-    return await service.ask(called)
+    return await service.call(called)
 
 
 def _wrong(error: TurngateError) -> ToolError:
@@ -164,7 +164,7 @@ def _details(error: TurngateError) -> dict[str, Any]:
 # ── the same tools at /mcp ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def offered(service: ServiceThread) -> FastMCP[Any]:
+def offered(service: ServiceHost) -> FastMCP[Any]:
     """The tools as FastMCP has them, for all sessions."""
     server: FastMCP[Any] = FastMCP("turngate", version=__version__, mask_error_details=True)
     for tool in TOOLS.values():
@@ -185,7 +185,7 @@ def offered(service: ServiceThread) -> FastMCP[Any]:
 class _Offered(Tool):
     """One tool. What is wrong with its arguments is an error that the caller reads, and no exception in the log."""
 
-    _service: ServiceThread = PrivateAttr()
+    _service: ServiceHost = PrivateAttr()
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         try:

@@ -38,6 +38,7 @@ from torch.nn import functional as F
 
 from turngate.client.feed import Feed, FeedConfig
 from turngate.client.gateway import GatewayClient
+from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
 from turngate.engines.base import Engine, Generate
 from turngate.engines.local import LocalEngine, Model, load, save
@@ -46,7 +47,6 @@ from turngate.render import load as load_renderer
 from turngate.server.run import Address, embedded
 from turngate.trainers.export import Choices, Wanted, export
 from turngate.trainers.local.grpo import Settings, Step, Trainer
-from turngate.trainers.trl.thread import LoopThread
 
 HERE = Path(__file__).parent
 NAME = "smollm2"
@@ -84,11 +84,12 @@ class Gateway:
         self._running = embedded(config, engine=engine)
 
     def __enter__(self) -> Address:
+        self._thread.start()
         return self._thread.run(self._running.__aenter__())
 
     def __exit__(self, *_: object) -> None:
         self._thread.run(self._running.__aexit__(None, None, None))
-        self._thread.close()
+        self._thread.stop()
 
 
 @asynccontextmanager

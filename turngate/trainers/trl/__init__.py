@@ -6,7 +6,7 @@
     trainer    `CheckpointedTrainer`: which deliveries are trained is in its checkpoints, so that none is trained twice
     pace       how far the worker's plan may run ahead of the trainer
     sessions   the other way in: OpenEnv sessions for TRL's own `HarnessRolloutWorker`
-    thread     an event loop in a thread of its own, for all of these
+    retry      wait for a gateway that restarts
 
 docs/trl.md says which one to take; examples/trl/ runs them.
 """

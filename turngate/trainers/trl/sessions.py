@@ -24,6 +24,7 @@ from turngate import tasks
 from turngate.agents.install import Installed, ensure
 from turngate.agents.spec import AgentSpec, find
 from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import EndPolicy, Order, Outcome
@@ -32,7 +33,7 @@ from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import backend
 from turngate.sandboxes.base import Backend, Network
 from turngate.tasks.task import Task
-from turngate.trainers.trl.thread import LoopThread, patiently
+from turngate.trainers.trl.retry import patiently
 from turngate.types import Json, Sampling
 from turngate.views.training_trace import training_trace
 
@@ -156,6 +157,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         order = self._order(found, group, episode_id or "")
         with self._lock:
             if not self._open:
+                self._thread.start()
                 self._thread.run(self._connected())
             self._open += 1
             gateway, wayout = self._gateway, self._wayout
@@ -191,7 +193,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
             self._open -= 1
             if not self._open:
                 self._thread.run(self._disconnected())
-                self._thread.close()
+                self._thread.stop()
 
     def _found(self, task: Any) -> Task:
         words = task if isinstance(task, str) else task[-1]["content"]

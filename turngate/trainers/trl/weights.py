@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import torch
 
 from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.common.loop_thread import LoopThread
 from turngate.errors import TurngateError
 from turngate.gateway.fence import Pause
-from turngate.trainers.trl.thread import LoopThread, patiently
+from turngate.trainers.trl.retry import patiently
 
 log = logging.getLogger("turngate")
 LIMIT_S = 900.0
@@ -79,6 +80,7 @@ class FencedTransfer:
         self._sending = False  # the engine's weights may be neither the old nor the new ones
 
     def init_weight_transfer(self) -> None:
+        self._thread.start()
         self._thread.run(self._gateway.__aenter__())
         self._inner.init_weight_transfer()
 
@@ -109,12 +111,12 @@ class FencedTransfer:
         try:
             self._inner.destroy()
         finally:
-            if self._thread.running:
+            if self._thread.is_running:
                 try:
                     self._left()
                 finally:
                     self._thread.run(self._gateway.__aexit__(None, None, None))
-                    self._thread.close()
+                    self._thread.stop()
 
     def _left(self) -> None:
         """What becomes of a fence that TRL did not open."""

@@ -23,13 +23,14 @@ import msgspec
 
 from turngate.client.feed import Delivery, Feed, FeedConfig
 from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.batch import Batch
 from turngate.rollout.connection import WayOut
 from turngate.rollout.ledger import Finished
 from turngate.rollout.plan import BatchPlan
+from turngate.trainers.trl.retry import patiently
 from turngate.trainers.trl.rows import Buffer, Dropped, RowName, Weigh, items
-from turngate.trainers.trl.thread import LoopThread, patiently
 from turngate.trainers.trl.throttle import Pace
 
 STATE = "turngate.json"  # in a checkpoint of TRL's, before anything else of it
@@ -139,6 +140,7 @@ class TurngateWorker:
     def update_model_version(self, model_version: int) -> None:
         """The gateway's turns are of this version from now on. TRL calls it once before `start`."""
         self._check_not_over()
+        self._thread.start()
         self._thread.run(self._raised(model_version))
         self.rollout_buffer.version = model_version
 
@@ -147,19 +149,20 @@ class TurngateWorker:
         self._check_not_over()
         if self._work is not None:
             return
+        self._thread.start()
         self._thread.run(self._opened())
         self._seen = time.monotonic()
         self._work = self._thread.spawn(self._worked())
 
     def stop(self) -> None:
         """Agents that run are ended, their sandboxes removed, their sessions closed. As often as one likes."""
-        if not self._thread.running:
+        if not self._thread.is_running:
             return
         self._over = self._over or self._work is not None
         try:
             self._thread.run(self._closed())
         finally:
-            self._thread.close()
+            self._thread.stop()
             self._work = self._gateway = self._feed = None
             self.rollout_buffer.discard()
 

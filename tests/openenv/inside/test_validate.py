@@ -22,7 +22,7 @@ from openenv.validation.providers import ExecResult
 from openenv.validation.types import Level, ProviderCapability
 from typer.testing import CliRunner
 
-from tests.environment.kit import ROOT, Server, environment, serving
+from tests.openenv.kit import ROOT, Server, environment, serving
 from tests.speed import scaled
 
 pytestmark = pytest.mark.process

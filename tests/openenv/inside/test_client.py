@@ -14,7 +14,7 @@ from openenv.core.env_server.mcp_types import CallToolAction
 from openenv.core.generic_client import GenericEnvClient
 from openenv.core.mcp_client import MCPToolClient
 
-from tests.environment.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
+from tests.openenv.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
 from tests.speed import scaled
 from turngate.errors import BadRequest, NotFound
 from turngate.openenv import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation

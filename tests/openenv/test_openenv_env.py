@@ -21,5 +21,5 @@ def python() -> str:
 @pytest.mark.parametrize("marks", TIERS)
 def test_its_own_classes_with_ours(python: str, marks: str) -> None:
     """The tests of `inside/`, run there. Its warnings are its own business."""
-    passed = run_tests(python, "tests/environment/inside", marks, "-W", "default")
+    passed = run_tests(python, "tests/openenv/inside", marks, "-W", "default")
     assert passed >= (AT_LEAST if marks == "real" else 30 - AT_LEAST)

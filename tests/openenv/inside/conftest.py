@@ -1,4 +1,4 @@
-"""These run where `openenv` is installed: `tests/environment/test_openenv_env.py` starts them there. Elsewhere they are not collected."""
+"""These run where `openenv` is installed: `tests/openenv/test_openenv_env.py` starts them there. Elsewhere they are not collected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.environment import kit
+from tests.openenv import kit
 from tests.speed import scaled
 
 collect_ignore_glob = [] if find_spec("openenv") else ["test_*.py"]

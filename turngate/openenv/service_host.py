@@ -1,0 +1,68 @@
+"""Hosts the rollout service on its own event loop, in its own thread.
+
+A rollout therefore never blocks the OpenEnv server, and a session that is cancelled or disconnects never ends a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from turngate.common.loop_thread import LoopThread
+from turngate.errors import Stopping
+from turngate.service.rollouts import Rollouts
+
+T = TypeVar("T")
+
+
+class ServiceHost:
+    """`start` and `stop` block and may be called more than once. `call` is for coroutines on any other loop."""
+
+    def __init__(self, make: Callable[[], Rollouts]) -> None:
+        self._make = make
+        self._starting = threading.Lock()
+        self._thread = LoopThread("turngate-service")
+        self._rollouts: Rollouts | None = None
+
+    def start(self) -> None:
+        """Start the service, and return once it accepts calls."""
+        with self._starting:
+            if self._rollouts is not None:
+                return
+            self._thread.start()
+            try:
+                self._thread.run(self._open())
+            except BaseException:
+                self._close()  # an interrupt may come when the service is already open
+                raise
+
+    def stop(self) -> None:
+        """Abort all running rollouts, remove their sandboxes, and stop the service."""
+        with self._starting:
+            self._close()
+
+    def _close(self) -> None:
+        rollouts, self._rollouts = self._rollouts, None
+        try:
+            if rollouts is not None and self._thread.is_running:
+                self._thread.run(rollouts.__aexit__(None, None, None))
+        finally:
+            self._thread.stop()
+
+    async def call(self, verb: Callable[[Rollouts], Coroutine[Any, Any, T]]) -> T:
+        """Call the service and return its answer. Cancelling the caller also cancels the call, but never a rollout."""
+        rollouts = self._rollouts
+        if rollouts is None:
+            raise Stopping("the environment's service is not running; retry later")
+        try:
+            return await asyncio.wrap_future(self._thread.spawn(verb(rollouts)))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Stopping("the environment's service stopped before it could answer; retry later") from None
+
+    async def _open(self) -> None:
+        self._rollouts = await self._make().__aenter__()
