@@ -33,14 +33,14 @@ from processes import Process, free_port
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools import base_image
-from turngate.agents.install import Installed
-from turngate.agents.spec import find
+from turngate.agents.install import Installation
+from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.connection import WayOut
 from turngate.rollout.plan import BatchPlan
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.tasks.task import Script, Task
 
 SANDBOXES: dict[str, Callable[[], str | None]] = {
@@ -66,9 +66,9 @@ def _plan(folder: Path, sandbox: str, *, graded: bool, count: int, running: int)
     grader = Script(command=("true",), decides="exit code") if graded else None
     return BatchPlan(
         tasks=(Task(id="nothing", instruction="Do nothing.", grader=grader),),
-        agent=find("shell").spec,
-        installed=Installed(),
-        backend=backend(sandbox),
+        agent=find_agent("shell").spec,
+        installed=Installation(),
+        backend=get_backend(sandbox),
         model="bench",
         folder=folder,
         n=count,

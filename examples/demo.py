@@ -24,14 +24,14 @@ from rich.console import Console
 from examples.train.agent import agent, tokenizer
 from tools import parts
 from turngate import tasks
-from turngate.agents.install import ensure
+from turngate.agents.install import ensure_installed
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, say
 from turngate.cli.train import Came, Place, Run, Watching, carried_out, kept, ready, side_by_side, summed_up
 from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
 from turngate.trainers.local.grpo import Settings
 from turngate.trainers.local.training import Goal
@@ -50,9 +50,9 @@ def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
     model = parts.ensure("smollm2")
     spec = agent()
     batch = BatchPlan(
-        tasks=tuple(tasks.read(f"{ERRANDS}:training")),
+        tasks=tuple(tasks.read_tasks(f"{ERRANDS}:training")),
         agent=spec,
-        installed=ensure(spec),
+        installed=ensure_installed(spec),
         backend=sandbox,
         model="smollm2-135m",
         folder=out / "rollouts",
@@ -68,14 +68,14 @@ def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
         model_folder=model,
         tokenizer=tokenizer(model, out / "tokenizer"),
         max_context=CONTEXT,
-        held_out=tuple(tasks.read(f"{ERRANDS}:held_out", limit=5 if given.fast else HELD_OUT)),
+        held_out=tuple(tasks.read_tasks(f"{ERRANDS}:held_out", limit=5 if given.fast else HELD_OUT)),
     )
 
 
 async def closed_sandbox(wanted: str) -> Backend:
     """Whatever the model writes is run: not in a place where it could do harm, unless somebody says so."""
     for name in [wanted] if wanted else ["bubblewrap", "docker"]:
-        chosen = backend(name)
+        chosen = get_backend(name)
         try:
             await chosen.check()
         except SandboxUnavailable as error:

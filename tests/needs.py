@@ -40,9 +40,9 @@ def _missing_node() -> str | None:
 
 def _missing_agent(name: str) -> str | None:
     from turngate.agents import install
-    from turngate.agents.spec import find
+    from turngate.agents.spec import find_agent
 
-    reason = install.missing(find(name).spec)
+    reason = install.explain_missing(find_agent(name).spec)
     return f"{reason} (run: turngate agents install {name})" if reason else None
 
 

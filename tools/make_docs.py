@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from turngate import cli, config
-from turngate.agents.spec import CATALOG, read
+from turngate.agents.spec import CATALOG, load_spec
 from turngate.doctor import CHECKS
 from turngate.service import catalog
 from turngate.service import config as service_config
@@ -63,7 +63,7 @@ def agents() -> str:
     """One row per preset, from its own description."""
     rows = ["| agent | version tested | dialect | switched off for training | known limits |", "|---|---|---|---|---|"]
     for file in sorted(CATALOG.glob("*.toml")):
-        spec = read(file)
+        spec = load_spec(file)
         off = "<br>".join(spec.off) or "–"
         limits = "<br>".join(spec.limits) or "–"
         package = spec.install.npm or spec.install.pip

@@ -43,8 +43,8 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.golden import recording
-from turngate.agents.install import Installed, ensure
-from turngate.agents.spec import AgentSpec, Step, StepCall, find
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
 from turngate.errors import TurngateError
 from turngate.rollout.agent_check import INSTRUCTION, Staging, check
 from turngate.rollout.playbook import Scene, filled, spoken
@@ -62,13 +62,13 @@ class NotRecorded(Exception):
 # ── what is played ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _helped(delegate: StepCall, look: StepCall) -> Scenes:
+def _helped(delegate: CheckCall, look: CheckCall) -> Scenes:
     """The agent hands a part of the task to a helper, which looks around once and reports."""
     main = (
-        Step(think="A helper can count.", say="I will have it counted.", calls=(delegate,)),
-        Step(say="Three lines. I leave the file alone."),
+        CheckStep(think="A helper can count.", say="I will have it counted.", calls=(delegate,)),
+        CheckStep(say="Three lines. I leave the file alone."),
     )
-    helper = (Step(think="I count.", calls=(look,)), Step(say="The file has 3 lines."))
+    helper = (CheckStep(think="I count.", calls=(look,)), CheckStep(say="The file has 3 lines."))
     return lambda workdir: (Scene(INSTRUCTION[:40], main), Scene(_ERRAND, helper))
 
 
@@ -77,20 +77,20 @@ VARIANTS: dict[str, tuple[str, Scenes]] = {
     "claude-code-subagent": (
         "claude-code",
         _helped(
-            StepCall(
+            CheckCall(
                 tool="Agent",
                 arguments={"description": "Count lines", "prompt": _ERRAND, "subagent_type": "general-purpose"},
             ),
-            StepCall(tool="Bash", arguments={"command": "wc -l notes.txt", "description": "Count lines"}),
+            CheckCall(tool="Bash", arguments={"command": "wc -l notes.txt", "description": "Count lines"}),
         ),
     ),
     "opencode-subagent": (
         "opencode",
         _helped(
-            StepCall(
+            CheckCall(
                 tool="task", arguments={"description": "Count lines", "prompt": _ERRAND, "subagent_type": "general"}
             ),
-            StepCall(tool="bash", arguments={"command": "wc -l notes.txt", "description": "Count lines"}),
+            CheckCall(tool="bash", arguments={"command": "wc -l notes.txt", "description": "Count lines"}),
         ),
     ),
 }
@@ -283,7 +283,7 @@ def _script(agent: AgentSpec, scenes: Scenes | None, workdir: str) -> Iterator[s
 _OWN_IDS = re.compile(r"(?<![0-9A-Za-z])(?:(?:ses|msg|prt)_[0-9a-f]{12}[0-9A-Za-z]{14}|a[0-9a-f]{16})(?![0-9A-Za-z])")
 
 
-def facts(installed: Installed, root: Path, days: Iterable[datetime]) -> Iterator[tuple[re.Pattern[str], str]]:
+def facts(installed: Installation, root: Path, days: Iterable[datetime]) -> Iterator[tuple[re.Pattern[str], str]]:
     """What is true on this machine today only."""
 
     def exactly(text: str, stand_in: str) -> tuple[re.Pattern[str], str]:
@@ -353,7 +353,7 @@ def _in_order_of_calls(asked: Json, answered: Json) -> None:
 
 
 async def record(name: str, agent: AgentSpec, scenes: Scenes | None) -> Json:
-    installed = ensure(agent, lambda line: print(line, file=sys.stderr))
+    installed = ensure_installed(agent, lambda line: print(line, file=sys.stderr))
     heard: list[Heard] = []
     began = datetime.now(UTC)
     with tempfile.TemporaryDirectory(prefix="tg-") as folder:  # short, because a unix socket's path must be
@@ -400,7 +400,7 @@ def _one(name: str, folder: Path, compare: bool) -> bool:
     began = time.monotonic()
     try:
         agent, scenes = VARIANTS.get(name, (name, None))
-        spec = find(agent).spec
+        spec = find_agent(agent).spec
         name = name if name in VARIANTS else spec.name
         text = recording.text(asyncio.run(record(name, spec, scenes)))
     except (NotRecorded, TurngateError) as error:

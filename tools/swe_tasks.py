@@ -47,7 +47,7 @@ from tools import base_image
 from turngate.errors import TurngateError
 from turngate.tasks.grading import logs
 from turngate.tasks.grading.result import Undecided
-from turngate.tasks.grading.types import Case
+from turngate.tasks.grading.types import CaseOutcome
 from turngate.tasks.loaders import swe
 from turngate.tasks.task import Swe
 
@@ -589,7 +589,7 @@ set +e
 def measured(row: Mapping[str, object], scratch: Path) -> tuple[list[str], list[str]]:
     """The tests that the patch mends, and those that pass with and without it."""
     name = str(row["instance_id"])
-    task = swe.task({**row, "FAIL_TO_PASS": ["not known yet"]}, name)
+    task = swe.build_task({**row, "FAIL_TO_PASS": ["not known yet"]}, name)
     assert isinstance(task.grader, Swe)
     place = scratch / "swe"
     place.mkdir()
@@ -614,7 +614,7 @@ def measured(row: Mapping[str, object], scratch: Path) -> tuple[list[str], list[
     return mended, kept
 
 
-def _outcomes(name: str, grader: Swe, place: Path, image: str, when: str) -> dict[str, Case]:
+def _outcomes(name: str, grader: Swe, place: Path, image: str, when: str) -> dict[str, CaseOutcome]:
     container = f"turngate-swe-{os.getpid()}-{place.parent.name}"
     command = ["docker", "run", "--rm", "--name", container, "--network", "none", "--env", "HOME=/tmp"]
     command += ["--volume", f"{place}:/swe:ro", image, "sh", "/swe/measure", when]
@@ -624,7 +624,7 @@ def _outcomes(name: str, grader: Swe, place: Path, image: str, when: str) -> dic
         subprocess.run(["docker", "rm", "--force", container], capture_output=True, check=False)
         raise SweError(f"{name}: the tests {when} the patch took more than {TESTS_S} s") from None
     try:
-        cases = logs.parse(grader.parser, done.stdout)
+        cases = logs.parse_log(grader.parser, done.stdout)
     except Undecided as error:
         raise SweError(f"{name}: {when} the patch: {error}") from error
     if done.returncode not in (0, 1) or not cases:  # pytest's own for "all passed" and "some failed"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.spec import AgentSpec, File, find
+from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 SHOWN = (
     ("write the word moon into sky.txt", "echo moon > sky.txt"),
@@ -44,9 +44,9 @@ model:
 
 def agent() -> AgentSpec:
     """The catalog's description, with one more settings file behind its own."""
-    spec = find("mini-swe-agent").spec
+    spec = find_agent("mini-swe-agent").spec
     shown = "".join(f"    # {what}\n    $ {command}\n" for what, command in SHOWN).rstrip("\n")
-    settings = File(path=".mini/errands.yaml", content=_SETTINGS.format(shown=shown, max_tokens=MAX_TOKENS))
+    settings = AgentFile(path=".mini/errands.yaml", content=_SETTINGS.format(shown=shown, max_tokens=MAX_TOKENS))
     words = ["mini_textbased.yaml" if word == "mini.yaml" else word for word in spec.command]
     return msgspec.structs.replace(
         spec,

@@ -39,12 +39,12 @@ from peft import LoraConfig  # noqa: E402
 from trl.experimental.async_grpo import AsyncGRPOConfig  # noqa: E402
 
 from turngate import tasks  # noqa: E402
-from turngate.agents.install import ensure  # noqa: E402
-from turngate.agents.spec import find  # noqa: E402
+from turngate.agents.install import ensure_installed  # noqa: E402
+from turngate.agents.spec import find_agent  # noqa: E402
 from turngate.client.feed import FeedConfig  # noqa: E402
 from turngate.rollout.concurrency import Bounds  # noqa: E402
 from turngate.rollout.plan import BatchPlan  # noqa: E402
-from turngate.sandboxes import backend  # noqa: E402
+from turngate.sandboxes import get_backend  # noqa: E402
 from turngate.tasks.task import Function, Task  # noqa: E402
 from turngate.trainers.trl.trainer import CheckpointedTrainer  # noqa: E402
 from turngate.trainers.trl.weights import fenced  # noqa: E402
@@ -80,12 +80,12 @@ REAL: dict[str, Any] = {
 
 def plan(given: argparse.Namespace, wanted: tuple[Task, ...], folder: Path) -> BatchPlan:
     """What is run: every task n times a round, for as many rounds as the trainer wants."""
-    agent = find(given.agent).spec
+    agent = find_agent(given.agent).spec
     return BatchPlan(
         tasks=wanted,
         agent=agent,
-        installed=ensure(agent, lambda line: print(line, file=sys.stderr)),
-        backend=backend(given.sandbox),
+        installed=ensure_installed(agent, lambda line: print(line, file=sys.stderr)),
+        backend=get_backend(given.sandbox),
         model=given.served or given.model,
         folder=folder,
         n=given.n,
@@ -196,7 +196,7 @@ def dry_run(given: argparse.Namespace) -> None:
             given.output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-trl-")))
         given.model = given.model or str(cpu.make_model(given.output / "model"))
         chance = Function(name=f"{HERE / 'chance.py'}:grade")
-        wanted = tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read(given.tasks))
+        wanted = tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read_tasks(given.tasks))
         stage = stack.enter_context(cpu.stage(Path(given.model), given.served))
         trainer = train(given, wanted, stage.url, stage.key, stage.transfer)
         steps = [line for line in trainer.state.log_history if "loss" in line]
@@ -210,7 +210,7 @@ def main() -> None:
     if given.dry_run:
         dry_run(given)
         return
-    wanted = tuple(tasks.read(given.tasks))
+    wanted = tuple(tasks.read_tasks(given.tasks))
     train(given, wanted, given.gateway, os.environ.get("TURNGATE_ADMIN_KEY", ""), None)
 
 

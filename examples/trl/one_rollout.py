@@ -22,15 +22,15 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from turngate import tasks  # noqa: E402
-from turngate.agents.install import ensure  # noqa: E402
-from turngate.agents.spec import find  # noqa: E402
+from turngate.agents.install import ensure_installed  # noqa: E402
+from turngate.agents.spec import find_agent  # noqa: E402
 from turngate.client.feed import Delivery, Feed  # noqa: E402
 from turngate.client.gateway import GatewayClient, admin_key_given  # noqa: E402
 from turngate.gateway.feeds import FeedConfig  # noqa: E402
 from turngate.rollout.connection import WayOut  # noqa: E402
 from turngate.rollout.outcome import Order, Outcome  # noqa: E402
 from turngate.rollout.rollout import Rollout  # noqa: E402
-from turngate.sandboxes import backend  # noqa: E402
+from turngate.sandboxes import get_backend  # noqa: E402
 from turngate.trainers.trl.rows import items  # noqa: E402
 
 FEED = "one-rollout"
@@ -38,13 +38,13 @@ FEED = "one-rollout"
 
 async def rolled_out(given: argparse.Namespace, gateway: GatewayClient, folder: Path) -> tuple[Outcome, Delivery]:
     """A group of one, whose advantage is its reward."""
-    [task] = tasks.read(given.task, only=[given.only] if given.only else (), limit=1)
-    agent = find(given.agent).spec
+    [task] = tasks.read_tasks(given.task, only=[given.only] if given.only else (), limit=1)
+    agent = find_agent(given.agent).spec
     order = Order(
         task=task,
         agent=agent,
-        installed=ensure(agent, lambda line: print(line, file=sys.stderr)),
-        backend=backend(given.sandbox),
+        installed=ensure_installed(agent, lambda line: print(line, file=sys.stderr)),
+        backend=get_backend(given.sandbox),
         model=given.model,
         timeout_s=given.timeout,
         session={"limits": {"turns": given.turns}, **({"max_tokens": given.tokens} if given.tokens else {})},

@@ -30,13 +30,13 @@ def test_npm_gets_the_pin_and_the_node_by_its_path(tmp_path: Path) -> None:
     library = tmp_path / "node" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     library.parent.mkdir(parents=True)
     library.touch()
-    command = install.npm_command(spec.find("codex").spec, node)
+    command = install.npm_command(spec.find_agent("codex").spec, node)
     assert command[:3] == [str(node), str(library), "install"]
     assert command[-1] == "@openai/codex@0.166.0"
 
 
 def test_pip_installs_for_the_agents_python_and_nothing_unpinned() -> None:
-    mini = spec.find("mini-swe-agent").spec
+    mini = spec.find_agent("mini-swe-agent").spec
     command = install.pip_command(mini, Path("/target"))
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
     assert command[command.index("--python-version") + 1] == "3.11"
@@ -46,14 +46,16 @@ def test_pip_installs_for_the_agents_python_and_nothing_unpinned() -> None:
 
 
 def test_an_agent_in_the_image_needs_nothing() -> None:
-    shell = spec.find("shell").spec
-    assert install.missing(shell) is None
-    assert install.ensure(shell, quiet) == install.Installed()
-    assert install.Installed().mounts == ()
+    shell = spec.find_agent("shell").spec
+    assert install.explain_missing(shell) is None
+    assert install.ensure_installed(shell, quiet) == install.Installation()
+    assert install.Installation().mounts == ()
 
 
 def test_what_is_missing_is_said(empty_cache: Path) -> None:
-    assert install.missing(spec.find("pi").spec) == f"pi 0.87.1 is not installed in {empty_cache / 'agents'}"
+    assert (
+        install.explain_missing(spec.find_agent("pi").spec) == f"pi 0.87.1 is not installed in {empty_cache / 'agents'}"
+    )
 
 
 def test_a_folder_is_made_once_and_again_when_its_recipe_changes(tmp_path: Path) -> None:
@@ -63,10 +65,10 @@ def test_a_folder_is_made_once_and_again_when_its_recipe_changes(tmp_path: Path)
         made.append(new)
         (new / "file").write_text(str(len(made)))
 
-    install.make(place, "one\n", build, quiet)
-    install.make(place, "one\n", build, quiet)
+    install.build_once(place, "one\n", build, quiet)
+    install.build_once(place, "one\n", build, quiet)
     assert (place / "file").read_text() == "1"
-    install.make(place, "two\n", build, quiet)
+    install.build_once(place, "two\n", build, quiet)
     assert (place / "file").read_text() == "2"
     assert sorted(path.name for path in place.parent.iterdir()) == [".part.lock", "part"]
 
@@ -79,13 +81,13 @@ def test_a_folder_that_could_not_be_made_leaves_nothing(tmp_path: Path) -> None:
         raise AgentError("no network")
 
     with pytest.raises(AgentError, match="no network"):
-        install.make(place, "one\n", build, quiet)
+        install.build_once(place, "one\n", build, quiet)
     assert [path.name for path in tmp_path.iterdir()] == [".part.lock"]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".making-part-x" / "new").mkdir(parents=True)
-    install.make(tmp_path / "part", "one\n", lambda new: None, quiet)
+    install.build_once(tmp_path / "part", "one\n", lambda new: None, quiet)
     assert not (tmp_path / ".making-part-x").exists()
 
 
@@ -98,7 +100,7 @@ def test_several_at_once_make_it_once(tmp_path: Path) -> None:
 
     def ask() -> None:
         started.wait()
-        install.make(tmp_path / "part", "one\n", build, quiet)
+        install.build_once(tmp_path / "part", "one\n", build, quiet)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -112,7 +114,7 @@ def test_several_at_once_make_it_once(tmp_path: Path) -> None:
 def test_a_failed_command_is_shown_with_its_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
     with pytest.raises(AgentError, match=r"(?s)install x: .*ended with status 3; its last lines:.*no such package"):
-        install._run("install x", command, quiet)
+        install._run_command("install x", command, quiet)
 
 
 @pytest.mark.process
@@ -133,20 +135,22 @@ def test_the_systems_own_node_is_not_mounted(monkeypatch: pytest.MonkeyPatch, tm
     own.write_text("#!/bin/sh\necho v24.1.0\n")
     own.chmod(0o755)
     monkeypatch.setenv("PATH", str(own.parent))
-    assert install.node_here() == own
+    assert install.find_node() == own
     own.write_text("#!/bin/sh\necho v20.1.0\n")
-    assert install.node_here() is None
+    assert install.find_node() is None
     monkeypatch.setattr(install.shutil, "which", lambda name: "/usr/bin/env")
-    assert install.node_here() is None
+    assert install.find_node() is None
 
 
 def test_a_python_agent_is_compiled_for_the_python_that_runs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(install, "_run", lambda what, argv, say, **how: ran.append([str(word) for word in argv]))
+    monkeypatch.setattr(
+        install, "_run_command", lambda what, argv, say, **how: ran.append([str(word) for word in argv])
+    )
     monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
-    mini = spec.find("mini-swe-agent").spec
+    mini = spec.find_agent("mini-swe-agent").spec
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for python in (here, "3.7"):
         made = msgspec.structs.replace(mini.install, python=python)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from turngate.agents import launch, placeholders, spec
-from turngate.agents.install import Installed
-from turngate.agents.launch import Launch, Limits, plan
+from turngate.agents.install import Installation
+from turngate.agents.launch import Launch, ModelLimits, plan_launch
 from turngate.errors import AgentError
 
-INSTALLED = Installed(
+INSTALLED = Installation(
     folder="/cache/agents/x-1", program="/cache/agents/x-1/x", node="/cache/node/bin/node", python="python3.11"
 )
 KEY = "tg-secret-key"
@@ -26,12 +26,12 @@ PROMPTS = {
     "unicode": "é 日本語 🎉 \u2028 \ufeff \x7f \x85",
     "long": "x" * 200_000,
 }
-PRESETS = list(spec.catalog())
+PRESETS = list(spec.load_catalog())
 
 
 def planned(agent: spec.AgentSpec, prompt: str = "Do it.", model: str = "Qwen/Qwen3-8B", **more: object) -> Launch:
     options = {"command": "true"} if agent.name == "shell" else None
-    return plan(
+    return plan_launch(
         agent,
         INSTALLED,
         base_url="http://127.0.0.1:8700/",
@@ -40,18 +40,18 @@ def planned(agent: spec.AgentSpec, prompt: str = "Do it.", model: str = "Qwen/Qw
         prompt=prompt,
         home="/home/agent",
         workdir="/work",
-        limits=Limits(context_tokens=40000, max_output_tokens=4000),
+        limits=ModelLimits(context_tokens=40000, max_output_tokens=4000),
         options=options,
     )
 
 
 def agent(text: str) -> spec.AgentSpec:
-    return spec.parse(f'name = "mine"\ntitle = "Mine"\ndialect = "chat"\n{text}', "my.toml")
+    return spec.parse_spec(f'name = "mine"\ntitle = "Mine"\ndialect = "chat"\n{text}', "my.toml")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_key_is_only_where_nobody_else_can_read_it(name: str) -> None:
-    run = planned(spec.find(name).spec)
+    run = planned(spec.find_agent(name).spec)
     assert not [word for word in run.command if KEY in word]
     open_files = [file.path for file in run.files if KEY.encode() in file.data and file.mode & 0o077]
     assert open_files == []
@@ -62,12 +62,12 @@ def test_the_key_is_only_where_nobody_else_can_read_it(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_every_preset_takes_every_prompt(name: str, prompt: str) -> None:
-    run = planned(spec.find(name).spec, prompt)
+    run = planned(spec.find_agent(name).spec, prompt)
     assert not [word for word in run.command if len(word) > 1000]
     held = [
         file.data
         for file in run.files
-        if prompt.encode() in file.data or placeholders.quoted(prompt).encode() in file.data
+        if prompt.encode() in file.data or placeholders.escape_quoted(prompt).encode() in file.data
     ]
     assert held
 
@@ -75,7 +75,7 @@ def test_every_preset_takes_every_prompt(name: str, prompt: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("model", ["plain", "Qwen/Qwen3-8B", 'odd"name\\'])
 def test_files_stay_what_they_are(name: str, model: str) -> None:
-    for file in planned(spec.find(name).spec, PROMPTS["quotes"], model).files:
+    for file in planned(spec.find_agent(name).spec, PROMPTS["quotes"], model).files:
         if file.path.endswith(".json"):
             json.loads(file.data)
         if file.path.endswith(".toml"):
@@ -84,13 +84,13 @@ def test_files_stay_what_they_are(name: str, model: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("pi", "codex", "mini-swe-agent")])
 def test_calls_to_the_small_model_are_side_calls(name: str) -> None:
-    signals = planned(spec.find(name).spec, model="a[1]*").signals
+    signals = planned(spec.find_agent(name).spec, model="a[1]*").signals
     assert signals.models == {"a[[]1][*]-small": "side"}
 
 
 def test_what_is_written_into_yaml_is_read_back(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
-    mini = spec.find("mini-swe-agent").spec
+    mini = spec.find_agent("mini-swe-agent").spec
     for prompt in PROMPTS.values():
         [file] = planned(mini, prompt).files
         assert yaml.safe_load(file.data.decode())["run"]["task"] == prompt
@@ -99,8 +99,15 @@ def test_what_is_written_into_yaml_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_standard_input_comes_from_a_file(tmp_path: Path) -> None:
     cat = agent('command = ["cat", "-"]\nstdin = "{prompt}"')
-    run = plan(
-        cat, Installed(), base_url="x", api_key=KEY, model="m", prompt=PROMPTS["lines"], home=str(tmp_path), workdir="/"
+    run = plan_launch(
+        cat,
+        Installation(),
+        base_url="x",
+        api_key=KEY,
+        model="m",
+        prompt=PROMPTS["lines"],
+        home=str(tmp_path),
+        workdir="/",
     )
     for file in run.files:
         Path(file.path).parent.mkdir(parents=True, exist_ok=True)
@@ -138,17 +145,20 @@ def test_the_prompts_file_is_there_when_it_is_named() -> None:
 
 
 def test_options_are_asked_for_and_checked() -> None:
-    shell = spec.find("shell").spec
+    shell = spec.find_agent("shell").spec
     values = {"base_url": "x", "api_key": KEY, "model": "m", "prompt": "p", "home": "/h", "workdir": "/w"}
-    assert plan(shell, Installed(), **values, options={"command": "echo 'hi' \"$X\""}).command[-1] == "echo 'hi' \"$X\""
+    assert (
+        plan_launch(shell, Installation(), **values, options={"command": "echo 'hi' \"$X\""}).command[-1]
+        == "echo 'hi' \"$X\""
+    )
     with pytest.raises(AgentError, match=r"options\.command: shell needs it: the command line to run"):
-        plan(shell, Installed(), **values)
+        plan_launch(shell, Installation(), **values)
     with pytest.raises(AgentError, match=r"options\.comand: shell has no such option; did you mean command\?"):
-        plan(shell, Installed(), **values, options={"comand": "x"})
+        plan_launch(shell, Installation(), **values, options={"comand": "x"})
 
 
 def test_the_installation_is_mounted_where_it_is() -> None:
-    run = planned(spec.find("codex").spec)
+    run = planned(spec.find_agent("codex").spec)
     assert [(mount.source, mount.target, mount.writable) for mount in run.mounts] == [
         ("/cache/agents/x-1", "/cache/agents/x-1", False),
         ("/cache/node/bin", "/cache/node/bin", False),
@@ -157,9 +167,9 @@ def test_the_installation_is_mounted_where_it_is() -> None:
 
 
 def test_the_gateways_address_has_no_slash_too_many() -> None:
-    assert b'base_url = "http://127.0.0.1:8700/v1"' in planned(spec.find("codex").spec).files[0].data
+    assert b'base_url = "http://127.0.0.1:8700/v1"' in planned(spec.find_agent("codex").spec).files[0].data
 
 
 def test_our_own_folder_is_in_the_agents_home() -> None:
-    run = planned(spec.find("opencode").spec)
-    assert run.stdout == f"/home/agent/{launch.OWN}/stdout"
+    run = planned(spec.find_agent("opencode").spec)
+    assert run.stdout == f"/home/agent/{launch.OWN_FOLDER}/stdout"

@@ -25,12 +25,12 @@ def no_user_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_every_preset_reads() -> None:
-    assert list(spec.catalog()) == PRESETS
+    assert list(spec.load_catalog()) == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_what_people_need(name: str) -> None:
-    agent = spec.find(name).spec
+    agent = spec.find_agent(name).spec
     assert agent.limits
     if name == "shell":
         return
@@ -42,7 +42,7 @@ def test_a_preset_says_what_people_need(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("shell", "qwen-code", "gemini-cli")])
 def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) -> None:
-    agent = spec.find(name).spec
+    agent = spec.find_agent(name).spec
     holders = [variable for variable, text in agent.env.items() if "{api_key}" in text]
     assert not [variable for variable in holders if not variable.startswith("TURNGATE_")]
 
@@ -90,33 +90,33 @@ def test_what_is_wrong_is_said_with_file_field_and_fix(change: str, message: str
     field = change.split(" ", 1)[0]
     kept = "\n".join(line for line in GOOD.splitlines() if not line.startswith(f"{field} "))
     with pytest.raises(AgentError) as raised:
-        spec.parse(f"{kept}\n{change}\n", "my.toml")
+        spec.parse_spec(f"{kept}\n{change}\n", "my.toml")
     assert str(raised.value).startswith("my.toml: ")
     assert message in str(raised.value)
 
 
 def test_an_unknown_agent_is_answered_with_the_nearest() -> None:
     with pytest.raises(AgentError, match="there is none called 'claude'; did you mean claude-code"):
-        spec.find("claude")
+        spec.find_agent("claude")
 
 
 def test_a_file_is_given_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(GOOD)
-    assert spec.find("./mine.toml", cwd=tmp_path).spec.title == "Mine"
+    assert spec.find_agent("./mine.toml", cwd=tmp_path).spec.title == "Mine"
     with pytest.raises(AgentError, match=r"other\.toml: cannot be read \(No such file"):
-        spec.find("./other.toml", cwd=tmp_path)
+        spec.find_agent("./other.toml", cwd=tmp_path)
 
 
 def test_a_users_file_takes_a_presets_place_visibly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "config" / "turngate" / "agents"
     folder.mkdir(parents=True)
     (folder / "pi.toml").write_text(GOOD.replace('"mine"', '"pi"', 1))
-    found = spec.find("pi")
+    found = spec.find_agent("pi")
     assert (found.spec.title, found.file, found.shadows) == ("Mine", folder / "pi.toml", spec.CATALOG / "pi.toml")
     single = tmp_path / "stronger.toml"
     single.write_text(GOOD.replace('"mine"', '"pi"', 1).replace("Mine", "Stronger"))
     monkeypatch.setenv("TURNGATE_AGENTS", str(single))
-    assert (spec.find("pi").spec.title, spec.find("pi").shadows) == ("Stronger", folder / "pi.toml")
+    assert (spec.find_agent("pi").spec.title, spec.find_agent("pi").shadows) == ("Stronger", folder / "pi.toml")
 
 
 def test_two_files_of_one_name_in_one_folder_are_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,10 +124,10 @@ def test_two_files_of_one_name_in_one_folder_are_a_mistake(tmp_path: Path, monke
         (tmp_path / file).write_text(GOOD)
     monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path))
     with pytest.raises(AgentError, match=r"b\.toml: name: 'mine' is also the name in .*a\.toml"):
-        spec.catalog()
+        spec.load_catalog()
 
 
 def test_a_folder_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_AGENTS", "/no/such/folder")
     with pytest.raises(AgentError, match="TURNGATE_AGENTS: /no/such/folder does not exist"):
-        spec.catalog()
+        spec.load_catalog()

@@ -13,8 +13,8 @@ import pytest
 from tests.kit import Running, gateway, until
 from tests.needs import require
 from tests.speed import scaled
-from turngate.agents.host_tools import shim
-from turngate.agents.install import node_here
+from turngate.agents.host_tools import build_shim
+from turngate.agents.install import find_node
 from turngate.errors import AgentError
 from turngate.rollout.connection import Connection
 from turngate.sandboxes import door
@@ -38,7 +38,7 @@ class Said(NamedTuple):
 
 
 def _interpreter(name: str) -> Path:
-    found = sys.executable if name == "python3" else shutil.which(name) or (name == "node" and node_here())
+    found = sys.executable if name == "python3" else shutil.which(name) or (name == "node" and find_node())
     if not found:
         require(name)
     return Path(found)
@@ -55,7 +55,7 @@ def place(folder: Path, interpreter: str, key: str) -> Path:
     (folder / "key").write_text(key + "\n")
     (folder / "key").chmod(0o600)
     script = programs / "answer"
-    script.write_text(shim(TOOL, "GATE_URL", str(folder / "key")))
+    script.write_text(build_shim(TOOL, "GATE_URL", str(folder / "key")))
     script.chmod(0o755)
     return programs
 
@@ -120,7 +120,7 @@ async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, 
 
 
 async def test_through_the_door_of_a_sandbox(tmp_path: Path) -> None:
-    async with gateway() as g, door.opened(g.root) as way:
+    async with gateway() as g, door.open_door(g.root) as way:
         session = await opened(g, tmp_path, "python3")
         assert await run(tmp_path, '{"text": "x"}', GATE_URL=way.target) == Said(0, '{"ok":true}\n', "")
         [call] = (await g.admin.get(f"/admin/sessions/{session}/tools")).json()["calls"]
@@ -142,4 +142,4 @@ async def test_what_is_missing_is_said(tmp_path: Path) -> None:
     told = await run(tmp_path, "--help")
     assert told.code == 0 and "it's final" in told.out and '"required"' in told.out
     with pytest.raises(AgentError, match="environment variable"):
-        shim(TOOL, "A-B; rm", "/key")
+        build_shim(TOOL, "A-B; rm", "/key")

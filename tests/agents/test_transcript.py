@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from turngate.agents import spec, transcript
-from turngate.agents.transcript import Call, Difference, Turn, agree, read
+from turngate.agents.transcript import Difference, TranscriptCall, TranscriptTurn, compare_turns, read_transcripts
 
 SAMPLES = Path(__file__).parent / "samples"
 # Where the agent had put the file, below its HOME.
@@ -23,26 +23,35 @@ PLACES = {
 }
 
 
-def expected(read_call: Call, edit: Call, runs: tuple[Call, ...], write: Call, *, reasoning: bool = True) -> list[Turn]:
+def expected(
+    read_call: TranscriptCall,
+    edit: TranscriptCall,
+    runs: tuple[TranscriptCall, ...],
+    write: TranscriptCall,
+    *,
+    reasoning: bool = True,
+) -> list[TranscriptTurn]:
     """What the stand-in had answered in each of the runs."""
     return [
-        Turn(text="I will read the file.", reasoning="I read first." if reasoning else "", calls=(read_call,)),
-        Turn(reasoning="Now edit." if reasoning else "", calls=(edit,)),
-        Turn(text="Run it.", calls=runs),
-        Turn(calls=(write,)),
-        Turn(text="All done: colour is now color."),
+        TranscriptTurn(
+            text="I will read the file.", reasoning="I read first." if reasoning else "", calls=(read_call,)
+        ),
+        TranscriptTurn(reasoning="Now edit." if reasoning else "", calls=(edit,)),
+        TranscriptTurn(text="Run it.", calls=runs),
+        TranscriptTurn(calls=(write,)),
+        TranscriptTurn(text="All done: colour is now color."),
     ]
 
 
-def bash(name: str, key: str = "command", **more: object) -> tuple[Call, Call]:
+def bash(name: str, key: str = "command", **more: object) -> tuple[TranscriptCall, TranscriptCall]:
     listing = "env > env.txt; ls -la"
-    return Call(name, {key: "cat notes.txt", **more}), Call(name, {key: listing, **more})
+    return TranscriptCall(name, {key: "cat notes.txt", **more}), TranscriptCall(name, {key: listing, **more})
 
 
-def described(name: str, first: str, second: str) -> tuple[Call, Call]:
+def described(name: str, first: str, second: str) -> tuple[TranscriptCall, TranscriptCall]:
     return (
-        Call(name, {"command": "cat notes.txt", "description": first}),
-        Call(name, {"command": "env > env.txt; ls -la", "description": second}),
+        TranscriptCall(name, {"command": "cat notes.txt", "description": first}),
+        TranscriptCall(name, {"command": "env > env.txt; ls -la", "description": second}),
     )
 
 
@@ -50,20 +59,20 @@ NOTES, DONE = "/work/notes.txt", "/work/done.txt"
 PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n alpha\n-colour\n+color\n omega\n*** End Patch"
 TRACES = {
     "claude-code": expected(
-        Call("Read", {"file_path": NOTES}),
-        Call("Edit", {"file_path": NOTES, "old_string": "colour", "new_string": "color"}),
+        TranscriptCall("Read", {"file_path": NOTES}),
+        TranscriptCall("Edit", {"file_path": NOTES, "old_string": "colour", "new_string": "color"}),
         described("Bash", "Show the file", "List"),
-        Call("Write", {"file_path": DONE, "content": "done\n"}),
+        TranscriptCall("Write", {"file_path": DONE, "content": "done\n"}),
     ),
     "codex": expected(
-        Call("exec_command", {"cmd": "cat notes.txt"}),
-        Call("exec_command", {"cmd": f"apply_patch <<'EOF'\n{PATCH}\nEOF\n"}),
+        TranscriptCall("exec_command", {"cmd": "cat notes.txt"}),
+        TranscriptCall("exec_command", {"cmd": f"apply_patch <<'EOF'\n{PATCH}\nEOF\n"}),
         bash("exec_command", "cmd"),
-        Call("exec_command", {"cmd": "echo done > done.txt", "workdir": "/work"}),
+        TranscriptCall("exec_command", {"cmd": "echo done > done.txt", "workdir": "/work"}),
     ),
     "gemini-cli": expected(
-        Call("read_file", {"file_path": NOTES}),
-        Call(
+        TranscriptCall("read_file", {"file_path": NOTES}),
+        TranscriptCall(
             "replace",
             {
                 "file_path": NOTES,
@@ -73,43 +82,45 @@ TRACES = {
             },
         ),
         described("run_shell_command", "Show the file", "List"),
-        Call("write_file", {"file_path": DONE, "content": "done\n"}),
+        TranscriptCall("write_file", {"file_path": DONE, "content": "done\n"}),
         reasoning=False,
     ),
     "pi": expected(
-        Call("read", {"path": "notes.txt"}),
-        Call("edit", {"path": "notes.txt", "edits": [{"oldText": "colour", "newText": "color"}]}),
+        TranscriptCall("read", {"path": "notes.txt"}),
+        TranscriptCall("edit", {"path": "notes.txt", "edits": [{"oldText": "colour", "newText": "color"}]}),
         bash("bash"),
-        Call("write", {"path": "done.txt", "content": "done\n"}),
+        TranscriptCall("write", {"path": "done.txt", "content": "done\n"}),
     ),
     "qwen-code": expected(
-        Call("read_file", {"file_path": NOTES}),
-        Call("edit", {"file_path": NOTES, "old_string": "colour", "new_string": "color"}),
+        TranscriptCall("read_file", {"file_path": NOTES}),
+        TranscriptCall("edit", {"file_path": NOTES, "old_string": "colour", "new_string": "color"}),
         (
-            Call("run_shell_command", {"command": "cat notes.txt", "description": "Show", "is_background": False}),
-            Call(
+            TranscriptCall(
+                "run_shell_command", {"command": "cat notes.txt", "description": "Show", "is_background": False}
+            ),
+            TranscriptCall(
                 "run_shell_command", {"command": "env > env.txt; ls -la", "description": "List", "is_background": False}
             ),
         ),
-        Call("write_file", {"file_path": DONE, "content": "done\n"}),
+        TranscriptCall("write_file", {"file_path": DONE, "content": "done\n"}),
     ),
     "mini-swe-agent": [
         *expected(
-            Call("bash", {"command": "cat notes.txt"}),
-            Call("bash", {"command": "sed -i s/colour/color/ notes.txt"}),
+            TranscriptCall("bash", {"command": "cat notes.txt"}),
+            TranscriptCall("bash", {"command": "sed -i s/colour/color/ notes.txt"}),
             bash("bash"),
-            Call("bash", {"command": "echo done > done.txt"}),
+            TranscriptCall("bash", {"command": "echo done > done.txt"}),
         )[:4],
-        Turn(
+        TranscriptTurn(
             text="All done: colour is now color.",
-            calls=(Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),),
+            calls=(TranscriptCall("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),),
         ),
     ],
 }
 
 
 def of(name: str) -> spec.Transcript:
-    found = spec.find(name).spec.transcript
+    found = spec.find_agent(name).spec.transcript
     assert found is not None
     return found
 
@@ -122,34 +133,36 @@ def put(home: Path, sample: str, place: str) -> None:
 @pytest.mark.parametrize("name", PLACES)
 def test_a_real_transcript_agrees_with_what_was_answered(name: str, tmp_path: Path) -> None:
     put(tmp_path, f"{name}{Path(PLACES[name]).suffix}", PLACES[name])
-    found = read(of(name), tmp_path)
+    found = read_transcripts(of(name), tmp_path)
     assert len(found.main) == 5
-    assert agree(found.main, TRACES[name], fills_in=of(name).fills_in) == []
+    assert compare_turns(found.main, TRACES[name], fills_in=of(name).fills_in) == []
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "mini-swe-agent"])
 def test_its_turns_have_the_ids_of_the_replies(name: str, tmp_path: Path) -> None:
     put(tmp_path, f"{name}{Path(PLACES[name]).suffix}", PLACES[name])
-    ids = [turn.id for turn in read(of(name), tmp_path).main]
+    ids = [turn.id for turn in read_transcripts(of(name), tmp_path).main]
     assert len(set(ids)) == 5
     assert all(id.startswith(("msg_", "resp_", "chatcmpl-")) for id in ids)
 
 
 def test_opencode_prints_its_transcript_with_the_summary_of_a_compaction(tmp_path: Path) -> None:
-    found = read(of("opencode"), tmp_path, (SAMPLES / "opencode.jsonl").read_bytes() + b"not json\n{cut off")
+    found = read_transcripts(
+        of("opencode"), tmp_path, (SAMPLES / "opencode.jsonl").read_bytes() + b"not json\n{cut off"
+    )
     assert [turn.text.strip()[:9] for turn in found.main] == [
         "I will re", "", "Run it.", "<summary>", "", "Run it.", "", "All done:",
     ]  # fmt: skip
-    summary = Turn(text=found.main[3].text)
+    summary = TranscriptTurn(text=found.main[3].text)
     trace = [turn for turn in found.main if turn.text != summary.text]
-    assert agree(found.main, trace, side=[summary]) == []
-    assert [one.what for one in agree(found.main, trace)] == ["missing in trace"]
+    assert compare_turns(found.main, trace, side=[summary]) == []
+    assert [one.what for one in compare_turns(found.main, trace)] == ["missing in trace"]
 
 
 def test_claudes_subagents_are_read_apart(tmp_path: Path) -> None:
     put(tmp_path, "claude-code-sub.jsonl", ".claude/projects/-work/b1aa.jsonl")
     put(tmp_path, "claude-code-sub-agent.jsonl", ".claude/projects/-work/b1aa/subagents/agent-ac93.jsonl")
-    found = read(of("claude-code"), tmp_path)
+    found = read_transcripts(of("claude-code"), tmp_path)
     assert [call.name for turn in found.main for call in turn.calls] == ["Agent", "Read", "Edit"]
     assert [[call.name for turn in one for call in turn.calls] for one in found.subagents] == [["Bash"]]
 
@@ -157,7 +170,7 @@ def test_claudes_subagents_are_read_apart(tmp_path: Path) -> None:
 def test_codexs_subagents_lie_beside_the_main_transcript(tmp_path: Path) -> None:
     put(tmp_path, "codex-sub-agent.jsonl", ".codex/sessions/2026/11/15/rollout-1.jsonl")
     put(tmp_path, "codex-sub.jsonl", ".codex/sessions/2026/11/15/rollout-2.jsonl")
-    found = read(of("codex"), tmp_path)
+    found = read_transcripts(of("codex"), tmp_path)
     named = [call.name.removeprefix("multi_agent_v1__") for turn in found.main for call in turn.calls]
     assert named == ["spawn_agent", "wait_agent", "close_agent"]
     assert found.main[0].calls[0].name == "multi_agent_v1__spawn_agent"  # as the model sees it
@@ -175,7 +188,9 @@ def test_a_codex_subagents_transcript_begins_after_its_parents_history(tmp_path:
         {"type": "token_usage_record", "payload": {"response_id": "resp_1"}},
     ]
     write(tmp_path / ".codex/sessions/2026/11/15/rollout-1.jsonl", records)
-    assert read(of("codex"), tmp_path).subagents == ((Turn(calls=(Call("exec", {"input": "ls"}),), id="resp_1"),),)
+    assert read_transcripts(of("codex"), tmp_path).subagents == (
+        (TranscriptTurn(calls=(TranscriptCall("exec", {"input": "ls"}),), id="resp_1"),),
+    )
 
 
 def test_a_qwen_subagents_calls_belong_to_the_text_before_them(tmp_path: Path) -> None:
@@ -189,7 +204,7 @@ def test_a_qwen_subagents_calls_belong_to_the_text_before_them(tmp_path: Path) -
     records += [{"uuid": f"u{n}", "message": {"parts": [part]}} for n, part in enumerate(calls, 2)]
     place = tmp_path / ".qwen/projects/-work/subagents/33d7/agent-1.jsonl"
     write(place, [{"type": "assistant", **record} for record in (*records, last)])
-    [found] = read(of("qwen-code"), tmp_path).subagents
+    [found] = read_transcripts(of("qwen-code"), tmp_path).subagents
     assert [(turn.text, [call.name for call in turn.calls]) for turn in found] == [
         ("Look.", ["read", "run"]),
         ("Done.", []),
@@ -202,7 +217,7 @@ def test_mini_swe_agents_unusable_replies_are_turns_too(tmp_path: Path) -> None:
     place = tmp_path / PLACES["mini-swe-agent"]
     place.parent.mkdir(parents=True)
     place.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, asked]}))
-    assert read(of("mini-swe-agent"), tmp_path).main == (Turn(text="No call.", id="chatcmpl-1"),)
+    assert read_transcripts(of("mini-swe-agent"), tmp_path).main == (TranscriptTurn(text="No call.", id="chatcmpl-1"),)
 
 
 def write(file: Path, records: list[dict[str, object]]) -> None:
@@ -212,7 +227,7 @@ def write(file: Path, records: list[dict[str, object]]) -> None:
 
 def test_nothing_written_is_nothing_found(tmp_path: Path) -> None:
     for name in (*PLACES, "opencode"):
-        assert read(of(name), tmp_path) == transcript.Transcripts()
+        assert read_transcripts(of(name), tmp_path) == transcript.Transcripts()
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -220,7 +235,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".pi" / "agent").mkdir(parents=True)
     (home / ".pi" / "agent" / "sessions").symlink_to(tmp_path / "host" / ".pi" / "agent" / "sessions")
-    assert read(of("pi"), home).main == ()
+    assert read_transcripts(of("pi"), home).main == ()
 
 
 def test_what_an_agent_writes_cannot_stop_us(tmp_path: Path) -> None:
@@ -229,29 +244,31 @@ def test_what_an_agent_writes_cannot_stop_us(tmp_path: Path) -> None:
     place.write_bytes(
         b'{"type": "assistant"}\n{"type": "assistant", "message": {"content": 3}}\n[]\nnull\n\xff\xfe\n"x"\n'
     )
-    assert [turn for turn in read(of("claude-code"), tmp_path).main if turn.text or turn.calls] == []
+    assert [turn for turn in read_transcripts(of("claude-code"), tmp_path).main if turn.text or turn.calls] == []
 
 
 def test_differences_are_named() -> None:
-    one, two = Turn(text="one"), Turn(text="two", calls=(Call("run", {"a": 1}),))
-    assert agree([one, two], [one, two]) == []
-    assert agree([one], [one, two]) == [Difference("missing in transcript", None, 1, "'two' calls run")]
-    assert agree([one, two], [two]) == [Difference("missing in trace", 0, None, "'one'")]
-    assert [found.what for found in agree([one], [Turn(text="other")])] == ["text"]
-    changed = Turn(text="two", calls=(Call("run", {"a": 2}),))
-    assert [found.detail for found in agree([two], [changed])] == [
+    one, two = TranscriptTurn(text="one"), TranscriptTurn(text="two", calls=(TranscriptCall("run", {"a": 1}),))
+    assert compare_turns([one, two], [one, two]) == []
+    assert compare_turns([one], [one, two]) == [Difference("missing in transcript", None, 1, "'two' calls run")]
+    assert compare_turns([one, two], [two]) == [Difference("missing in trace", 0, None, "'one'")]
+    assert [found.what for found in compare_turns([one], [TranscriptTurn(text="other")])] == ["text"]
+    changed = TranscriptTurn(text="two", calls=(TranscriptCall("run", {"a": 2}),))
+    assert [found.detail for found in compare_turns([two], [changed])] == [
         "the trace has no run '{\"a\": 1}'",
         "the transcript has no run '{\"a\": 2}'",
     ]
 
 
 def test_only_what_does_not_matter_is_forgiven() -> None:
-    calls = (Call("a", {"x": 1, "y": [2]}), Call("b", {}))
-    ours = Turn(text=" text\n", reasoning="", calls=calls)
-    assert agree([ours], [Turn(text="text", reasoning="thought", calls=calls[::-1])]) == []
-    assert agree([Turn(reasoning="other")], [Turn(reasoning="thought")])[0].what == "reasoning"
-    filled = Turn(calls=(Call("a", {"x": 1, "all": False}),))
-    left_out = Turn(calls=(Call("a", {"x": 1}),))
-    assert agree([filled], [left_out], fills_in=True) == []
-    assert agree([filled], [left_out]) != []
-    assert agree([left_out], [filled], fills_in=True) != []
+    calls = (TranscriptCall("a", {"x": 1, "y": [2]}), TranscriptCall("b", {}))
+    ours = TranscriptTurn(text=" text\n", reasoning="", calls=calls)
+    assert compare_turns([ours], [TranscriptTurn(text="text", reasoning="thought", calls=calls[::-1])]) == []
+    assert (
+        compare_turns([TranscriptTurn(reasoning="other")], [TranscriptTurn(reasoning="thought")])[0].what == "reasoning"
+    )
+    filled = TranscriptTurn(calls=(TranscriptCall("a", {"x": 1, "all": False}),))
+    left_out = TranscriptTurn(calls=(TranscriptCall("a", {"x": 1}),))
+    assert compare_turns([filled], [left_out], fills_in=True) == []
+    assert compare_turns([filled], [left_out]) != []
+    assert compare_turns([left_out], [filled], fills_in=True) != []

@@ -81,6 +81,6 @@ def _left(folder: Path, before: Container[int], docker: bool) -> list[str]:
 
 def _containers() -> list[str]:
     """Of this process, running or not."""
-    own = f"label={OWNER_LABEL}={owner.this_process()}"
+    own = f"label={OWNER_LABEL}={owner.current_owner()}"
     command = ["docker", "ps", "--all", "--filter", own, "--format", "{{.Names}}"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()

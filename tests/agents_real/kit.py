@@ -16,19 +16,19 @@ import pytest
 
 from tests.needs import require
 from tests.speed import scaled
-from turngate.agents.install import Installed, ensure
-from turngate.agents.spec import AgentSpec, Step, StepCall, find
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
 from turngate.rollout.agent_check import Report, Stage
 
 Check = Callable[..., Awaitable[Report]]
 Staged = Callable[..., AbstractAsyncContextManager[Stage]]
 
 
-def agent(name: str) -> tuple[AgentSpec, Installed]:
+def agent(name: str) -> tuple[AgentSpec, Installation]:
     """Return an agent of the catalogue and its installation."""
     require(f"agent:{name}")
-    spec = find(name).spec
-    return spec, ensure(spec, lambda line: None)
+    spec = find_agent(name).spec
+    return spec, ensure_installed(spec, lambda line: None)
 
 
 def agents(*names: str) -> list[Any]:
@@ -39,15 +39,15 @@ def agents(*names: str) -> list[Any]:
 # ---- what the model does ----
 
 
-def says(text: str, *calls: StepCall, think: str = "") -> Step:
-    return Step(say=text, think=think, calls=calls)
+def says(text: str, *calls: CheckCall, think: str = "") -> CheckStep:
+    return CheckStep(say=text, think=think, calls=calls)
 
 
-def call(tool: str, **arguments: Any) -> StepCall:
-    return StepCall(tool=tool, arguments=arguments)
+def call(tool: str, **arguments: Any) -> CheckCall:
+    return CheckCall(tool=tool, arguments=arguments)
 
 
-def shell(name: str, command: str) -> StepCall:
+def shell(name: str, command: str) -> CheckCall:
     """A command, run with the tool that the agent has for it."""
     match name:
         case "codex":

@@ -24,7 +24,7 @@ from tests.engines.providers import (
 from tests.engines.standins import serving
 from tests.kit import Running, gateway
 from tests.speed import scaled
-from turngate.agents.launch import plan, resolved
+from turngate.agents.launch import plan_launch, resolve_signals
 from turngate.agents.spec import AgentSpec
 
 pytestmark = pytest.mark.full
@@ -66,7 +66,7 @@ async def run(name: str, g: Running, key: str, home: Path) -> None:
     """The agent as it is, in a folder of its own."""
     spec, installed = kit.agent(name)
     workdir = home / "work"
-    launch = plan(
+    launch = plan_launch(
         spec,
         installed,
         base_url=g.root,
@@ -110,7 +110,7 @@ async def test_an_agent_is_observed_whole(name: str, endpoint: type[Provider], m
             serving(endpoint(*said)) as provider,
             gateway(observe=endpoint.name, engine_url=[provider.url], engine_key_env="PROVIDER_KEY") as g,
         ):
-            signals = msgspec.to_builtins(resolved(spec.signals, "m"))
+            signals = msgspec.to_builtins(resolve_signals(spec.signals, "m"))
             session = await g.open(mode="observe", model="m", signals=signals, sampling={"temperature": 1.0})
             await run(name, g, session.key, home)
             assert (home / "work" / "done.txt").exists() and provider.refusals == []

@@ -16,8 +16,8 @@ import pytest
 from tests.agents_real import kit
 from tests.agents_real.kit import Branch, Check, Staged, branches, call, findings, says, shell, turns
 from tests.speed import scaled
-from turngate.agents.launch import Limits
-from turngate.agents.spec import StepCall
+from turngate.agents.launch import ModelLimits
+from turngate.agents.spec import CheckCall
 from turngate.rollout.agent_check import Staging
 from turngate.rollout.playbook import Scene
 
@@ -28,7 +28,7 @@ TASK = "MAIN-TASK: find out how long notes.txt is."
 # ── sub-agents ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def helper(agent: str, task: str) -> StepCall:
+def helper(agent: str, task: str) -> CheckCall:
     """The call that hands a task to a helper."""
     match agent:
         case "opencode":
@@ -146,7 +146,7 @@ WINDOWS = {"claude-code": (57000, 3), "opencode": (28500, 2), "codex": (45000, 3
 @pytest.mark.parametrize("agent", kit.agents(*WINDOWS))
 async def test_after_a_summary_the_work_goes_on_in_a_new_branch(run: Check, agent: str) -> None:
     tokens, long = WINDOWS[agent]
-    told = Limits(context_tokens=tokens, max_output_tokens=2000)
+    told = ModelLimits(context_tokens=tokens, max_output_tokens=2000)
     report = await run(agent, staging=Staging(scenes=long_work(agent, long), instruction=TASK, told=told))
     assert report.whole, findings(report)
     assert SUMMARY in turns(report, "side")[-1]["message"]["content"], "the summary is a side call"

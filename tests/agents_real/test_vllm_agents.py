@@ -14,7 +14,7 @@ import pytest
 from tests.agents_real import kit
 from tests.speed import scaled
 from tests.vllm import Model, Servers
-from turngate.agents.launch import Limits
+from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
@@ -63,7 +63,7 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         model=model.name,
         timeout_s=scaled(120),
         session={"limits": {"turns": TURNS[agent]}, "max_tokens": 48, "sampling": {"temperature": TEMPERATURE}},
-        told=Limits(context_tokens=model.max_context, max_output_tokens=1024),
+        told=ModelLimits(context_tokens=model.max_context, max_output_tokens=1024),
         folder=folder / "rollouts",
     )
     async with AsyncExitStack() as stack:

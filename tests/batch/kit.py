@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.speed import scaled
-from turngate.agents.install import Installed
-from turngate.agents.spec import find
+from turngate.agents.install import Installation
+from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.errors import SandboxError
 from turngate.rollout.batch import BatchResult, run_batch
@@ -29,7 +29,7 @@ from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import Tally
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
-from turngate.sandboxes.supervised import Supervised
+from turngate.sandboxes.supervised import SupervisedSandbox
 from turngate.server.auth import ADMIN_KEY
 from turngate.tasks.task import Script, Task
 
@@ -83,7 +83,7 @@ class Unsteady(LocalBackend):
         self._every = every
         self._made = 0
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         self._made += 1
         if spec.labels["task"].startswith("sandbox") or (self._every and self._made % self._every == 0):
             raise SandboxError("no sandbox today")
@@ -93,8 +93,8 @@ class Unsteady(LocalBackend):
 def plan(folder: Path, root: Path, names: Sequence[str], **fields: Any) -> BatchPlan:
     given = {
         "tasks": tuple(map(task, names)),
-        "agent": find("shell").spec,
-        "installed": Installed(),
+        "agent": find_agent("shell").spec,
+        "installed": Installation(),
         "backend": Unsteady(root),
         "model": "m",
         "folder": folder,

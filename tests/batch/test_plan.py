@@ -12,8 +12,8 @@ import pytest
 
 from tests.kit import until
 from tests.speed import scaled
-from turngate.agents.install import Installed
-from turngate.agents.spec import find
+from turngate.agents.install import Installation
+from turngate.agents.spec import find_agent
 from turngate.errors import ConfigError
 from turngate.rollout.concurrency import Bounds, Gates
 from turngate.rollout.ledger import Head
@@ -25,8 +25,8 @@ from turngate.tasks.task import Script, Task
 def plan(folder: Path, **fields: Any) -> BatchPlan:
     given = {
         "tasks": tuple(Task(id=f"t{n}", instruction="x") for n in range(20)),
-        "agent": find("shell").spec,
-        "installed": Installed(),
+        "agent": find_agent("shell").spec,
+        "installed": Installation(),
         "backend": LocalBackend(),
         "model": "m",
         "folder": folder,
@@ -90,7 +90,7 @@ def test_how_fast_it_runs_is_not_what_it_is(tmp_path: Path) -> None:
         ({"n": 8}, "n: was 4, is now 8"),
         ({"model": "other"}, "model: was m, is now other"),
         ({"seed": 1}, "seed: was None, is now 1"),
-        ({"agent": find("pi").spec}, "agent: was shell, is now pi"),
+        ({"agent": find_agent("pi").spec}, "agent: was shell, is now pi"),
         ({"network": "open"}, "network: was none, is now open"),
         ({"session": {"limits": {"turns": 1}}}, 'session: was {}, is now {"limits":{"turns":1}}'),
         ({"timeout_s": 5.0}, "timeout: was None, is now 5.0"),

@@ -21,7 +21,7 @@ from turngate.rollout.ledger import Entry, Finished, Ledger, Reopened, read
 from turngate.rollout.plan import stream
 from turngate.rollout.progress import Tally
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.supervised import Supervised
+from turngate.sandboxes.supervised import SupervisedSandbox
 from turngate.server.web import routes
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
@@ -43,7 +43,7 @@ class Once(Unsteady):
         super().__init__(root)
         self.failed = asyncio.Event()
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         if spec.labels["task"].startswith("once") and not self.failed.is_set():
             self.failed.set()
             raise SandboxError("no sandbox today")
@@ -218,7 +218,7 @@ class Held(Once):
         super().__init__(root)
         self.may = {"well": asyncio.Event(), "once": asyncio.Event()}
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         what = spec.labels["task"].partition("-")[0]
         if what == "well" or self.failed.is_set():
             await self.may[what].wait()

@@ -194,7 +194,7 @@ def sandbox_processes(root: Path) -> list[str]:
         if process.name.isdigit():
             try:
                 environment = (process / "environ").read_bytes()
-                if f"{folders.MARK}=local-".encode() in environment and str(root).encode() in environment:
+                if f"{folders.SANDBOX_ENV}=local-".encode() in environment and str(root).encode() in environment:
                     found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 pass

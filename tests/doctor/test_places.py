@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture
 def rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sandboxes' folders are below this one, so that what is left of them can be seen."""
-    monkeypatch.setattr(agents_and_sandboxes, "backend", lambda name: MAKE[name](tmp_path))
+    monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: MAKE[name](tmp_path))
     return tmp_path
 
 
@@ -58,7 +58,7 @@ async def test_a_network_that_nobody_asked_for_is_a_failure(rooted: Path, monkey
         async def create(self, spec: SandboxSpec) -> Any:
             return await self._real.create(SandboxSpec(network="open", life_s=spec.life_s))
 
-    monkeypatch.setattr(agents_and_sandboxes, "backend", lambda name: Leaky(MAKE[name](rooted)))
+    monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: Leaky(MAKE[name](rooted)))
     finding = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
     assert finding.state == "failure" and "it has a network" in finding.seen
 
@@ -92,7 +92,7 @@ async def test_agents_that_are_not_installed_are_told_and_not_installed(empty_ca
 async def test_an_installation_of_another_version_or_with_holes_is_a_failure(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = agents_and_sandboxes.find("mini-swe-agent").spec
+    spec = agents_and_sandboxes.find_agent("mini-swe-agent").spec
     folder = empty_cache / "agents" / f"{spec.name}-{spec.install.version}"
     (folder / "mini_swe_agent-0.0.1.dist-info").mkdir(parents=True)
     (folder / install.MARKER).write_text(install._fingerprint(spec))

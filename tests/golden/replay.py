@@ -14,8 +14,8 @@ import msgspec
 from tests import kit
 from tests.golden import recording
 from tests.golden.recording import IDS, Json
-from turngate.agents.launch import resolved
-from turngate.agents.spec import Step, StepCall, find
+from turngate.agents.launch import resolve_signals
+from turngate.agents.spec import CheckCall, CheckStep, find_agent
 from turngate.dialects.messages_stream import unsealed
 from turngate.engines.scripted import Scripted
 from turngate.rollout.agent_check import MODEL
@@ -35,7 +35,7 @@ async def play(record: Json) -> Played:
     exchanges = record["exchanges"]
     script = [kit.say(spoken(said(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
     async with kit.gateway(engine=Scripted(script, model=MODEL), model=MODEL) as g:
-        signals = resolved(find(record["agent"]).spec.signals, MODEL)
+        signals = resolve_signals(find_agent(record["agent"]).spec.signals, MODEL)
         session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals))
         client, new_ids = g.http(), dict[str, str]()
         replies = []
@@ -74,63 +74,63 @@ def _ids(value: Json) -> list[str]:
 # ── what the model said ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def said(dialect: str, reply: Json) -> Step:
+def said(dialect: str, reply: Json) -> CheckStep:
     """A recorded reply, read as its agent reads it."""
     return _READERS[dialect](reply)
 
 
-def _chat(reply: Json) -> Step:
+def _chat(reply: Json) -> CheckStep:
     if "body" in reply:
         pieces = [choice["message"] for choice in reply["body"]["choices"]]
     else:
         chunks = [event["data"] for event in reply["events"] if event["data"] != "[DONE]"]
         pieces = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     calls = [call["function"] for piece in pieces for call in piece.get("tool_calls") or ()]
-    return Step(
+    return CheckStep(
         think="".join(piece.get("reasoning_content") or "" for piece in pieces),
         say="".join(piece.get("content") or "" for piece in pieces),
-        calls=tuple(StepCall(tool=call["name"], arguments=json.loads(call["arguments"])) for call in calls),
+        calls=tuple(CheckCall(tool=call["name"], arguments=json.loads(call["arguments"])) for call in calls),
     )
 
 
-def _responses(reply: Json) -> Step:
+def _responses(reply: Json) -> CheckStep:
     output = reply["events"][-1]["data"]["response"]["output"]
-    return Step(
+    return CheckStep(
         think="".join(part["text"] for item in output if item["type"] == "reasoning" for part in item["summary"]),
         say="".join(part["text"] for item in output if item["type"] == "message" for part in item["content"]),
         calls=tuple(
-            StepCall(tool=item["name"], arguments=json.loads(item["arguments"]))
+            CheckCall(tool=item["name"], arguments=json.loads(item["arguments"]))
             for item in output
             if item["type"] == "function_call"
         ),
     )
 
 
-def _messages(reply: Json) -> Step:
+def _messages(reply: Json) -> CheckStep:
     events = [event["data"] for event in reply["events"]]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     names = [e["content_block"]["name"] for e in events if e.get("content_block", {}).get("type") == "tool_use"]
     inputs = [json.loads(delta["partial_json"]) for delta in deltas if delta["type"] == "input_json_delta"]
     shown = "".join(delta["thinking"] for delta in deltas if delta["type"] == "thinking_delta")
     hidden = "".join(unsealed(delta["signature"]) for delta in deltas if delta["type"] == "signature_delta")
-    return Step(
+    return CheckStep(
         think=shown or hidden,
         say="".join(delta["text"] for delta in deltas if delta["type"] == "text_delta"),
-        calls=tuple(StepCall(tool=n, arguments=given) for n, given in zip(names, inputs, strict=True)),
+        calls=tuple(CheckCall(tool=n, arguments=given) for n, given in zip(names, inputs, strict=True)),
     )
 
 
-def _gemini(reply: Json) -> Step:
+def _gemini(reply: Json) -> CheckStep:
     parts = [part for event in reply["events"] for part in event["data"]["candidates"][0]["content"]["parts"]]
     calls = [part["functionCall"] for part in parts if "functionCall" in part]
-    return Step(
+    return CheckStep(
         think="".join(part["text"] for part in parts if part.get("thought")),
         say="".join(part["text"] for part in parts if "text" in part and not part.get("thought")),
-        calls=tuple(StepCall(tool=call["name"], arguments=call["args"]) for call in calls),
+        calls=tuple(CheckCall(tool=call["name"], arguments=call["args"]) for call in calls),
     )
 
 
-_READERS: dict[str, Callable[[Json], Step]] = {
+_READERS: dict[str, Callable[[Json], CheckStep]] = {
     "chat": _chat,
     "responses": _responses,
     "messages": _messages,

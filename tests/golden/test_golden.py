@@ -16,7 +16,7 @@ import pytest
 from tests.golden import recording
 from tests.golden.recording import FOLDER, IDS, NAMES, Json
 from tests.golden.replay import Played, play, said, shape
-from turngate.agents.spec import catalog
+from turngate.agents.spec import load_catalog
 from turngate.dialects import DIALECTS, Wire
 from turngate.errors import BadRequest
 from turngate.server.model_calls import Found, Paths
@@ -96,14 +96,14 @@ def conversation(request: Json, body: Json = None) -> list[Message]:
 
 def test_every_agent_of_the_catalogue_is_recorded() -> None:
     """`shell` is any command."""
-    assert {recording.read(name)["agent"] for name in NAMES} == set(catalog()) - {"shell"}
+    assert {recording.read(name)["agent"] for name in NAMES} == set(load_catalog()) - {"shell"}
     assert set(NAMES) == set(ROLES), "say here what each call of a recording is for"
 
 
 @recorded
 def test_a_recording_is_of_the_version_that_is_installed(name: str) -> None:
     found = recording.read(name)
-    spec = catalog()[found["agent"]].spec
+    spec = load_catalog()[found["agent"]].spec
     assert (found["version"], found["dialect"]) == (spec.install.version, spec.dialect), (
         f"record it again: python tools/record_golden.py {name}"
     )

@@ -20,7 +20,7 @@ from tests.mcp import kit
 from tests.mcp.kit import KEY, MODEL, asked
 from tests.mcp.test_tools import ROW
 from tests.speed import scaled
-from turngate.agents.launch import Launch, plan
+from turngate.agents.launch import Launch, plan_launch
 from turngate.rollout.playbook import Playbook, Scene
 from turngate.service.tools import TOOLS
 
@@ -93,7 +93,7 @@ async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_
     async with gateways.gateway(Playbook(gateways.renderer(), [_scene()]), max_context=200_000) as gateway:
         session = await gateway.open()
         (work := tmp_path / "work").mkdir()
-        launch = plan(
+        launch = plan_launch(
             spec,
             installed,
             base_url=gateway.root,

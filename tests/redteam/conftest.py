@@ -11,7 +11,7 @@ import pytest
 
 from tests.needs import uses
 from tests.tasks.grading import kit
-from turngate.tasks.grading.types import Ground
+from turngate.tasks.grading.types import GradingEnvironment
 
 
 @pytest.fixture
@@ -25,6 +25,6 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture
 @uses("bubblewrap")
-def walled(root: Path) -> Ground:
+def walled(root: Path) -> GradingEnvironment:
     """bubblewrap: walls, and no second to lose."""
     return kit.ground("bubblewrap", root)

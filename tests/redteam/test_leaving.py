@@ -14,8 +14,8 @@ from tests.tasks.grading import kit
 from turngate.sandboxes.base import Sandbox
 from turngate.tasks import staging
 from turngate.tasks.grading import work as work_module
-from turngate.tasks.grading.types import Ground, Work
-from turngate.tasks.grading.work import take
+from turngate.tasks.grading.types import GradingEnvironment, Work
+from turngate.tasks.grading.work import collect_work
 from turngate.tasks.task import Solution, Task
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
@@ -39,20 +39,20 @@ async def agent(sandbox: Sandbox, script: str, folder: Path) -> Work:
     job = await sandbox.start(["/bin/sh", "-c", script])
     await asyncio.wait_for(job.wait(), scaled(60))
     await job.kill()
-    return await take(sandbox, folder)
+    return await collect_work(sandbox, folder)
 
 
-async def worked(task: Task, ground: Ground, script: str, folder: Path) -> Work:
-    sandbox = await ground.backend.create(staging.spec(task, ground.backend))
+async def worked(task: Task, ground: GradingEnvironment, script: str, folder: Path) -> Work:
+    sandbox = await ground.backend.create(staging.build_sandbox_spec(task, ground.backend))
     try:
-        await staging.lay_files(sandbox, task)
-        await staging.set_up(sandbox, task)
+        await staging.upload_files(sandbox, task)
+        await staging.run_setup(sandbox, task)
         return await agent(sandbox, script, folder)
     finally:
         await sandbox.stop()
 
 
-async def test_a_mess_is_taken_and_graded(walled: Ground, tmp_path: Path) -> None:
+async def test_a_mess_is_taken_and_graded(walled: GradingEnvironment, tmp_path: Path) -> None:
     task = kit.scripted(tmp_path / "task")
     work = await worked(task, walled, MESS, tmp_path / "work")
     assert not processes("turngate-left-over")
@@ -69,7 +69,7 @@ async def test_a_mess_is_taken_and_graded(walled: Ground, tmp_path: Path) -> Non
     assert (found.kind, found.reward) == ("graded", 1.0), (found.message, found.log)
 
 
-async def test_everything_is_laid_down_and_nothing_else(walled: Ground, tmp_path: Path) -> None:
+async def test_everything_is_laid_down_and_nothing_else(walled: GradingEnvironment, tmp_path: Path) -> None:
     """Odd names arrive as they are; what the agent removed is gone; links of the task's own that lead out are still there."""
     listing = "find . -printf '%y %p -> %l\\n' | sort; echo 1 > $TURNGATE_LOGS/verifier/reward.txt\n"
     task = kit.scripted(tmp_path / "task", {"test.sh": listing})
@@ -93,7 +93,9 @@ python3 -c 'import prices; assert prices.total([2]) == 0' && ls __pycache__ deep
 """
 
 
-async def test_what_python_remembers_of_an_older_source_is_not_graded(walled: Ground, tmp_path: Path) -> None:
+async def test_what_python_remembers_of_an_older_source_is_not_graded(
+    walled: GradingEnvironment, tmp_path: Path
+) -> None:
     """The source was changed in the same second, and is as long: Python takes the cache for its own."""
     task = kit.scripted(tmp_path / "task")
     work = await worked(task, walled, STALE, tmp_path / "work")
@@ -102,7 +104,7 @@ async def test_what_python_remembers_of_an_older_source_is_not_graded(walled: Gr
     assert (found.kind, found.reward) == ("graded", 1.0), found.log
 
 
-async def test_an_agent_that_removes_its_folder_left_nothing(walled: Ground, tmp_path: Path) -> None:
+async def test_an_agent_that_removes_its_folder_left_nothing(walled: GradingEnvironment, tmp_path: Path) -> None:
     task = kit.scripted(tmp_path / "task")
     work = await worked(task, walled, 'rm -rf "$PWD"/* "$PWD"/.[!.]*', tmp_path / "work")
     assert list(work.folder.iterdir()) == []
@@ -111,7 +113,7 @@ async def test_an_agent_that_removes_its_folder_left_nothing(walled: Ground, tmp
 
 
 async def test_more_than_can_be_taken_is_the_agent_s_own_doing(
-    walled: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    walled: GradingEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turngate.sandboxes.posix.FOLDER_LIMIT", 1_000_000)
     task = kit.scripted(tmp_path / "task")
@@ -140,10 +142,10 @@ async def test_neither_tests_nor_reference_can_be_found(sandbox: str, root: Path
     )
     grader = msgspec.structs.replace(kit.SWE, test_patch=kit.TEST_PATCH.replace("test_one", "SENTINEL"))
     task = msgspec.structs.replace(task, grader=grader)
-    made = await ground.backend.create(staging.spec(task, ground.backend))
+    made = await ground.backend.create(staging.build_sandbox_spec(task, ground.backend))
     try:
-        await staging.lay_files(made, task)
-        await staging.set_up(made, task)
+        await staging.upload_files(made, task)
+        await staging.run_setup(made, task)
         found = await made.exec(
             ["/bin/sh", "-c", 'word=SENT; eval "$(cat)"'],
             stdin=SEARCH.replace("SENTINEL", '"$word"INEL').encode(),
@@ -155,6 +157,6 @@ async def test_neither_tests_nor_reference_can_be_found(sandbox: str, root: Path
 
 
 def test_names_for_people_are_harmless() -> None:
-    told = work_module.named(["a\x1b[2J\n", "b\udcff", *("c" * 9000 for _ in range(80))])
+    told = work_module.format_names(["a\x1b[2J\n", "b\udcff", *("c" * 9000 for _ in range(80))])
     assert told[0] == "a�[2J�" and told[1] == "b�" and len(told) == 51 and told[-1] == "and 32 more"
     assert all(len(line) < 400 for line in told)

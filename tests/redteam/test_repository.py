@@ -11,7 +11,7 @@ from tests.redteam import attacks
 from tests.sandboxes.kit import backends
 from tests.speed import scaled
 from tests.tasks.grading import kit
-from turngate.tasks.grading.types import Grade, Ground
+from turngate.tasks.grading.types import Grade, GradingEnvironment
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
 
@@ -31,12 +31,12 @@ def unpaid(found: Grade) -> None:
 
 
 @pytest.mark.parametrize("name", attacks.REPOSITORY)
-async def test_cheating_does_not_pay(name: str, shop: kit.Task, walled: Ground, tmp_path: Path) -> None:
+async def test_cheating_does_not_pay(name: str, shop: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     unpaid(await kit.graded(shop, kit.worked(tmp_path / "work", attacks.REPOSITORY[name]), walled))
 
 
 @pytest.mark.parametrize("name", attacks.FOLDERS)
-async def test_nor_do_links_and_git(name: str, shop: kit.Task, walled: Ground, tmp_path: Path) -> None:
+async def test_nor_do_links_and_git(name: str, shop: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     work = kit.worked(tmp_path / "work", {})
     attacks.FOLDERS[name](work.folder)
     unpaid(await kit.graded(shop, work, walled))
@@ -44,7 +44,7 @@ async def test_nor_do_links_and_git(name: str, shop: kit.Task, walled: Ground, t
 
 
 @pytest.mark.real
-async def test_honest_work_beside_all_of_it_is_paid(shop: kit.Task, walled: Ground, tmp_path: Path) -> None:
+async def test_honest_work_beside_all_of_it_is_paid(shop: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     """Whoever mends the code resolves the task, also where the work has things in it that are set aside."""
     junk = {"tests/test_prices.py": attacks.ALWAYS, "conftest.py": attacks.HOOK, "sitecustomize.py": attacks.RUNTEST}
     junk |= {"pyproject.toml": "x = " + "[" * 3000 + "]" * 3000, "lib/pyproject.toml": "x = " + "9" * 5000}
@@ -68,7 +68,7 @@ os._exit(0)
 """
 
 
-async def test_nothing_of_the_work_is_read_before_the_witness(walled: Ground, tmp_path: Path) -> None:
+async def test_nothing_of_the_work_is_read_before_the_witness(walled: GradingEnvironment, tmp_path: Path) -> None:
     """PYTHONPATH holds the working folder, first. What would be read from it at once is set aside."""
     grader = msgspec.structs.replace(kit.SWE, before='export PYTHONPATH="$PWD:$HOME/deps"', timeout_s=30)
     task = kit.repository(tmp_path / "task", grader)
@@ -79,7 +79,7 @@ async def test_nothing_of_the_work_is_read_before_the_witness(walled: Ground, tm
     assert (found.reward, found.notes) == (1.0, ("encodings/x.py: added by the work, and set aside",)), found.log
 
 
-async def test_tests_that_only_cases_name_are_the_tasks_own(walled: Ground, tmp_path: Path) -> None:
+async def test_tests_that_only_cases_name_are_the_tasks_own(walled: GradingEnvironment, tmp_path: Path) -> None:
     """They lie far from those of the patch. A doctest's file is no test."""
     files = {**kit.REPO, "far/check_b.py": "from shop.b import f\ndef test_b(): assert f() == 1\n"}
     files["shop/b.py"] = 'def f():\n    """\n    >>> f()\n    1\n    """\n    return 1\n'
@@ -97,7 +97,7 @@ async def test_tests_that_only_cases_name_are_the_tasks_own(walled: Ground, tmp_
     assert (found.reward, found.notes) == (1.0, ()), found.log
 
 
-async def test_a_repository_that_is_pytest_can_be_mended(walled: Ground, tmp_path: Path) -> None:
+async def test_a_repository_that_is_pytest_can_be_mended(walled: GradingEnvironment, tmp_path: Path) -> None:
     """And one whose pytest.ini lies below the folder where the tests are started."""
     test = "def test_x():\n    text = [open(f'src/_pytest/{n}.py').read() for n in ('mod', 'new')]\n    assert text == ['1', '2']\n"
     files = {"src/_pytest/mod.py": "0", "lib/pytest.ini": "[pytest]\n", "lib/test_mod.py": test}
@@ -125,7 +125,9 @@ DEEPER = {
 }
 
 
-async def test_settings_between_the_root_and_the_tests_are_the_tasks(walled: Ground, tmp_path: Path) -> None:
+async def test_settings_between_the_root_and_the_tests_are_the_tasks(
+    walled: GradingEnvironment, tmp_path: Path
+) -> None:
     files = {"lib/checks/test_x.py": "def test_x(): assert open('answer').read() == '42'\n", "answer": "0"}
     grader = msgspec.structs.replace(
         kit.SWE,
@@ -143,7 +145,7 @@ async def test_settings_between_the_root_and_the_tests_are_the_tasks(walled: Gro
         assert found.notes == (f"lib/{name}: added by the work, and set aside",)
 
 
-async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: Ground, tmp_path: Path) -> None:
+async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: GradingEnvironment, tmp_path: Path) -> None:
     files = {**kit.REPO, "setup.cfg": "[metadata]\nname = shop\n\n[tool:pytest]\naddopts = -ra\n"}
     task = kit.repository(tmp_path / "task", msgspec.structs.replace(kit.SWE, timeout_s=30), files)
     fix = {"shop/prices.py": kit.FIX, "tox.ini": "[tox]\n", "lib/pyproject.toml": '[project]\nname = "x"\n'}

@@ -12,7 +12,7 @@ from tests.sandboxes.kit import backends, processes
 from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.sandboxes.base import Resources
-from turngate.tasks.grading.types import Ground
+from turngate.tasks.grading.types import GradingEnvironment
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alone]
 
@@ -25,7 +25,7 @@ def prices(tmp_path_factory: pytest.TempPathFactory) -> kit.Task:
 @pytest.mark.real
 @pytest.mark.promise(6)
 @pytest.mark.parametrize("name", attacks.SCRIPT)
-async def test_cheating_does_not_pay(name: str, prices: kit.Task, walled: Ground, tmp_path: Path) -> None:
+async def test_cheating_does_not_pay(name: str, prices: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     work = kit.worked(tmp_path / "work", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
     found = await kit.graded(prices, work, walled)
     assert (found.kind, found.reward) == ("graded", 0.0), (found.message, found.log)
@@ -33,14 +33,14 @@ async def test_cheating_does_not_pay(name: str, prices: kit.Task, walled: Ground
 
 
 @pytest.mark.parametrize("name", [*attacks.BEYOND, "writes the reward", "kills the script", "leaves a daemon"])
-async def test_a_judge_sees_through_what_a_script_cannot(name: str, walled: Ground, tmp_path: Path) -> None:
+async def test_a_judge_sees_through_what_a_script_cannot(name: str, walled: GradingEnvironment, tmp_path: Path) -> None:
     cheat = {**attacks.SCRIPT, **attacks.BEYOND}[name]
     work = kit.worked(tmp_path / "work", {"prices.py": kit.BUG + cheat}, kit.FOLDER)
     found = await kit.graded(kit.probed(tmp_path / "task"), work, walled)
     assert (found.kind, found.reward) == ("graded", 0.0), (found.message, found.log)
 
 
-async def test_the_probe_sees_no_answers(walled: Ground, tmp_path: Path) -> None:
+async def test_the_probe_sees_no_answers(walled: GradingEnvironment, tmp_path: Path) -> None:
     """A work that looks for what is expected, wherever it runs, and says that."""
     look = """
 import json, os, subprocess
@@ -60,7 +60,7 @@ def total(prices):
     )  # the judge has the task's own file
 
 
-async def test_honest_work_is_paid_in_every_form(prices: kit.Task, walled: Ground, tmp_path: Path) -> None:
+async def test_honest_work_is_paid_in_every_form(prices: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     work = kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)
     for task in (prices, kit.probed(tmp_path / "task")):
         found = await kit.graded(task, work, walled)
@@ -78,7 +78,7 @@ async def test_the_same_in_other_sandboxes(sandbox: str, prices: kit.Task, root:
     assert (found.kind, found.reward) == ("graded", 0.0), (found.message, found.log)
 
 
-async def test_a_log_is_kept_by_its_ends_and_without_secrets(walled: Ground, tmp_path: Path) -> None:
+async def test_a_log_is_kept_by_its_ends_and_without_secrets(walled: GradingEnvironment, tmp_path: Path) -> None:
     loud = (
         'echo begin; echo "key $JUDGE_API_KEY"; head -c 100000000 /dev/zero | tr "\\0" x; echo; echo end\n'
         + kit.TEST_SH

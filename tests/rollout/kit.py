@@ -19,8 +19,8 @@ from typing import Any
 from tests import kit
 from tests.sandboxes import kit as sandboxes
 from tests.speed import scaled
-from turngate.agents.install import Installed
-from turngate.agents.spec import AgentSpec, find, parse
+from turngate.agents.install import Installation
+from turngate.agents.spec import AgentSpec, find_agent, parse_spec
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import Script, Turn
 from turngate.rollout.connection import WayOut
@@ -90,8 +90,8 @@ class Stage:
 
         whole = Order(
             task=task or Task(id="test", instruction=PRELUDE + program),
-            agent=agent or find("shell").spec,
-            installed=Installed(),
+            agent=agent or find_agent("shell").spec,
+            installed=Installation(),
             backend=sandboxes.MAKE[backend](self.root) if isinstance(backend, str) else backend,
             model="m",
             timeout_s=timeout_s or scaled(60),
@@ -118,7 +118,7 @@ class Stage:
             if process.name.isdigit():
                 try:
                     if (
-                        f"{folders.MARK}=local-".encode() in (process / "environ").read_bytes()
+                        f"{folders.SANDBOX_ENV}=local-".encode() in (process / "environ").read_bytes()
                         and str(self.root).encode() in (process / "environ").read_bytes()
                     ):
                         found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
@@ -147,4 +147,4 @@ async def staged(script: Script | Sequence[Turn] = (), **config: Any) -> AsyncIt
 
 def own_agent(toml: str) -> AgentSpec:
     """An agent of the user's own, from the text of its file."""
-    return parse(toml, "own.toml")
+    return parse_spec(toml, "own.toml")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from turngate.agents.spec import find
+from turngate.agents.spec import find_agent
 from turngate.rollout.transcript_diff import differences
 from turngate.trace.session import farewell
 
@@ -44,7 +44,7 @@ def compared(tmp_path: Path) -> Any:
             file = folder / PLACE / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("\n".join(map(json.dumps, records)))
-        transcript = find("claude-code").spec.transcript
+        transcript = find_agent("claude-code").spec.transcript
         assert transcript is not None
         return differences(transcript, folder, trace)[1]
 

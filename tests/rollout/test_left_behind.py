@@ -17,7 +17,7 @@ from tests.speed import paced
 from turngate.rollout import collect as collecting
 from turngate.rollout.collect import collect
 from turngate.rollout.outcome import Outcome
-from turngate.sandboxes.base import Result, SandboxSpec
+from turngate.sandboxes.base import ExecResult, SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 
 pytestmark = pytest.mark.process
@@ -256,8 +256,8 @@ async def test_the_list_of_files_may_say_anything(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(sandbox, name)
 
-        async def exec(self, command: Sequence[str], **how: Any) -> Result:
-            return Result(0, listed) if "find" in command[2] else await sandbox.exec(command, **how)
+        async def exec(self, command: Sequence[str], **how: Any) -> ExecResult:
+            return ExecResult(0, listed) if "find" in command[2] else await sandbox.exec(command, **how)
 
         async def read(self, path: str, *, limit: int = 0) -> bytes:
             return b"read"
@@ -275,8 +275,8 @@ async def test_the_list_of_files_may_say_anything(tmp_path: Path) -> None:
 
 
 def _launch(home: str) -> Any:
-    from turngate.agents.install import Installed
-    from turngate.agents.launch import plan
+    from turngate.agents.install import Installation
+    from turngate.agents.launch import plan_launch
 
     words = dict.fromkeys(("base_url", "api_key", "model", "prompt"), "x")
-    return plan(own_agent(WRITER), Installed(), home=home, workdir=f"{home}/../work", **words)
+    return plan_launch(own_agent(WRITER), Installation(), home=home, workdir=f"{home}/../work", **words)

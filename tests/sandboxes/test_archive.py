@@ -109,7 +109,7 @@ def test_modes_special_files_and_limits(tmp_path: Path) -> None:
 
 
 def test_what_is_deeper_than_anybody_works_is_left_out_and_named(tmp_path: Path) -> None:
-    deep = [("a/" * depth + "f", FILE, b"x") for depth in (1, archive.DEEPEST - 1, archive.DEEPEST, 1400)]
+    deep = [("a/" * depth + "f", FILE, b"x") for depth in (1, archive.MAX_DEPTH - 1, archive.MAX_DEPTH, 1400)]
     links = [("link", HARD, deep[-2][0]), ("a/" * 1400 + "link", LINK, "f")]
     left = archive.unpack(made(*deep, *links), tmp_path / "out", limit=1000)
     assert len(left) == 4 and all("deep" in line or "too long" in line or "left out" in line for line in left), left
@@ -135,7 +135,7 @@ def test_a_folder_is_packed_however_deep_it_is(tmp_path: Path) -> None:
         names = tar.getnames()
     assert sorted(names)[:3] == [".", "./d", "./d/d"] and "./" + "/".join(["d"] * 1400) in names
     assert {"./f", "./g", "./l", "./x"} <= set(names) and not {"./p", "./x/out"} & set(names)
-    assert supervisor.remove(str(tmp_path / "in"))
+    assert supervisor.remove_folder(str(tmp_path / "in"))
     packed.seek(0)
     archive.unpack(packed, tmp_path / "out", limit=1000)
     assert (tmp_path / "out" / "f").samefile(tmp_path / "out" / "g") and (tmp_path / "out" / "l").is_symlink()
@@ -157,27 +157,27 @@ def test_a_folder_of_any_depth_is_removed_and_its_owner_last(tmp_path: Path) -> 
         Path().chmod(0)
     finally:
         os.chdir(home)
-    assert supervisor.remove(str(box)) and not box.exists()
-    assert supervisor.remove(str(box))
+    assert supervisor.remove_folder(str(box)) and not box.exists()
+    assert supervisor.remove_folder(str(box))
     assert (tmp_path / "kept" / "f").read_text() == "kept"
 
 
 def test_what_cannot_be_removed_keeps_its_owner_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
-    box = folders.make(tmp_path, "local", "files")
+    box = folders.create_folder(tmp_path, "local", "files")
     (box / "files" / "f").write_text("f")
     with monkeypatch.context() as broken:
         broken.setattr(os, "unlink", lambda *_, **__: os.stat("/nowhere"))  # a file system that refuses
         with pytest.raises(SandboxError, match="could not be removed"):
-            folders.remove(box)
+            folders.remove_folder(box)
     assert (box / "owner").exists()
-    folders.remove(box)
+    folders.remove_folder(box)
     assert not box.exists()
 
 
 def test_an_owner_is_known_by_more_than_its_number() -> None:
-    here = owner.this_process()
-    assert owner.parse(str(here)) == here
+    here = owner.current_owner()
+    assert owner.parse_owner(str(here)) == here
     assert not here.gone
     assert owner.Owner(
         here.host, here.boot, here.namespace, here.pid, here.started + 1
@@ -187,4 +187,4 @@ def test_an_owner_is_known_by_more_than_its_number() -> None:
     assert not owner.Owner("another-host", "x", "y", 1, 1).gone
     assert not owner.Owner(here.host, here.boot, "another-container", 1, 1).gone
     for nonsense in ("", "a b c", "a b c d e"):
-        assert owner.parse(nonsense) is None
+        assert owner.parse_owner(nonsense) is None

@@ -73,10 +73,10 @@ socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)
 
 
 def test_an_unknown_machine_is_said_to_have_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(len(seccomp.program(machine) or b"") % 8 == 0 for machine in seccomp.MACHINES)
+    assert all(len(seccomp.build_filter(machine) or b"") % 8 == 0 for machine in seccomp.ARCHITECTURES)
     assert not [wish for wish in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in wish]
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert seccomp.program() is None
+    assert seccomp.build_filter() is None
     assert [wish for wish in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in wish]
 
 
@@ -249,7 +249,7 @@ async def test_a_build_that_fails_leaves_nothing_and_shows_its_last_lines(root: 
 
 
 async def test_a_large_body_for_nowhere_is_refused_unread() -> None:
-    async with upstream() as gateway, door.opened(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as way:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(way.target.rpartition(":")[2]))
         writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 60000000\r\n\r\n")
         assert (await asyncio.wait_for(reader.readline(), scaled(5))).startswith(b"HTTP/1.1 404")
@@ -258,11 +258,11 @@ async def test_a_large_body_for_nowhere_is_refused_unread() -> None:
 
 
 async def test_connections_bodies_and_silence_have_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(door, "CONNECTIONS", 3)
-    monkeypatch.setattr(door, "HELD", 100_000)
+    monkeypatch.setattr(door, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(door, "MAX_BODY_BYTES", 100_000)
     monkeypatch.setattr(door, "STALL_S", scaled(0.5))
     head = "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
-    async with upstream() as gateway, door.opened(gateway.url, folder=tmp_path) as way:
+    async with upstream() as gateway, door.open_door(gateway.url, folder=tmp_path) as way:
         slow = [await asyncio.open_unix_connection(str(way.socket)) for _ in range(2)]
         slow[0][1].write(head.format(90_000).encode())
         await asyncio.sleep(0.1)
@@ -276,7 +276,7 @@ async def test_connections_bodies_and_silence_have_limits(monkeypatch: pytest.Mo
         assert (await raw(0, head.format(2) + "ok", path=way.socket)).startswith(b"HTTP/1.1 200")
         for _, writer in slow:
             writer.close()
-    assert relay.Relay(lambda: "").connections > 1_000_000  # none inside a sandbox
+    assert relay.HttpRelay(lambda: "").connections > 1_000_000  # none inside a sandbox
 
 
 # ── tunnels, installations, owners ──
@@ -304,8 +304,8 @@ asyncio.run(main())
 
 def test_a_tunnels_command_sees_no_secret_but_its_own() -> None:
     ours = {"PATH": "p", "TURNGATE_ADMIN_KEY": "a", "OPENAI_API_KEY": "b", "NGROK_AUTHTOKEN": "c", "TUNNEL_TOKEN": "d"}
-    assert set(tunnel.environment("/usr/bin/ngrok", ours)) == {"PATH", "NGROK_AUTHTOKEN", "TUNNEL_TOKEN"}
-    assert set(tunnel.environment("ssh", ours)) == {"PATH", "TUNNEL_TOKEN"}
+    assert set(tunnel.filter_environment("/usr/bin/ngrok", ours)) == {"PATH", "NGROK_AUTHTOKEN", "TUNNEL_TOKEN"}
+    assert set(tunnel.filter_environment("ssh", ours)) == {"PATH", "TUNNEL_TOKEN"}
 
 
 def test_an_installation_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,12 +313,12 @@ def test_an_installation_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, "secret-77")
     monkeypatch.setenv("npm_config_registry", "registry-77")
     with pytest.raises(AgentError) as caught:
-        install._run("look", ["sh", "-c", "env; exit 1"], lambda line: None)
+        install._run_command("look", ["sh", "-c", "env; exit 1"], lambda line: None)
     assert "secret-77" not in caught.value.message and "registry-77" in caught.value.message
 
 
 def test_a_machine_is_known_by_more_than_its_name() -> None:
-    here = owner.this_process()
+    here = owner.current_owner()
     if Path("/etc/machine-id").exists() and Path("/etc/machine-id").read_text().strip():
         assert "/" in here.host and Path("/etc/machine-id").read_text().strip() not in here.host
     assert not owner.Owner(here.host.partition("/")[0] + "/other", "x", "y", 1, 1).gone

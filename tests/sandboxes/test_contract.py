@@ -17,7 +17,7 @@ from tests.sandboxes.contract import Contract, ended
 from tests.speed import scaled
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import BACKENDS
-from turngate.sandboxes import backend as backend_named
+from turngate.sandboxes import get_backend as backend_named
 from turngate.sandboxes.base import Backend, SandboxSpec
 
 pytestmark = pytest.mark.process

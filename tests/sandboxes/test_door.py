@@ -100,7 +100,7 @@ BAD = {
 
 @pytest.mark.parametrize(("method", "path"), PASS)
 async def test_model_and_tool_calls_pass(method: str, path: str) -> None:
-    async with upstream() as gateway, door.opened(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as way:
         async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
             reply = await client.request(method, way.target + path, content=b"x" if method == "POST" else None)
         assert reply.status_code == 200
@@ -110,7 +110,7 @@ async def test_model_and_tool_calls_pass(method: str, path: str) -> None:
 
 @pytest.mark.parametrize(("method", "path"), REFUSED)
 async def test_nothing_else_does(method: str, path: str) -> None:
-    async with upstream() as gateway, door.opened(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as way:
         port = int(way.target.rpartition(":")[2])
         said = await raw(port, f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         assert said.startswith(b"HTTP/1.1 404 ")
@@ -122,7 +122,7 @@ async def test_nothing_else_does(method: str, path: str) -> None:
 @pytest.mark.parametrize("what", BAD)
 async def test_what_could_be_read_in_two_ways_is_refused(what: str) -> None:
     smuggled = "GET /admin HTTP/1.1\r\nhost: x\r\n\r\n"
-    async with upstream() as gateway, door.opened(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as way:
         said = await raw(int(way.target.rpartition(":")[2]), (BAD[what] + smuggled).encode("latin-1"))
         assert said.startswith(b"HTTP/1.1 400 ")
         assert said.count(b"connection: close") == 1
@@ -130,7 +130,7 @@ async def test_what_could_be_read_in_two_ways_is_refused(what: str) -> None:
 
 
 async def test_a_refused_call_does_not_open_the_way_for_the_next() -> None:
-    async with upstream() as gateway, door.opened(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as way:
         admin = "POST /admin HTTP/1.1\r\nhost: x\r\ncontent-length: 7\r\n\r\nGET / H"
         good = "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
         said = await raw(int(way.target.rpartition(":")[2]), admin + admin + good)
@@ -140,7 +140,7 @@ async def test_a_refused_call_does_not_open_the_way_for_the_next() -> None:
 
 async def test_what_a_server_might_believe_of_a_proxy_is_taken_out() -> None:
     headers = {"x-forwarded-for": "127.0.0.1", "forwarded": "for=x", "x-turngate-session": "other", "x-api-key": "mine"}
-    async with upstream() as gateway, door.opened(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as way:
         async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
             await client.post(f"{way.target}/v1/messages", content=b"x", headers=headers)
         seen = gateway.seen[0].headers
@@ -153,7 +153,7 @@ async def test_the_socket_is_for_its_user_alone_and_goes_with_the_door(tmp_path:
     tmp_path.chmod(0o700)
     calls: list[tuple[str, str]] = []
     async with upstream() as gateway:
-        async with door.opened(gateway.url, folder=tmp_path, on_call=lambda *call: calls.append(call)) as way:
+        async with door.open_door(gateway.url, folder=tmp_path, on_call=lambda *call: calls.append(call)) as way:
             assert way.socket and stat.S_IMODE(way.socket.stat().st_mode) == 0o600
             said = await raw(0, "HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", path=way.socket)
             assert said.startswith(b"HTTP/1.1 200 ")
@@ -164,19 +164,19 @@ async def test_the_socket_is_for_its_user_alone_and_goes_with_the_door(tmp_path:
 async def test_a_socket_whose_path_is_too_long_is_told_with_what_to_set() -> None:
     """As a long TMPDIR makes it. The longest path that the system takes is taken."""
     with tempfile.TemporaryDirectory(prefix="tg-") as short:
-        room = door.PATH_BYTES - len(f"{short}//gateway.sock")
+        room = door.MAX_SOCKET_PATH - len(f"{short}//gateway.sock")
         (fits := Path(short, "x" * room)).mkdir()
-        async with door.opened("http://127.0.0.1:9", folder=fits) as way:
+        async with door.open_door("http://127.0.0.1:9", folder=fits) as way:
             assert way.socket is not None and way.socket.is_socket()
         (long := Path(short, "é" * (room // 2 + 1))).mkdir()  # bytes count, not letters
         with pytest.raises(SandboxUnavailable, match=r"TMPDIR: .* may have 107; set TMPDIR to a folder"):
-            async with door.opened("http://127.0.0.1:9", folder=long):
+            async with door.open_door("http://127.0.0.1:9", folder=long):
                 pass
 
 
 async def test_a_gateway_that_is_down_is_told_from_one_that_answers() -> None:
     async with (
-        door.opened("http://127.0.0.1:1") as way,
+        door.open_door("http://127.0.0.1:1") as way,
         httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client,
     ):
         reply = await client.post(f"{way.target}/v1/messages", content=b"x")
@@ -191,7 +191,7 @@ async def test_a_hang_up_passes_the_door() -> None:
         if await call.hung_up():
             gone.set()
 
-    async with upstream(script) as gateway, door.opened(gateway.url) as way:
+    async with upstream(script) as gateway, door.open_door(gateway.url) as way:
         _, writer = await asyncio.open_connection("127.0.0.1", int(way.target.rpartition(":")[2]))
         writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nok")
         while not gateway.seen:
@@ -208,7 +208,7 @@ async def test_doors_that_open_at_once_leave_the_umask_as_it_was(tmp_path: Path)
         async def opened(n: int) -> None:
             folder = tmp_path / str(n)
             folder.mkdir(mode=0o700)
-            async with door.opened("http://127.0.0.1:9", folder=folder) as own:
+            async with door.open_door("http://127.0.0.1:9", folder=folder) as own:
                 assert own.socket is not None and stat.S_IMODE(own.socket.stat().st_mode) == 0o600
                 (folder / "made").mkdir(mode=0o700)
 
@@ -224,7 +224,7 @@ async def test_a_door_that_nobody_waited_for_makes_the_loop_deaf_to_nobody(folde
     """Cancelled while it is opened: whatever gets its socket's number next is heard."""
 
     async def stand() -> None:
-        async with door.opened("http://127.0.0.1:1", folder=tmp_path if folder else None):
+        async with door.open_door("http://127.0.0.1:1", folder=tmp_path if folder else None):
             await asyncio.sleep(60)
 
     for steps in range(8):

@@ -28,7 +28,7 @@ def groups() -> list[Path]:
 
 
 async def test_limits_are_held_where_they_can_be(backend: Backend) -> None:
-    if cgroups.available() != ALL:
+    if cgroups.enforceable_limits() != ALL:
         pytest.skip("this machine lets us make no control groups")
     assert not set(backend.not_enforced(SandboxSpec(resources=LIMITS))) & ALL  # type: ignore[attr-defined]
     before = groups()
@@ -55,8 +55,8 @@ def test_version_two_is_written_as_the_kernel_wants_it(tmp_path: Path) -> None:
     """On folders that stand for it: the machine that this was written on has version 1."""
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     (tmp_path / "cgroup.subtree_control").write_text("")
-    assert cgroups.available(tmp_path) == ALL
-    cgroups.apply("s1", LIMITS, [11, 12], tmp_path)
+    assert cgroups.enforceable_limits(tmp_path) == ALL
+    cgroups.apply_limits("s1", LIMITS, [11, 12], tmp_path)
     place = tmp_path / "turngate" / "s1"
     found = {path.name: path.read_text() for path in place.iterdir()}
     assert found == {
@@ -70,7 +70,7 @@ def test_version_two_is_written_as_the_kernel_wants_it(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_held_is_named(tmp_path: Path) -> None:
-    assert cgroups.available(tmp_path) == frozenset()
+    assert cgroups.enforceable_limits(tmp_path) == frozenset()
     assert set(cgroups.not_enforced(LIMITS, tmp_path)) == ALL
     assert cgroups.not_enforced(Resources(), tmp_path) == ()
-    cgroups.apply("s1", LIMITS, [1], tmp_path)  # a wish
+    cgroups.apply_limits("s1", LIMITS, [1], tmp_path)  # a wish

@@ -19,7 +19,7 @@ from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes import door, tunnel
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.egress import connected
+from turngate.sandboxes.egress import connect_sandbox
 
 pytestmark = pytest.mark.process
 
@@ -65,8 +65,8 @@ def command(folder: Path) -> list[str]:
 
 
 async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_path: Path) -> None:
-    async with upstream() as gateway, door.opened(gateway.url) as way:
-        async with tunnel.opened(command(tmp_path), way.target, **fast()) as opened:
+    async with upstream() as gateway, door.open_door(gateway.url) as way:
+        async with tunnel.open_tunnel(command(tmp_path), way.target, **fast()) as opened:
             assert opened.url.startswith("http://127.0.0.1:")
             assert opened.url != way.target
             port = way.target.rpartition(":")[2]
@@ -89,12 +89,12 @@ async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_p
 async def test_a_command_that_gives_no_url_is_named(words: str, why: str) -> None:
     start_s = 1 if "took longer" in why else scaled(10)
     with pytest.raises(SandboxError, match=why):
-        async with tunnel.opened(words, "http://127.0.0.1:9", start_s=start_s):
+        async with tunnel.open_tunnel(words, "http://127.0.0.1:9", start_s=start_s):
             pass
 
 
 async def test_the_placeholders_stand_for_our_address() -> None:
-    async with tunnel.opened(
+    async with tunnel.open_tunnel(
         "sh -c 'echo https://{port}.example/{url}; sleep 60'", "http://127.0.0.1:99", probe_every_s=60
     ) as one:
         assert one.url == "https://99.example/http://127.0.0.1:99"
@@ -116,9 +116,9 @@ async def test_a_tunnel_that_dies_is_replaced_and_the_agent_notices_nothing(
     try:
         async with (
             upstream(answer("yes")) as gateway,
-            door.opened(gateway.url) as way,
-            tunnel.opened(command(tmp_path), way.target, **options) as opened,
-            connected(sandbox, opened) as url,
+            door.open_door(gateway.url) as way,
+            tunnel.open_tunnel(command(tmp_path), way.target, **options) as opened,
+            connect_sandbox(sandbox, opened) as url,
         ):
             asking = asyncio.create_task(keep_asking(url))
             await kit.soon(lambda: len(seen) >= 3)
@@ -147,7 +147,7 @@ async def test_a_tunnel_that_cannot_be_made_again_is_tried_with_pauses(tmp_path:
         return [float(line) for line in file.read_text().splitlines()]
 
     options = {"probe_every_s": 60.0, "pause_s": (0.2, 0.8), "log": said.append}
-    async with tunnel.opened(["sh", "-c", script], "http://127.0.0.1:9", **options):
+    async with tunnel.open_tunnel(["sh", "-c", script], "http://127.0.0.1:9", **options):
         await kit.soon(lambda: len(tries()) >= 5, within_s=20)
         for (before, after), pause in zip(pairwise(tries()), (0.2, 0.4, 0.8, 0.8), strict=False):
             assert after - before > 0.95 * pause

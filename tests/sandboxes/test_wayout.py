@@ -14,7 +14,7 @@ from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes import door
 from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
-from turngate.sandboxes.egress import FOLDER, connected
+from turngate.sandboxes.egress import RELAY_FOLDER, connect_sandbox
 
 pytestmark = pytest.mark.process
 
@@ -45,7 +45,10 @@ async def test_a_sandbox_reaches_the_gateway_through_its_door_and_nothing_else(s
     assert sandbox.shared
     async with upstream(stream) as gateway:
         folder = sandbox.shared[0]
-        async with door.opened(gateway.url, folder=folder) as way, connected(sandbox, way, give_up_s=scaled(5)) as url:
+        async with (
+            door.open_door(gateway.url, folder=folder) as way,
+            connect_sandbox(sandbox, way, give_up_s=scaled(5)) as url,
+        ):
             assert await ask(sandbox, f"{url}/v1/messages") == "200 one two"
             assert (await ask(sandbox, f"{url}/admin/sessions")).startswith("404")
             assert (await ask(sandbox, f"{url}/v1/rollouts/other/chat/completions")).startswith("404")
@@ -59,10 +62,10 @@ async def test_a_killed_relay_comes_back_on_its_port(sandbox: Sandbox) -> None:
     assert sandbox.shared
     async with (
         upstream(answer("still here")) as gateway,
-        door.opened(gateway.url, folder=sandbox.shared[0]) as way,
-        connected(sandbox, way) as url,
+        door.open_door(gateway.url, folder=sandbox.shared[0]) as way,
+        connect_sandbox(sandbox, way) as url,
     ):
-        await sh(sandbox, f"kill -KILL $(pgrep -f {sandbox.home}/{FOLDER}/[r]elay.py)")
+        await sh(sandbox, f"kill -KILL $(pgrep -f {sandbox.home}/{RELAY_FOLDER}/[r]elay.py)")
         async with asyncio.timeout(scaled(20)):
             while await ask(sandbox, f"{url}/v1/messages") != "200 still here":
                 await asyncio.sleep(0.25)
@@ -72,8 +75,8 @@ async def test_a_gateway_that_restarts_is_not_noticed(sandbox: Sandbox) -> None:
     assert sandbox.shared
     async with (
         upstream(answer("after")) as gateway,
-        door.opened(gateway.url, folder=sandbox.shared[0]) as way,
-        connected(sandbox, way) as url,
+        door.open_door(gateway.url, folder=sandbox.shared[0]) as way,
+        connect_sandbox(sandbox, way) as url,
     ):
         port = int(gateway.url.rpartition(":")[2])
         await gateway.close()
@@ -86,9 +89,9 @@ async def test_a_gateway_that_restarts_is_not_noticed(sandbox: Sandbox) -> None:
 
 async def test_a_gateway_that_is_not_there_is_named_at_once(sandbox: Sandbox) -> None:
     assert sandbox.shared
-    async with door.opened("http://127.0.0.1:1", folder=sandbox.shared[0]) as way:
+    async with door.open_door("http://127.0.0.1:1", folder=sandbox.shared[0]) as way:
         with pytest.raises(SandboxError, match="cannot be reached from the sandbox"):
-            async with connected(sandbox, way, give_up_s=0.5):
+            async with connect_sandbox(sandbox, way, give_up_s=0.5):
                 pass
     assert not await _relays(sandbox)
 
@@ -103,13 +106,13 @@ async def test_an_image_without_python_takes_node(backend: Backend) -> None:
         hide = "mkdir bin && for name in python3 python; do printf '#!/bin/sh\\nexit 127\\n' >bin/$name && chmod +x bin/$name; done"
         await sh(sandbox, hide)
         sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin:/usr/bin:/bin"}  # type: ignore[attr-defined]
-        async with upstream(answer("by node")) as gateway, door.opened(gateway.url, folder=sandbox.shared[0]) as way:
-            async with connected(sandbox, way, node=f"{inside}/node") as url:
+        async with upstream(answer("by node")) as gateway, door.open_door(gateway.url, folder=sandbox.shared[0]) as way:
+            async with connect_sandbox(sandbox, way, node=f"{inside}/node") as url:
                 assert await sh(sandbox, f"curl -s -d question {url}/v1/messages") == "by node"
-                assert "relay.mjs" in await sh(sandbox, f"ls {sandbox.home}/{FOLDER}")
+                assert "relay.mjs" in await sh(sandbox, f"ls {sandbox.home}/{RELAY_FOLDER}")
             with pytest.raises(SandboxError, match="neither Python"):
                 sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin"}  # type: ignore[attr-defined]
-                async with connected(sandbox, way):
+                async with connect_sandbox(sandbox, way):
                     pass
     finally:
         await sandbox.stop()
@@ -117,10 +120,10 @@ async def test_an_image_without_python_takes_node(backend: Backend) -> None:
 
 async def test_ending_in_the_middle_leaves_no_relay(sandbox: Sandbox) -> None:
     assert sandbox.shared
-    async with upstream() as gateway, door.opened(gateway.url, folder=sandbox.shared[0]) as way:
+    async with upstream() as gateway, door.open_door(gateway.url, folder=sandbox.shared[0]) as way:
 
         async def use() -> None:
-            async with connected(sandbox, way):
+            async with connect_sandbox(sandbox, way):
                 await asyncio.sleep(60)
 
         for after_s in (0.05, 0.3, 2.0):
@@ -136,21 +139,21 @@ async def test_a_sandbox_that_ends_first_is_no_trouble(backend: Backend) -> None
     sandbox = await backend.create(SandboxSpec())
     assert sandbox.shared
     folder = sandbox.shared[0]
-    async with upstream() as gateway, door.opened(gateway.url, folder=folder) as way, connected(sandbox, way):
+    async with upstream() as gateway, door.open_door(gateway.url, folder=folder) as way, connect_sandbox(sandbox, way):
         await sandbox.stop()
         await asyncio.sleep(1)
 
 
 async def _relays(sandbox: Sandbox) -> list[str]:
     await asyncio.sleep(0.2)
-    return (await sandbox.exec(["pgrep", "-f", f"{sandbox.home}/{FOLDER}/relay.py"])).stdout.decode().split()
+    return (await sandbox.exec(["pgrep", "-f", f"{sandbox.home}/{RELAY_FOLDER}/relay.py"])).stdout.decode().split()
 
 
 async def test_the_relay_has_no_secret_in_its_command_line(sandbox: Sandbox) -> None:
     assert sandbox.shared
     async with (
         upstream() as gateway,
-        door.opened(gateway.url, folder=sandbox.shared[0]) as way,
-        connected(sandbox, way),
+        door.open_door(gateway.url, folder=sandbox.shared[0]) as way,
+        connect_sandbox(sandbox, way),
     ):
         assert gateway.url not in await sh(sandbox, "ps axww -o args")

@@ -66,7 +66,7 @@ class Service:
         """What is there that should not be: processes and folders of sandboxes, and what callers gave."""
         found = [path.name for path in self.root.iterdir()]
         found += [f"input {path.name}" for path in (self.data / "service" / "inputs").iterdir()]
-        mark = f"{folders.MARK}=local-".encode()
+        mark = f"{folders.SANDBOX_ENV}=local-".encode()
         for process in Path("/proc").iterdir():
             if process.name.isdigit():
                 try:

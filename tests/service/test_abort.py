@@ -15,7 +15,7 @@ from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
-from turngate.sandboxes.supervised import Supervised
+from turngate.sandboxes.supervised import SupervisedSandbox
 from turngate.service.catalog import Choice
 from turngate.service.gateways import Gateways, Reached
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 class Slow(LocalBackend):
     """Takes for ever to make a sandbox."""
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         await asyncio.sleep(36000)
         return await super().create(spec)
 

@@ -15,7 +15,7 @@ from tests.speed import scaled
 from turngate.errors import TaskError
 from turngate.tasks.grading import logs
 from turngate.tasks.grading.result import Undecided
-from turngate.tasks.grading.types import Case
+from turngate.tasks.grading.types import CaseOutcome
 
 pytestmark = pytest.mark.process
 
@@ -82,7 +82,7 @@ class Cases(unittest.TestCase):
         self.fail()
 '''
 GOOD = ("a b", "a - b", "[", "PASSED x", "a] - [b")
-OUTCOMES: dict[str, Case] = {
+OUTCOMES: dict[str, CaseOutcome] = {
     **{f"test_suite.py::test_good[{x}]": "passed" for x in GOOD},
     **{f"test_suite.py::test_bad[{x}]": "failed" for x in ("a b", "a - b", "FAILED x")},
     "test_suite.py::test_wrong": "failed",
@@ -94,7 +94,10 @@ OUTCOMES: dict[str, Case] = {
     "test_suite.py::Cases::test_known": "passed",
     "test_broken.py": "error",
 }
-SKIPPED: dict[str, Case] = {"test_suite.py::test_skipped": "skipped", "test_suite.py::Cases::test_later": "skipped"}
+SKIPPED: dict[str, CaseOutcome] = {
+    "test_suite.py::test_skipped": "skipped",
+    "test_suite.py::Cases::test_later": "skipped",
+}
 
 
 @pytest.fixture(scope="module")
@@ -117,39 +120,39 @@ def ran(folder: Path, *options: str, columns: int = 80) -> str:
 
 @pytest.mark.parametrize("options", [("-rA",), ("-rA", "--color=yes"), ("-rA", "-q")], ids=" ".join)
 def test_a_summary_tells_every_outcome_but_which_tests_were_skipped(suite: Path, options: tuple[str, ...]) -> None:
-    assert logs.parse("pytest", ran(suite, *options)) == OUTCOMES
+    assert logs.parse_log("pytest", ran(suite, *options)) == OUTCOMES
 
 
 @pytest.mark.parametrize("options", [("-v",), ("-v", "-n2"), ("-vv", "-rA")], ids=" ".join)
 def test_progress_lines_tell_every_outcome(suite: Path, options: tuple[str, ...]) -> None:
-    assert logs.parse("pytest", ran(suite, *options)) == OUTCOMES | SKIPPED
+    assert logs.parse_log("pytest", ran(suite, *options)) == OUTCOMES | SKIPPED
 
 
 @pytest.mark.parametrize("columns", [40, 240])
 def test_several_runs_in_one_log_are_all_read(suite: Path, columns: int) -> None:
     one = ran(suite, "-rA", "test_broken.py", columns=columns)
     other = ran(suite, "-rA", "-q", "test_suite.py", columns=columns)
-    assert logs.parse("pytest", one + other) == OUTCOMES
-    assert logs.parse("pytest", other + one) == OUTCOMES
+    assert logs.parse_log("pytest", one + other) == OUTCOMES
+    assert logs.parse_log("pytest", other + one) == OUTCOMES
 
 
 @pytest.mark.needs("swebench")
 def test_swebench_reads_the_same_where_names_are_plain(suite: Path) -> None:
     """And nothing was printed that looks like an outcome, and no test has two."""
     log = ran(suite, "-rA", "-k", "plain or known or wrong or (good and not b)")
-    ours = logs.parse("pytest", log)
+    ours = logs.parse_log("pytest", log)
     assert len(ours) == 6
-    assert logs.parse("rebench:parse_log_pytest_v2", log) == ours
-    assert logs.parse("swebench:astropy/astropy", log) == ours
+    assert logs.parse_log("rebench:parse_log_pytest_v2", log) == ours
+    assert logs.parse_log("swebench:astropy/astropy", log) == ours
     cut = {name.split()[0]: case for name, case in ours.items()}
-    assert logs.parse("rebench:parse_log_pytest", log) == cut
-    assert logs.parse("swebench:pytest-dev/pytest", log) == cut
+    assert logs.parse_log("rebench:parse_log_pytest", log) == cut
+    assert logs.parse_log("swebench:pytest-dev/pytest", log) == cut
 
 
 def test_unittest_output_is_read(suite: Path) -> None:
     command = [sys.executable, "-m", "unittest", "-v", "test_suite"]
     log = subprocess.run(command, cwd=suite, capture_output=True, text=True, check=False).stderr
-    found = logs.parse("unittest", log)
+    found = logs.parse_log("unittest", log)
     assert {name.partition(" ")[0]: case for name, case in found.items()} == {
         "test_plain": "passed",
         "test_parts": "failed",
@@ -160,20 +163,24 @@ def test_unittest_output_is_read(suite: Path) -> None:
 
 @pytest.mark.needs("swebench")
 def test_a_parser_that_there_is_not_is_an_error_that_names_those_there_are() -> None:
-    assert logs.known("pytest") and logs.known("swebench:django/django") and logs.known("rebench:parse_log_pytest")
+    assert (
+        logs.has_parser("pytest")
+        and logs.has_parser("swebench:django/django")
+        and logs.has_parser("rebench:parse_log_pytest")
+    )
     for name, has in (("nose", "unittest"), ("swebench:no/repo", "django/django"), ("rebench:nose", "parse_log_cargo")):
-        assert not logs.known(name)
+        assert not logs.has_parser(name)
         with pytest.raises(TaskError, match=has):
-            logs.parse(name, "")
+            logs.parse_log(name, "")
 
 
 @pytest.mark.needs("swebench")
 def test_a_log_that_a_parser_gets_lost_in_decides_nothing_and_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is no invalid task either: an agent could print its way out of a bad grade."""
-    assert logs.known("swebench:django/django")  # what there is, is asked for once, without haste
-    monkeypatch.setattr(logs, "FOREIGN_S", 1.0)
+    assert logs.has_parser("swebench:django/django")  # what there is, is asked for once, without haste
+    monkeypatch.setattr(logs, "FOREIGN_TIMEOUT_S", 1.0)
     with pytest.raises(Undecided, match="for 1 s and came to no end"):
-        logs.parse("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)
+        logs.parse_log("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +190,6 @@ def test_a_log_that_a_parser_gets_lost_in_decides_nothing_and_is_no_hang(monkeyp
 def test_our_own_parsers_do_not_get_lost(line: str) -> None:
     began = time.process_time()
     for name in ("pytest", "unittest"):
-        logs.parse(name, "=== short test summary info ===\n" + f"{line}\n" * 500)
-        logs.parse(name, f"{line}\n" * 500)
+        logs.parse_log(name, "=== short test summary info ===\n" + f"{line}\n" * 500)
+        logs.parse_log(name, f"{line}\n" * 500)
     assert time.process_time() - began < scaled(2.5)

@@ -18,9 +18,9 @@ from turngate.errors import TaskError
 from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.docker import DockerBackend
 from turngate.tasks import staging
-from turngate.tasks.grading.types import Grade, Ground
-from turngate.tasks.loaders.load import read
-from turngate.tasks.proof import Proof, prove
+from turngate.tasks.grading.types import Grade, GradingEnvironment
+from turngate.tasks.loaders.load import read_tasks
+from turngate.tasks.proof import Proof, prove_task
 from turngate.tasks.task import Swe, Task
 
 pytestmark = [pytest.mark.needs("docker", "swe-tasks", "swebench"), pytest.mark.full]
@@ -34,7 +34,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
     """All of them, as the loader has them."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in swe_tasks.rows()))
-    return {task.id: task for task in read(str(file))}
+    return {task.id: task for task in read_tasks(str(file))}
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,11 @@ def proofs(tasks: dict[str, Task], tmp_path_factory: pytest.TempPathFactory) -> 
 
 async def _proofs(tasks: list[Task], root: Path) -> dict[str, Proof]:
     gate = asyncio.Semaphore(AT_ONCE)
-    ground = Ground(backend=DockerBackend(root))
+    ground = GradingEnvironment(backend=DockerBackend(root))
 
     async def proven(task: Task) -> Proof:
         async with gate:
-            return await prove(task, ground)
+            return await prove_task(task, ground)
 
     return {proof.task: proof for proof in await asyncio.gather(*map(proven, tasks))}
 
@@ -100,10 +100,10 @@ async def test_the_agent_sees_no_future(name: str, tasks: dict[str, Task], tmp_p
     [pair] = swe_tasks.chosen([name])
     task = tasks[pair.instance]
     backend = DockerBackend(tmp_path)
-    sandbox = await backend.create(staging.spec(task, backend))
+    sandbox = await backend.create(staging.build_sandbox_spec(task, backend))
     try:
         assert await known(sandbox) >= {f"v{pair.new}", "origin", f"{pair.name} {pair.new}"}  # the image has it all
-        await staging.set_up(sandbox, task)
+        await staging.run_setup(sandbox, task)
         assert await known(sandbox) == {f"v{pair.old}", "main", f"Begin {pair.name}", f"{pair.name} {pair.old}"}
         assert await said(sandbox, "git status --porcelain") == ""
         assert await said(sandbox, "git rev-parse HEAD") == grader(task).base_commit
@@ -155,4 +155,4 @@ def test_lists_may_be_texts_and_a_row_that_is_wrong_is_named(tasks: dict[str, Ta
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({**rows[0], "PASS_TO_PASS": "not a list"}) + "\n")
     with pytest.raises(TaskError, match=f"{rows[0]['instance_id']}.*PASS_TO_PASS"):
-        list(read(str(file)))
+        list(read_tasks(str(file)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from turngate.errors import TaskError
-from turngate.tasks import load
+from turngate.tasks import load_task
 from turngate.tasks.task import Function, Rubric, Script, Solution
 from turngate.trace.host_tools import HostTool
 
@@ -55,7 +55,7 @@ def test_every_part_of_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.Monke
         tmp_path / "fix-it",
         {"task.toml": FULL, "tests/test.sh": "true", "solution/solve.sh": "true", "environment/Dockerfile": "FROM x"},
     )
-    task = load(at)
+    task = load_task(at)
     assert (task.image, task.dockerfile, task.workdir) == ("debian:bookworm", at / "environment", "/srv/app")
     assert (task.cpus, task.memory_mb, task.timeout_s, task.env) == (2, 2048, 90.0, {"LANG": "C"})
     assert task.grader == Script(
@@ -66,7 +66,7 @@ def test_every_part_of_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_probe_is_taken_for_one(tmp_path: Path) -> None:
-    task = load(made(tmp_path, {"tests/test.sh": "true", "tests/run.sh": "true"}))
+    task = load_task(made(tmp_path, {"tests/test.sh": "true", "tests/run.sh": "true"}))
     assert isinstance(task.grader, Script)
     assert task.grader.probe == ("bash", "/tests/run.sh") and task.grader.command == ("bash", "/tests/test.sh")
     assert task.grader.timeout_s == 600.0, "Harbor's default"
@@ -89,7 +89,7 @@ def test_our_own_table(tmp_path: Path) -> None:
     weight = 3
     function = "speed.py:grade"
     """
-    task = load(made(tmp_path, {"task.toml": text, "tests/style.sh": "true", "speed.py": ""}))
+    task = load_task(made(tmp_path, {"task.toml": text, "tests/style.sh": "true", "speed.py": ""}))
     assert (task.setup_timeout_s, task.workdir) == (5.0, "/work")
     schema = {"type": "object", "properties": {"text": {"type": "string"}}}
     assert task.tools == (HostTool(name="answer", description="Say the answer.", schema=schema),)
@@ -101,9 +101,9 @@ def test_our_own_table(tmp_path: Path) -> None:
 
 
 def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
-    one = load(made(tmp_path / "a", {"task.toml": '[turngate]\ndecides = "exit code"', "tests/test.sh": "true"}))
+    one = load_task(made(tmp_path / "a", {"task.toml": '[turngate]\ndecides = "exit code"', "tests/test.sh": "true"}))
     assert isinstance(one.grader, Script) and one.grader.decides == "exit code"
-    two = load(
+    two = load_task(
         made(tmp_path / "b", {"task.toml": '[turngate]\ngrader = "my.module:grade"\n[verifier]\ntimeout_sec = 9'})
     )
     assert two.grader == Function(name="my.module:grade", timeout_s=9.0)
@@ -155,11 +155,11 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
     with pytest.raises(TaskError, match=complaint):
-        load(made(tmp_path / "t", files))
+        load_task(made(tmp_path / "t", files))
 
 
 @pytest.mark.parametrize("name", sorted(place.name for place in EXAMPLES.iterdir()))
 def test_the_examples_are_whole(name: str) -> None:
-    task = load(EXAMPLES / name)
+    task = load_task(EXAMPLES / name)
     assert task.grader is not None and task.solution is not None and task.files is not None
     assert task.timeout_s and task.metadata

@@ -16,10 +16,10 @@ from tests.speed import scaled
 from tests.tasks.test_swe import Repo
 from turngate.cli.main import app
 from turngate.sandboxes.local import LocalBackend
-from turngate.tasks import Task, read
-from turngate.tasks.grading.types import Ground
+from turngate.tasks import Task, read_tasks
+from turngate.tasks.grading.types import GradingEnvironment
 from turngate.tasks.loaders import swe
-from turngate.tasks.proof import prove
+from turngate.tasks.proof import prove_task
 from turngate.tasks.task import Script, Solution
 
 pytestmark = pytest.mark.process
@@ -32,11 +32,13 @@ IMAGE = {"docker": "turngate-base:bookworm"}
 @pytest.mark.parametrize("name", backends())
 async def test_the_examples_prove_themselves(name: str, tmp_path: Path) -> None:
     need(name)
-    ground = Ground(backend=MAKE[name](tmp_path / "sandboxes"), image=IMAGE.get(name, ""), log=tmp_path / "grade.log")
-    tasks = list(read(str(EXAMPLES)))
+    ground = GradingEnvironment(
+        backend=MAKE[name](tmp_path / "sandboxes"), image=IMAGE.get(name, ""), log=tmp_path / "grade.log"
+    )
+    tasks = list(read_tasks(str(EXAMPLES)))
     assert len(tasks) >= 4
     for two in zip(tasks[::2], tasks[1::2], strict=True):  # side by side, as many as there are cores
-        for proof in await asyncio.gather(*(prove(task, ground) for task in two)):
+        for proof in await asyncio.gather(*(prove_task(task, ground) for task in two)):
             assert (proof.verdict, proof.message) == ("proven", "")
             assert proof.solved and proof.untouched and (proof.solved.reward, proof.untouched.reward) == (1.0, 0.0)
     assert (tmp_path / "grade-solved.log").stat().st_size and (tmp_path / "grade-untouched.log").exists()
@@ -52,7 +54,7 @@ def script(at: Path, test: str, solve: str) -> Task:
 
 
 async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
-    ground = Ground(backend=LocalBackend(tmp_path / "sandboxes"))
+    ground = GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes"))
     there = "[ -e done ]"
     good = script(tmp_path / "good", there, "touch done")
     wrong = {
@@ -65,9 +67,9 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
         "setup.sh ended with exit code 1": msgspec.structs.replace(good, setup="false"),
     }
     for message, task in wrong.items():
-        proof = await prove(task, ground)
+        proof = await prove_task(task, ground)
         assert proof.verdict == "not proven" and message in proof.message, (message, proof)
-    assert (await prove(good, ground)).verdict == "proven"
+    assert (await prove_task(good, ground)).verdict == "proven"
 
 
 PATCH = """\
@@ -118,8 +120,8 @@ async def test_a_swe_row_with_a_real_repository(tmp_path: Path) -> None:
         "install_config": {"test_cmd": f"{sys.executable} -m pytest -rA -p no:cacheprovider", "log_parser": "pytest"},
     }
     # No image here: the repository is laid down as the task's files, and a local sandbox has a working folder of its own.
-    task = msgspec.structs.replace(swe.task(row, "row 1"), files=made.at, image="", workdir="")
-    proof = await prove(task, Ground(backend=LocalBackend(tmp_path / "sandboxes")))
+    task = msgspec.structs.replace(swe.build_task(row, "row 1"), files=made.at, image="", workdir="")
+    proof = await prove_task(task, GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes")))
     assert (proof.verdict, proof.message) == ("proven", "")
     assert proof.solved and proof.solved.resolved is True and proof.untouched and proof.untouched.resolved is False
     assert proof.untouched.cases == {
@@ -144,10 +146,10 @@ def test_the_command_proves_and_says_so_by_its_exit_code(tmp_path: Path) -> None
 
 
 async def test_without_a_solution_the_grader_is_tried_all_the_same(tmp_path: Path) -> None:
-    ground = Ground(backend=LocalBackend(tmp_path / "sandboxes"))
+    ground = GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes"))
     good = msgspec.structs.replace(script(tmp_path / "good", "[ -e done ]", "true"), solution=None)
     lax = msgspec.structs.replace(script(tmp_path / "lax", "true", "true"), solution=None)
     dies = msgspec.structs.replace(script(tmp_path / "dies", "kill -9 $$", "true"), solution=None)
-    proofs = [await prove(task, ground) for task in (good, lax, dies)]
+    proofs = [await prove_task(task, ground) for task in (good, lax, dies)]
     assert [proof.verdict for proof in proofs] == ["valid", "not proven", "not proven"]
     assert proofs[0].message.startswith("no change scores 0; there is no solution")

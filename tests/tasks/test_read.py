@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from tests.tasks.test_swe import row as swe_row
 from turngate.cli.main import app
 from turngate.errors import TaskError
-from turngate.tasks import read
-from turngate.tasks.loaders.load import look
+from turngate.tasks import read_tasks
+from turngate.tasks.loaders.load import scan_tasks
 from turngate.tasks.task import Function, Part, Rubric, Script, Solution, Swe, Task
 
 
@@ -51,7 +51,7 @@ def folder(at: Path) -> Path:
 
 
 def ids(where: object, **how: Any) -> list[str]:
-    return [task.id for task in read(str(where), **how)]
+    return [task.id for task in read_tasks(str(where), **how)]
 
 
 # ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,7 +91,7 @@ def test_a_row_of_our_own_with_everything(tmp_path: Path) -> None:
             ],
         },
     )
-    (task,) = read(lines(tmp_path / "t.jsonl", row))
+    (task,) = read_tasks(lines(tmp_path / "t.jsonl", row))
     assert task.files is not None and (task.files / "src/main.py").read_text() == "print(1)\n"
     assert (task.files / "run").stat().st_mode & 0o111
     assert (task.setup, task.setup_timeout_s, task.image, task.workdir) == ("true", 9, "debian", "/app")
@@ -110,18 +110,18 @@ def test_files_of_rows_lie_once_per_content_and_are_mended(tmp_path: Path, cache
     where = lines(
         tmp_path / "t.jsonl", own("a", files={"x": "1"}), own("b", files={"x": "1"}), own("c", files={"x": "2"})
     )
-    a, b, c = read(where)
+    a, b, c = read_tasks(where)
     assert a.files == b.files != c.files and a.files is not None and a.files.parent == cache / "tasks"
     (a.files / "x").write_text("tampered with")
     (a.files / "more").write_text("tampered with")
-    again = next(read(where)).files
+    again = next(read_tasks(where)).files
     assert again is not None and (again / "x").read_text() == "1" and [p.name for p in again.iterdir()] == ["x"]
     assert not [path for path in (cache / "tasks").iterdir() if path.name.startswith(".")]
 
 
 def test_swe_rows_are_known_by_their_fields(tmp_path: Path) -> None:
     mixed = lines(tmp_path / "t.jsonl", swe_row(), "", own())
-    one, two = read(mixed)
+    one, two = read_tasks(mixed)
     assert isinstance(one.grader, Swe) and one.source.endswith("t.jsonl, row 1")
     assert two.id == "one" and two.source.endswith("row 3"), "rows are counted as lines"
     (tmp_path / "t.json").write_text(json.dumps([swe_row(), own()]))
@@ -134,7 +134,7 @@ def test_parquet(tmp_path: Path) -> None:
         swe_row(instance_id="Org__repo-2", install_config={"test_cmd": "pytest", "log_parser": "pytest"}),
     ]
     where = table(tmp_path / "t.parquet", rows)
-    one, two = read(where)
+    one, two = read_tasks(where)
     assert isinstance(one.grader, Swe) and one.grader.fail_to_pass == ("tests/test_a.py::test_1",)
     assert isinstance(two.grader, Swe) and (two.grader.install, two.source) == ("", f"{where}, row 2")
     (tmp_path / "broken.parquet").write_text("PAR0")
@@ -170,7 +170,7 @@ def test_a_data_set_of_the_hub(hub: Path) -> None:
     assert ids("hf://org/rows@train") == ["a", "b"]
     assert ids("hf://org/rows@test") == ["c"]
     assert ids("hf://org/rows@lite/test") == ["d"]
-    assert next(read("hf://org/rows@test")).source.startswith(
+    assert next(read_tasks("hf://org/rows@test")).source.startswith(
         "hf://org/rows@test/data/test-00000-of-00001.parquet, row 1"
     )
     with pytest.raises(TaskError, match=r"name one .*test, train, lite/test"):
@@ -198,7 +198,7 @@ def test_functions(tmp_path: Path) -> None:
         "    return []\n"
     )
     where = f"{tmp_path / 'make.py'}:tasks"
-    first, second = read(where)
+    first, second = read_tasks(where)
     assert (first.id, second.source) == ("a", f"{where}, item 2")
     assert ids("tests.tasks.test_read:a_few") == ["x", "y"]
     for name, complaint in {
@@ -272,7 +272,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, row: object, complaint: str) -> 
     where = lines(tmp_path / "t.jsonl", own("first"), row, own("last"))
     with pytest.raises(TaskError, match=complaint):
         ids(where)
-    assert [found.error is None for found in look(where)] == [True, False, True], (
+    assert [found.error is None for found in scan_tasks(where)] == [True, False, True], (
         "the others are looked at all the same"
     )
 

@@ -63,13 +63,13 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def grader(fields: dict[str, Any]) -> Swe:
-    found = swe.task(fields, "rows.jsonl, row 1").grader
+    found = swe.build_task(fields, "rows.jsonl, row 1").grader
     assert isinstance(found, Swe)
     return found
 
 
 def test_swe_rebench() -> None:
-    task = swe.task(row(), "rows.jsonl, row 1")
+    task = swe.build_task(row(), "rows.jsonl, row 1")
     assert (task.id, task.workdir, task.source) == ("Org__repo-1", "/testbed", "rows.jsonl, row 1")
     assert task.image == "swerebench/sweb.eval.x86_64.org_1776_repo-1:latest"
     assert task.solution == Solution(patch="diff --git a/x b/x\n")
@@ -85,7 +85,9 @@ def test_swe_rebench() -> None:
 
 def test_swe_rebench_v2() -> None:
     config = json.dumps({**CONFIG, "test_cmd": ["make build", "go test ./..."], "log_parser": "parse_log_gotest"})
-    task = swe.task(row(install_config=config, language="go", image_name="docker.io/swerebenchv2/org-repo:1"), "r")
+    task = swe.build_task(
+        row(install_config=config, language="go", image_name="docker.io/swerebenchv2/org-repo:1"), "r"
+    )
     assert (task.image, task.workdir) == ("docker.io/swerebenchv2/org-repo:1", "/repo")
     found = task.grader
     assert isinstance(found, Swe)
@@ -101,7 +103,7 @@ def test_a_parser_of_ours_and_a_command_that_names_its_files() -> None:
 
 def test_swe_gym() -> None:
     fields = row(instance_id="getmoto__moto-7365", repo="getmoto/moto", install_config=...)
-    assert swe.task(fields, "r").image == "xingyaoww/sweb.eval.x86_64.getmoto_s_moto-7365:latest"
+    assert swe.build_task(fields, "r").image == "xingyaoww/sweb.eval.x86_64.getmoto_s_moto-7365:latest"
     assert grader(fields).test_cmd == "pytest -n0 -rA tests/test_a.py"
     fields |= {"repo": "python/mypy", "FAIL_TO_PASS": ["mypy/test/testcheck.py::TypeCheckSuite::check-a.test::testOne"]}
     fields |= {"PASS_TO_PASS": ["mypy/test/testcheck.py::TypeCheckSuite::check-a.test::testTwo"]}
@@ -148,7 +150,7 @@ def test_swe_bench_with_its_script() -> None:
         eval_type="pass_and_fail",
         log_parser="parse_log_astropy",
     )
-    assert swe.task(fields, "r").image == "swebench/sweb.eval.x86_64.astropy_1776_astropy-1:latest"
+    assert swe.build_task(fields, "r").image == "swebench/sweb.eval.x86_64.astropy_1776_astropy-1:latest"
     found = grader(fields)
     assert (found.test_cmd, found.parser) == ("pytest -rA astropy/tests/test_a.py", "swebench:parse_log_astropy")
     assert found.before.splitlines() == [
@@ -195,7 +197,7 @@ def test_swe_bench_with_its_script() -> None:
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(TaskError, match=complaint):
-        swe.task(row(**changes), "rows.jsonl, row 7")
+        swe.build_task(row(**changes), "rows.jsonl, row 7")
 
 
 # ── the future ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,7 +225,7 @@ class Repo:
 
     def hide(self, base: str) -> subprocess.CompletedProcess[str]:
         """As a sandbox does it with a task's setup."""
-        command = ["sh", "-e", "-c", swe.HIDE.replace("@BASE@", base)]
+        command = ["sh", "-e", "-c", swe.HIDE_HISTORY.replace("@BASE@", base)]
         return subprocess.run(command, cwd=self.at, env=self.env, capture_output=True, text=True, timeout=scaled(120))
 
 
@@ -346,7 +348,7 @@ def test_as_somebody_who_is_not_root_in_a_repository_of_roots(open_folder: Path)
     home.mkdir()
     os.chown(home, 12345, 12345)
     made.env["HOME"] = str(home)
-    command = ["sh", "-e", "-c", swe.HIDE.replace("@BASE@", base)]
+    command = ["sh", "-e", "-c", swe.HIDE_HISTORY.replace("@BASE@", base)]
     done = subprocess.run(
         command, cwd=made.at, env=made.env, user=12345, group=12345, extra_groups=[], capture_output=True, text=True
     )

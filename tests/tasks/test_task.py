@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from turngate.errors import TaskError
-from turngate.tasks import load, said
+from turngate.tasks import load_task, task_from_prompt
 
 
 def folder(at: Path, **files: str) -> Path:
@@ -28,21 +28,21 @@ def test_a_folder_with_everything(tmp_path: Path) -> None:
         files__a="1",
         environment__Dockerfile="FROM x",
     )
-    task = load(at)
+    task = load_task(at)
     assert (task.id, task.instruction, task.setup, task.image) == ("fix-it", "Fix it.", "true", "debian")
     assert (task.timeout_s, task.cpus, task.memory_mb) == (90.0, 2, 512)
     assert task.files == at / "files" and task.dockerfile == at / "environment"
 
 
 def test_a_folder_needs_nothing_but_an_instruction(tmp_path: Path) -> None:
-    task = load(folder(tmp_path / "t", instruction_md="Do it."))
+    task = load_task(folder(tmp_path / "t", instruction_md="Do it."))
     assert (task.files, task.dockerfile, task.setup, task.timeout_s) == (None, None, "", None)
 
 
 def test_a_file_and_plain_words_are_tasks_too(tmp_path: Path) -> None:
     (tmp_path / "wish.txt").write_text("Do it.")
-    assert load(tmp_path / "wish.txt").id == "wish"
-    assert said("Do it.").instruction == "Do it."
+    assert load_task(tmp_path / "wish.txt").id == "wish"
+    assert task_from_prompt("Do it.").instruction == "Do it."
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_a_file_and_plain_words_are_tasks_too(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
     (tmp_path / "t").mkdir()
     with pytest.raises(TaskError, match=complaint):
-        load(folder(tmp_path / "t", **files))
+        load_task(folder(tmp_path / "t", **files))
 
 
 def test_a_task_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="there is no"):
-        load(tmp_path / "nowhere")
+        load_task(tmp_path / "nowhere")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(TaskError, match="UTF-8"):
-        load(tmp_path / "binary")
+        load_task(tmp_path / "binary")

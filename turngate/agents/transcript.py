@@ -19,32 +19,32 @@ from turngate.agents.spec import Transcript
 from turngate.errors import AgentError
 
 # The agent wrote it, and may have written anything: reading it must end soon.
-LARGEST_FILE = 64_000_000
-LARGEST_LINE = 16_000_000
-MOST_RECORDS = 100_000  # of one file
+MAX_FILE_BYTES = 64_000_000
+MAX_LINE_BYTES = 16_000_000
+MAX_RECORDS = 100_000  # of one file
 
 
-class Call(msgspec.Struct, frozen=True):
+class TranscriptCall(msgspec.Struct, frozen=True):
     """A tool call. `arguments` are the parsed JSON, or the text where it is none."""
 
     name: str
     arguments: Any = None
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One reply of the model, as somebody recorded it."""
 
     text: str = ""
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[TranscriptCall, ...] = ()
     id: str = ""
 
 
 class Transcripts(msgspec.Struct, frozen=True):
     """What was found: the main conversation, and one list per sub-agent."""
 
-    main: tuple[Turn, ...] = ()
-    subagents: tuple[tuple[Turn, ...], ...] = ()
+    main: tuple[TranscriptTurn, ...] = ()
+    subagents: tuple[tuple[TranscriptTurn, ...], ...] = ()
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -56,12 +56,12 @@ class Difference(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-def read(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
+def read_transcripts(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
     """The turns below a copy of the agent's HOME, or in its output. None at all where there is no transcript."""
     if spec.stdout:
         return Transcripts(tuple(_turns(spec, _records(spec, stdout))))
-    main: list[Turn] = []
-    subagents: list[tuple[Turn, ...]] = []
+    main: list[TranscriptTurn] = []
+    subagents: list[tuple[TranscriptTurn, ...]] = []
     for file in _files(home, spec.path):
         records = _records(spec, file.read_bytes())
         turns = tuple(_turns(spec, records))
@@ -74,8 +74,12 @@ def read(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
     return Transcripts(tuple(main), tuple(subagents))
 
 
-def agree(
-    transcript: Sequence[Turn], trace: Sequence[Turn], *, side: Sequence[Turn] = (), fills_in: bool = False
+def compare_turns(
+    transcript: Sequence[TranscriptTurn],
+    trace: Sequence[TranscriptTurn],
+    *,
+    side: Sequence[TranscriptTurn] = (),
+    fills_in: bool = False,
 ) -> list[Difference]:
     """Every difference between what the agent wrote down and what was recorded; none: they agree.
 
@@ -93,8 +97,8 @@ def agree(
         pairs = min(a_end - a, b_end - b)
         for n in range(pairs):
             found += _differences(transcript[kept[a + n]], trace[b + n], kept[a + n], b + n, fills_in)
-        found += [Difference("missing in trace", n, None, _line(transcript[n])) for n in kept[a + pairs : a_end]]
-        found += [Difference("missing in transcript", None, n, _line(trace[n])) for n in range(b + pairs, b_end)]
+        found += [Difference("missing in trace", n, None, _summarize(transcript[n])) for n in kept[a + pairs : a_end]]
+        found += [Difference("missing in transcript", None, n, _summarize(trace[n])) for n in range(b + pairs, b_end)]
     return found
 
 
@@ -107,8 +111,8 @@ def _files(home: Path, pattern: str) -> Iterator[Path]:
         inside = file.relative_to(home)
         linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
         if not linked and file.is_file():
-            if file.stat().st_size > LARGEST_FILE:
-                raise AgentError(f"transcript: {inside} is larger than {LARGEST_FILE} bytes", param="transcript")
+            if file.stat().st_size > MAX_FILE_BYTES:
+                raise AgentError(f"transcript: {inside} is larger than {MAX_FILE_BYTES} bytes", param="transcript")
             yield file
 
 
@@ -116,12 +120,12 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
     """What the file holds; lines that are no JSON are somebody's output in between, or were cut off."""
     if spec.format == "json":
         try:
-            found = _search(spec.records, json.loads(data)) if len(data) <= LARGEST_LINE else None
+            found = _search(spec.records, json.loads(data)) if len(data) <= MAX_LINE_BYTES else None
         except (ValueError, RecursionError):
             return []
-        return found[:MOST_RECORDS] if isinstance(found, list) else []
+        return found[:MAX_RECORDS] if isinstance(found, list) else []
     lines = data.splitlines()
-    if len(lines) > MOST_RECORDS or any(len(line) > LARGEST_LINE for line in lines):
+    if len(lines) > MAX_RECORDS or any(len(line) > MAX_LINE_BYTES for line in lines):
         raise AgentError("transcript: it is too long to be read", param="transcript")
     records = []
     for line in lines:
@@ -132,10 +136,10 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
     return records
 
 
-def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[Turn]:
+def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]:
     """Turns, put together from their parts."""
-    parts: dict[str, Turn] = {}  # in order of first appearance, which is the order of the turns
-    open_turn: Turn | None = None
+    parts: dict[str, TranscriptTurn] = {}  # in order of first appearance, which is the order of the turns
+    open_turn: TranscriptTurn | None = None
     key = ""
     for n, record in enumerate(records):
         found = _search(spec.turn, record)
@@ -143,14 +147,14 @@ def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[Turn]:
         if spec.merge == "end":
             if spec.begin and _search(spec.begin, record):
                 open_turn = None
-            open_turn = _joined(open_turn, part) if part else open_turn
+            open_turn = _join_parts(open_turn, part) if part else open_turn
             if open_turn and (ended := _search(spec.end, record)):
                 parts[str(n)] = msgspec.structs.replace(open_turn, id=ended if isinstance(ended, str) else "")
                 open_turn = None
         elif part:
             if spec.merge != "id" or not key or part.id:
                 key = part.id if spec.merge != "none" and part.id else f"\0{n}"
-            parts[key] = _joined(parts.get(key), part) if spec.merge == "id" else part
+            parts[key] = _join_parts(parts.get(key), part) if spec.merge == "id" else part
     yield from parts.values()
     if open_turn:  # it was never finished
         yield open_turn
@@ -163,9 +167,9 @@ def _search(expression: str, record: Any) -> Any:
         return None
 
 
-def _turn(found: Mapping[str, Any]) -> Turn:
+def _turn(found: Mapping[str, Any]) -> TranscriptTurn:
     calls = found.get("calls")
-    return Turn(
+    return TranscriptTurn(
         text=_text(found.get("text")),
         reasoning=_text(found.get("reasoning")),
         calls=tuple(_call(call) for call in calls or () if isinstance(call, Mapping))
@@ -175,11 +179,11 @@ def _turn(found: Mapping[str, Any]) -> Turn:
     )
 
 
-def _call(found: Mapping[str, Any]) -> Call:
-    return Call(_text(found.get("name")), parsed(found.get("arguments")))
+def _call(found: Mapping[str, Any]) -> TranscriptCall:
+    return TranscriptCall(_text(found.get("name")), parse_arguments(found.get("arguments")))
 
 
-def parsed(arguments: Any) -> Any:
+def parse_arguments(arguments: Any) -> Any:
     """Arguments as values, whether they were written as text or not."""
     if not isinstance(arguments, str):
         return arguments
@@ -193,10 +197,10 @@ def _text(found: Any) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _joined(before: Turn | None, part: Turn) -> Turn:
+def _join_parts(before: TranscriptTurn | None, part: TranscriptTurn) -> TranscriptTurn:
     if before is None:
         return part
-    return Turn(
+    return TranscriptTurn(
         text=before.text + part.text,
         reasoning=before.reasoning + part.reasoning,
         calls=before.calls + part.calls,
@@ -207,30 +211,30 @@ def _joined(before: Turn | None, part: Turn) -> Turn:
 # ---- comparing ----
 
 
-def _shape(turn: Turn) -> tuple[str, tuple[str, ...]]:
+def _shape(turn: TranscriptTurn) -> tuple[str, tuple[str, ...]]:
     """What two records of one turn have in common even where they differ in detail; the calls sorted."""
     return turn.text.strip(), tuple(sorted(call.name for call in turn.calls))
 
 
-def _differences(ours: Turn, theirs: Turn, a: int, b: int, fills_in: bool) -> Iterator[Difference]:
+def _differences(ours: TranscriptTurn, theirs: TranscriptTurn, a: int, b: int, fills_in: bool) -> Iterator[Difference]:
     if ours.text.strip() != theirs.text.strip():
-        yield Difference("text", a, b, f"{_short(ours.text.strip())} against {_short(theirs.text.strip())}")
+        yield Difference("text", a, b, f"{_shorten(ours.text.strip())} against {_shorten(theirs.text.strip())}")
     if ours.reasoning.strip() and ours.reasoning.strip() != theirs.reasoning.strip():
         yield Difference(
-            "reasoning", a, b, f"{_short(ours.reasoning.strip())} against {_short(theirs.reasoning.strip())}"
+            "reasoning", a, b, f"{_shorten(ours.reasoning.strip())} against {_shorten(theirs.reasoning.strip())}"
         )
     rest = list(theirs.calls)
     for call in ours.calls:
         twin = next((other for other in rest if _same_call(call, other, fills_in)), None)
         if twin is None:
-            yield Difference("calls", a, b, f"the trace has no {call.name} {_short(json.dumps(call.arguments))}")
+            yield Difference("calls", a, b, f"the trace has no {call.name} {_shorten(json.dumps(call.arguments))}")
         else:
             rest.remove(twin)
     for call in rest:
-        yield Difference("calls", a, b, f"the transcript has no {call.name} {_short(json.dumps(call.arguments))}")
+        yield Difference("calls", a, b, f"the transcript has no {call.name} {_shorten(json.dumps(call.arguments))}")
 
 
-def _same_call(ours: Call, theirs: Call, fills_in: bool) -> bool:
+def _same_call(ours: TranscriptCall, theirs: TranscriptCall, fills_in: bool) -> bool:
     if ours.name != theirs.name:
         return False
     if fills_in and isinstance(ours.arguments, dict) and isinstance(theirs.arguments, dict):
@@ -238,10 +242,10 @@ def _same_call(ours: Call, theirs: Call, fills_in: bool) -> bool:
     return bool(ours.arguments == theirs.arguments)
 
 
-def _line(turn: Turn) -> str:
+def _summarize(turn: TranscriptTurn) -> str:
     calls = ", ".join(call.name for call in turn.calls)
-    return _short(turn.text.strip()) + (f" calls {calls}" if calls else "")
+    return _shorten(turn.text.strip()) + (f" calls {calls}" if calls else "")
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:60]}…{text[-15:]}")

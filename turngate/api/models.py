@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from turngate.agents.spec import catalog, find
+from turngate.agents.spec import find_agent, load_catalog
 from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.common.validation import explain, refuse_credentials, suggestion
 from turngate.errors import BadRequest, ConfigError
@@ -150,11 +150,11 @@ async def check(endpoint: Endpoint) -> None:
 
 def agent_named(agent: str) -> str:
     """The name of an agent that may be given as a file."""
-    return find(agent).spec.name if agent else ""
+    return find_agent(agent).spec.name if agent else ""
 
 
 def agents_with(agent: str) -> list[str] | None:
     """Every preset, and one more: a file, or `shell`, which no service has unless it says so. None: the presets will do."""
     if not agent or (agent == agent_named(agent) and agent != _SHELL):
         return None
-    return [*(name for name in catalog() if name != _SHELL), agent]
+    return [*(name for name in load_catalog() if name != _SHELL), agent]

@@ -12,7 +12,7 @@ from turngate.errors import BadRequest, TaskError
 from turngate.service.config import ServiceConfig
 from turngate.service.planning import lay, task_of
 from turngate.service.request import Asked, Encoded
-from turngate.tasks.loaders.load import HUB, look, made, read
+from turngate.tasks.loaders.load import HUB, read_tasks, scan_tasks, task_from_row
 from turngate.tasks.task import Task
 from turngate.types import Json
 
@@ -41,7 +41,7 @@ def one(
     if isinstance(task, Task):
         return task
     if isinstance(task, Mapping):
-        return made(task, "the row")
+        return task_from_row(task, "the row")
     if not isinstance(task, str | Path):
         raise BadRequest(
             f"task: {type(task).__name__} is no task; give a Task, a path, a row (a dict), or words", param="task"
@@ -54,7 +54,7 @@ def many(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
     if isinstance(tasks, str | Path):
         if isinstance(tasks, str) and not _is_place(tasks):
             raise BadRequest(f"tasks: {tasks[:80]!r} is no place; for one instruction use run or group", param="tasks")
-        yield from read(str(tasks))
+        yield from read_tasks(str(tasks))
     elif isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable):
         raise BadRequest(
             f"tasks: is one {type(tasks).__name__}; give a list of tasks, or the place where they lie", param="tasks"
@@ -111,7 +111,7 @@ def _at(where: str) -> Task:
     row = _ROW.fullmatch(where)
     if row is not None and not Path(where).exists():
         return _row(row["file"], row["row"])
-    found = [*read(where, limit=2)]
+    found = [*read_tasks(where, limit=2)]
     if len(found) > 1:
         raise TaskError(
             f"task: {where} holds several tasks; name one (rows.jsonl#ID, or its own folder), or use batch for all of them",
@@ -122,9 +122,9 @@ def _at(where: str) -> Task:
 
 def _row(file: str, row: str) -> Task:
     if not row.isdigit():
-        return next(iter(read(file, only=[row])))
+        return next(iter(read_tasks(file, only=[row])))
     number = int(row)
-    found = [*look(file, limit=number)] if number else []
+    found = [*scan_tasks(file, limit=number)] if number else []
     if len(found) < number or not found:
         raise TaskError(
             f"task: {file} has no row {row}; the first is 1, the last {len(found) or 'not there'}", param="task"

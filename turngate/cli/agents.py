@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turngate.agents.install import ensure, missing
-from turngate.agents.spec import AgentSpec, catalog, find
+from turngate.agents.install import ensure_installed, explain_missing
+from turngate.agents.spec import AgentSpec, find_agent, load_catalog
 from turngate.cli.run import Watching, stoppable
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import safe, say
 from turngate.errors import AgentError
 from turngate.rollout.agent_check import Report, Staging
 from turngate.rollout.agent_check import check as checked
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 
 
 def listing() -> None:
@@ -28,7 +28,7 @@ def listing() -> None:
     for heading in ("name", "what", "version", "dialect", "here"):
         table.add_column(heading, overflow="fold")
     notes = []
-    for name, found in catalog().items():
+    for name, found in load_catalog().items():
         spec = found.spec
         table.add_row(name, safe(spec.title), spec.install.version or "–", spec.dialect, _here(spec))
         if found.shadows is not None:
@@ -43,18 +43,18 @@ def listing() -> None:
 def _here(spec: AgentSpec) -> str:
     if not (spec.install.npm or spec.install.pip):
         return "as it is in the sandbox"
-    return "yes" if missing(spec) is None else "on first use"
+    return "yes" if explain_missing(spec) is None else "on first use"
 
 
 def install(names: list[str]) -> None:
-    for spec in [find(name).spec for name in names]:  # all of them are looked for before one is installed
-        made = ensure(spec, lambda line: print(line, file=sys.stderr))
+    for spec in [find_agent(name).spec for name in names]:  # all of them are looked for before one is installed
+        made = ensure_installed(spec, lambda line: print(line, file=sys.stderr))
         print(f"{spec.name} {spec.install.version}: {made.folder or 'nothing to install'}".replace(" :", ":"))
 
 
 def check(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
     """Print the findings; True if every one is as it should be."""
-    spec = find(name).spec
+    spec = find_agent(name).spec
     if not spec.check:
         raise AgentError(
             f"{spec.name}: check: there are no [[check]] steps to play; describe your command in a file with some "
@@ -62,8 +62,8 @@ def check(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
             param="check",
         )
     console = new_console()
-    place = backend(sandbox)
-    installed = ensure(spec, lambda line: say(console, line, "dim"))
+    place = get_backend(sandbox)
+    installed = ensure_installed(spec, lambda line: say(console, line, "dim"))
 
     async def run(folder: Path) -> Report:
         await place.check()

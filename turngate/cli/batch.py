@@ -48,7 +48,7 @@ from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import Tally
 from turngate.rollout.summary import Group as Odd
 from turngate.rollout.summary import Numbers, Summary
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Resources
 from turngate.tasks.task import Task
 
@@ -76,9 +76,9 @@ _STYLES = {"graded": "green", "agent failed": "yellow", "invalid task": "magenta
 def ordered(given: Mapping[str, Any]) -> int:
     """Run what the flags of `turngate batch` ask for. The exit code."""
     config = gateway_config(given)
-    wanted = tuple(tasks.read(given["tasks"], only=given["only"] or (), limit=given["limit"]))
+    wanted = tuple(tasks.read_tasks(given["tasks"], only=given["only"] or (), limit=given["limit"]))
     chosen = chosen_agent(given, max((task.instruction for task in wanted), key=len))
-    made = backend(given["sandbox"])
+    made = get_backend(given["sandbox"])
     out = writable(given["out"]) if given["out"] else None
     # What is wrong with a number is told before a gateway is started.
     _plan(given, wanted, chosen, made, model="", folder=out or Path())

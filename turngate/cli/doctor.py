@@ -11,7 +11,7 @@ import msgspec
 from rich.text import Text
 
 from turngate import __version__
-from turngate.agents.spec import find
+from turngate.agents.spec import find_agent
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import say
 from turngate.client.gateway import GatewayClient, admin_key_given
@@ -70,7 +70,7 @@ def _subject(given: Mapping[str, Any]) -> Subject:
         if name not in BACKENDS:
             raise ConfigError(f"sandbox: {name!r} is none of {', '.join(BACKENDS)}", param="sandbox")
     for name in given["agent"] or ():
-        find(name)  # says what there is
+        find_agent(name)  # says what there is
     settings = {name: value for name, value in given.items() if name not in (*_OWN, "config")}
     settings["engine_url"] = settings["engine_url"] or None
     gateway, key = given["gateway"], ""

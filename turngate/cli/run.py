@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 from turngate import tasks
-from turngate.agents.install import Installed, ensure
-from turngate.agents.launch import Limits, plan
-from turngate.agents.spec import AgentSpec, find
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.launch import ModelLimits, plan_launch
+from turngate.agents.spec import AgentSpec, find_agent
 from turngate.cli.terminal import Showing, one_line, safe, say
 from turngate.cli.terminal import console as new_console
 from turngate.client.gateway import GatewayClient, Unreachable, admin_key_given
@@ -32,7 +32,7 @@ from turngate.errors import ConfigError, DataInUse, Unauthorized
 from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome, Progress
 from turngate.rollout.rollout import Rollout
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Resources
 from turngate.server.auth import ADMIN_KEY, given_key, kept_key
 from turngate.server.bind import serving
@@ -337,13 +337,13 @@ def ordered(given: Mapping[str, Any]) -> int:
     if bool(given["task"]) == bool(given["prompt"]):
         raise ConfigError("task: give either --task PATH or --prompt TEXT", param="task")
     config = gateway_config(given)
-    task = tasks.load(Path(given["task"])) if given["task"] else tasks.said(given["prompt"])
+    task = tasks.load_task(Path(given["task"])) if given["task"] else tasks.task_from_prompt(given["prompt"])
     chosen = chosen_agent(given, task.instruction)
     order = Order(
         task=task,
         agent=chosen.spec,
         installed=chosen.installed,
-        backend=backend(given["sandbox"]),
+        backend=get_backend(given["sandbox"]),
         model=config.model,
         timeout_s=positive(given, "timeout") or task.timeout_s or 1800.0,
         image=given["image"],
@@ -364,8 +364,8 @@ class Chosen(msgspec.Struct, frozen=True):
     """An agent that is ready to be run."""
 
     spec: AgentSpec
-    installed: Installed
-    told: Limits
+    installed: Installation
+    told: ModelLimits
     options: Mapping[str, str]
 
 
@@ -393,14 +393,18 @@ def _refuse_own(flags: Iterable[str], gateway: str) -> None:
 
 def chosen_agent(given: Mapping[str, Any], instruction: str) -> Chosen:
     """Found, installed, and tried with an instruction: what cannot be passed on to it is told before anything is made."""
-    found = find(given["agent"])
+    found = find_agent(given["agent"])
     if found.shadows is not None:
         print(f"agent {found.spec.name}: {found.file} takes the place of {found.shadows}", file=sys.stderr)
-    told = Limits() if given["context_tokens"] is None else Limits(context_tokens=positive(given, "context_tokens"))
-    installed = ensure(found.spec, lambda line: print(line, file=sys.stderr))
+    told = (
+        ModelLimits()
+        if given["context_tokens"] is None
+        else ModelLimits(context_tokens=positive(given, "context_tokens"))
+    )
+    installed = ensure_installed(found.spec, lambda line: print(line, file=sys.stderr))
     options = agent_options(given["option"] or ())
     dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
-    plan(found.spec, installed, prompt=instruction, limits=told, options=options, **dry)
+    plan_launch(found.spec, installed, prompt=instruction, limits=told, options=options, **dry)
     return Chosen(found.spec, installed, told, options)
 
 

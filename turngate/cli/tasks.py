@@ -15,12 +15,12 @@ from turngate.cli.run import stoppable
 from turngate.cli.terminal import Showing, one_line, safe, say
 from turngate.cli.terminal import console as new_console
 from turngate.errors import ConfigError, TurngateError
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
-from turngate.tasks.grading.logs import known
-from turngate.tasks.grading.types import Ground
-from turngate.tasks.loaders.load import Found, look
-from turngate.tasks.proof import Proof, prove
+from turngate.tasks.grading.logs import has_parser
+from turngate.tasks.grading.types import GradingEnvironment
+from turngate.tasks.loaders.load import LoadedTask, scan_tasks
+from turngate.tasks.proof import Proof, prove_task
 from turngate.tasks.task import Function, Rubric, Script, Swe, Task
 
 Verdict = Literal["proven", "valid", "wrong", "not proven", "infrastructure fault"]
@@ -43,7 +43,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 def listing(where: str, only: Sequence[str], limit: int | None, as_json: bool) -> bool:
     """Print the tasks of a place; True if each of them could be read."""
-    found = list(look(where, only=only, limit=limit))
+    found = list(scan_tasks(where, only=only, limit=limit))
     if as_json:
         print(msgspec.json.encode([_read(one) for one in found]).decode())
         return all(one.error is None for one in found)
@@ -79,8 +79,8 @@ def check(asked: Check) -> bool:
     if asked.concurrency < 1:
         raise ConfigError(f"concurrency: {asked.concurrency} is not 1 or more", param="concurrency")
     console = new_console(stderr=asked.as_json)
-    place = backend(asked.sandbox)
-    found = list(look(asked.where, only=asked.only, limit=asked.limit))
+    place = get_backend(asked.sandbox)
+    found = list(scan_tasks(asked.where, only=asked.only, limit=asked.limit))
     lines = asyncio.run(stoppable(_all(found, asked, place, console), console))
     if lines is None:
         raise KeyboardInterrupt
@@ -91,7 +91,7 @@ def check(asked: Check) -> bool:
     return all(line.verdict in _GOOD for line in lines)
 
 
-async def _all(found: Sequence[Found], asked: Check, place: Backend, console: Console) -> list[Checked] | None:
+async def _all(found: Sequence[LoadedTask], asked: Check, place: Backend, console: Console) -> list[Checked] | None:
     """None: it was stopped."""
     lines = [_read(one) for one in found]
     to_prove = (
@@ -102,13 +102,13 @@ async def _all(found: Sequence[Found], asked: Check, place: Backend, console: Co
     try:
         await place.check()
         await place.sweep()
-        ground = Ground(backend=place, image=asked.image)
+        ground = GradingEnvironment(backend=place, image=asked.image)
         room = asyncio.Semaphore(asked.concurrency)
         with _Watching(console, len(to_prove)) as watching:
 
             async def one(n: int, task: Task) -> None:
                 async with room:
-                    lines[n] = _proven(lines[n], await prove(task, ground))
+                    lines[n] = _proven(lines[n], await prove_task(task, ground))
                 watching.see(lines[n])
 
             async with asyncio.TaskGroup() as group:
@@ -126,7 +126,7 @@ def _provable(task: Task) -> bool:
     return task.grader is not None
 
 
-def _read(found: Found) -> Checked:
+def _read(found: LoadedTask) -> Checked:
     if found.task is None:
         return Checked(id=found.id, source=found.source, verdict="wrong", message=_why(found))
     if complaint := _unread(found.task):
@@ -148,7 +148,7 @@ def _unread(task: Task) -> str:
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         try:
-            if not known(name):
+            if not has_parser(name):
                 return f"log_parser: there is no parser {name}"
         except TurngateError as error:
             return error.message
@@ -166,7 +166,7 @@ def _proven(line: Checked, proof: Proof) -> Checked:
     )
 
 
-def _why(found: Found) -> str:
+def _why(found: LoadedTask) -> str:
     assert found.error is not None
     return one_line(found.error.message.removeprefix("task: "))
 

@@ -28,7 +28,7 @@ from turngate.rollout.batch import BatchResult
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan, differences
 from turngate.rollout.progress import Tally
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.tasks.task import Task
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads would spin while agents want the cores
@@ -292,7 +292,7 @@ def _run(given: Mapping[str, Any]) -> Run:
         tasks=wanted,
         agent=chosen.spec,
         installed=chosen.installed,
-        backend=backend(given["sandbox"]),
+        backend=get_backend(given["sandbox"]),
         model=model_folder.name,
         folder=folder / "rollouts",
         n=given["n"],
@@ -317,7 +317,7 @@ def _run(given: Mapping[str, Any]) -> Run:
 
 def _tasks(given: Mapping[str, Any], option: str) -> tuple[Task, ...]:
     try:
-        return tuple(tasks.read(given[option]))
+        return tuple(tasks.read_tasks(given[option]))
     except TaskError as error:
         raise TaskError(f"{option}: {error.message.removeprefix('task: ')}", param=option) from None
 

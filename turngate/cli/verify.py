@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from turngate.agents.spec import find as find_agent
+from turngate.agents.spec import find_agent as find_agent
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import one_line, safe, say
 from turngate.common.validation import refuse_credentials

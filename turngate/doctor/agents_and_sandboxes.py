@@ -9,12 +9,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from turngate.agents.install import NODE_AT_LEAST, Installed, ensure, missing, node_here
-from turngate.agents.spec import AgentSpec, catalog, find
+from turngate.agents.install import NODE_AT_LEAST, Installation, ensure_installed, explain_missing, find_node
+from turngate.agents.spec import AgentSpec, find_agent, load_catalog
 from turngate.doctor.context import Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.errors import SandboxError, SandboxUnavailable, TurngateError
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 
 HERE = ("local", "bubblewrap", "docker")
@@ -24,7 +24,7 @@ _LIFE_S = 300.0
 async def agents(subject: Subject) -> list[Seen]:
     """Those that were named, or all that are known."""
     named = bool(subject.agents)
-    specs = [find(name).spec for name in subject.agents] or [found.spec for found in catalog().values()]
+    specs = [find_agent(name).spec for name in subject.agents] or [found.spec for found in load_catalog().values()]
     return await asyncio.gather(*(asyncio.to_thread(_agent, spec, named) for spec in specs))
 
 
@@ -38,14 +38,14 @@ def _agent(spec: AgentSpec, named: bool) -> Seen:
         return bad(
             f"{spec.name}: needs glibc, and this machine has another C library", "use Debian, Ubuntu or the like"
         )
-    why = missing(spec)
-    if why is None and made.npm and node_here() is None:
+    why = explain_missing(spec)
+    if why is None and made.npm and find_node() is None:
         why = f"{spec.name}: Node {NODE_AT_LEAST} is not there"
     if why is not None:
         # Nothing is installed by looking.
         mend = f"turngate agents install {spec.name} (its first run does it too, and needs the network)"
         return warning(why, mend) if named else unchecked(why, mend)
-    installed = ensure(spec, lambda line: None)
+    installed = ensure_installed(spec, lambda line: None)
     there = _version(spec, Path(installed.folder))
     again = f"delete {installed.folder} and run: turngate agents install {spec.name}"
     if there != made.version:
@@ -55,7 +55,7 @@ def _agent(spec: AgentSpec, named: bool) -> Seen:
     return _runtime(spec, installed) or ok(f"{spec.name} {there}: installed, as pinned")
 
 
-def _runtime(spec: AgentSpec, installed: Installed) -> Seen | None:
+def _runtime(spec: AgentSpec, installed: Installation) -> Seen | None:
     """What is wrong with what runs it."""
     if installed.node:
         try:
@@ -102,7 +102,7 @@ async def sandboxes(subject: Subject) -> list[Seen]:
 async def _tried(name: str, image: str, named: bool) -> Seen:
     bad = failure if named else warning
     try:
-        place = backend(name)
+        place = get_backend(name)
         await place.check()
         spec = SandboxSpec(image=image if name not in ("local", "bubblewrap") else "", network="none", life_s=_LIFE_S)
         sandbox = await place.create(spec)

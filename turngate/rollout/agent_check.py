@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from turngate.agents.install import Installed
-from turngate.agents.launch import Limits
-from turngate.agents.spec import AgentSpec, Step
+from turngate.agents.install import Installation
+from turngate.agents.launch import ModelLimits
+from turngate.agents.spec import AgentSpec, CheckStep
 from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derived_logprobs
@@ -64,7 +64,7 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     scenes: Callable[[str], tuple[Scene, ...]] | None = None  # by working folder; None: the agent's own steps
     instruction: str = INSTRUCTION
     model: str = MODEL
-    told: Limits = Limits()
+    told: ModelLimits = ModelLimits()
     max_context: int | None = None  # of the model; None: what the agent is told
     session: Mapping[str, Json] = {}  # further settings of the session
     timeout_s: float = 240.0
@@ -96,7 +96,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 async def check(
     agent: AgentSpec,
-    installed: Installed,
+    installed: Installation,
     backend: Backend,
     folder: Path,
     staging: Staging = Staging(),
@@ -110,7 +110,7 @@ async def check(
 @asynccontextmanager
 async def staged(
     agent: AgentSpec,
-    installed: Installed,
+    installed: Installation,
     backend: Backend,
     folder: Path,
     staging: Staging = Staging(),
@@ -239,4 +239,4 @@ def _tail(outcome: Outcome) -> str:
     return said[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
 
 
-__all__ = ["Finding", "Report", "Stage", "Staging", "Step", "check", "staged"]
+__all__ = ["CheckStep", "Finding", "Report", "Stage", "Staging", "check", "staged"]

@@ -9,7 +9,7 @@ from turngate.errors import Boundary
 from turngate.rollout.outcome import AtEnd, EndPolicy, Fault, Outcome
 from turngate.store.outcome import Recorded
 from turngate.tasks.grading.grade import grade
-from turngate.tasks.grading.types import Class, Grade, Ground, Work
+from turngate.tasks.grading.types import Class, Grade, GradingEnvironment, Work
 from turngate.tasks.task import Task
 
 TRIES = 3  # of a grading that something else than the work made fail
@@ -46,7 +46,7 @@ def blamed(fault: Fault) -> Class:
     return _CLASSES.get(fault.boundary, "infrastructure fault")
 
 
-async def graded(task: Task, work: Work, ground: Ground) -> Grade:
+async def graded(task: Task, work: Work, ground: GradingEnvironment) -> Grade:
     """By the task's grader. A fault of the infrastructure is tried again, with the same work: the agent never runs twice."""
     tries = 1
     while True:

@@ -55,8 +55,8 @@ class WayOut:
         if self._command:
             try:
                 # The tunnel leads to a door, so that nothing but model calls is to be had by its address.
-                outside = await self._stack.enter_async_context(door.opened(self._gateway))
-                self._tunnel = await self._stack.enter_async_context(tunnel.opened(self._command, outside.target))
+                outside = await self._stack.enter_async_context(door.open_door(self._gateway))
+                self._tunnel = await self._stack.enter_async_context(tunnel.open_tunnel(self._command, outside.target))
             except BaseException:
                 await self._stack.aclose()
                 raise
@@ -78,13 +78,13 @@ class WayOut:
         """A relay in the sandbox, for as long as the block runs."""
         python = python or sys.executable  # where the sandbox sees it too, nothing has to be looked for
         if sandbox.shared is None:
-            async with egress.connected(sandbox, self._outside(), python=python, node=node) as base_url:
+            async with egress.connect_sandbox(sandbox, self._outside(), python=python, node=node) as base_url:
                 yield Connection(base_url)
             return
         connection = Connection("", 0)
         async with (
-            door.opened(self._gateway, folder=sandbox.shared[0], on_call=connection.passed) as own,
-            egress.connected(sandbox, own, python=python, node=node) as connection.base_url,
+            door.open_door(self._gateway, folder=sandbox.shared[0], on_call=connection.passed) as own,
+            egress.connect_sandbox(sandbox, own, python=python, node=node) as connection.base_url,
         ):
             yield connection
 

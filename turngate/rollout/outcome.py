@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from turngate.agents.install import Installed
-from turngate.agents.launch import Limits
+from turngate.agents.install import Installation
+from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import Boundary
 from turngate.rollout.collect import Collected
@@ -44,7 +44,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     task: Task
     agent: AgentSpec
-    installed: Installed
+    installed: Installation
     backend: Backend
     model: str
     timeout_s: float
@@ -53,7 +53,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources = Resources()
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}  # further settings of the session: limits, sampling, policy …
-    told: Limits = Limits()  # what the agent is told about its model
+    told: ModelLimits = ModelLimits()  # what the agent is told about its model
     options: Mapping[str, str] = {}  # of the agent's own
     folder: Path  # where what it left is kept, in a folder of the session's name
     keep_work: bool = True

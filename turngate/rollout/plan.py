@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.install import Installed
-from turngate.agents.launch import Limits
+from turngate.agents.install import Installation
+from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import ConfigError
 from turngate.gateway.events import OF_A_BATCH
@@ -34,7 +34,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     tasks: tuple[Task, ...]
     agent: AgentSpec
-    installed: Installed
+    installed: Installation
     backend: Backend
     model: str
     folder: Path  # of the batch: its ledger, and what agents leave
@@ -52,7 +52,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources = Resources()
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}
-    told: Limits = Limits()
+    told: ModelLimits = ModelLimits()
     options: Mapping[str, str] = {}
     policy: EndPolicy = EndPolicy()
     grade: bool = True
@@ -75,7 +75,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         if twice:
             raise ConfigError(f"tasks: {twice[0]!r} is there more than once; ids have to be unique", param="tasks")
         for task in self.tasks:
-            staging.spec(
+            staging.build_sandbox_spec(
                 task, self.backend, image=self.image
             )  # so that one that cannot be laid out is told before any is run
 

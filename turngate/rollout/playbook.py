@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from turngate.agents import placeholders
-from turngate.agents.spec import Step
+from turngate.agents.spec import CheckStep
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
 from turngate.render import Renderer
@@ -26,7 +26,7 @@ class Scene(msgspec.Struct, frozen=True):
     """A conversation, and what is said in it, turn by turn; then the last again."""
 
     words: str  # in the prompt
-    steps: tuple[Step, ...]
+    steps: tuple[CheckStep, ...]
     tools: bool = True  # only where tools are offered
     begins: int = 0  # turns that the prompt shows before this scene's first: of a parent, or of a summary
     pace_s: float = 0.0  # before every chunk that is sampled
@@ -55,17 +55,17 @@ class Playbook:
         return Turn([*ids, self._renderer.stop_ids[0]], chunk=8, pace_s=pace_s)
 
 
-def _found(step: Step, patterns: Mapping[str, str], text: str) -> Step:
+def _found(step: CheckStep, patterns: Mapping[str, str], text: str) -> CheckStep:
     values = {name: found[-1] for name, pattern in patterns.items() if (found := re.findall(pattern, text))}
     return filled([step], values)[0] if values else step
 
 
-def filled(steps: Sequence[Step], values: Mapping[str, placeholders.Value]) -> tuple[Step, ...]:
+def filled(steps: Sequence[CheckStep], values: Mapping[str, placeholders.Value]) -> tuple[CheckStep, ...]:
     """The steps with placeholders replaced in all their texts."""
-    return tuple(msgspec.convert(_filled(msgspec.to_builtins(step), values), Step) for step in steps)
+    return tuple(msgspec.convert(_filled(msgspec.to_builtins(step), values), CheckStep) for step in steps)
 
 
-def spoken(step: Step) -> str:
+def spoken(step: CheckStep) -> str:
     """A step as the model writes it."""
     thought = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
     calls = "\n".join(

@@ -37,8 +37,8 @@ from typing import Literal
 
 import msgspec
 
-from turngate.agents.host_tools import described, equipped
-from turngate.agents.launch import Launch, plan, resolved
+from turngate.agents.host_tools import add_tool_commands, describe_tools
+from turngate.agents.launch import Launch, plan_launch, resolve_signals
 from turngate.client.gateway import GatewayClient, Opened, Refused, Unreachable
 from turngate.common.aio import run_to_completion
 from turngate.errors import (
@@ -61,8 +61,8 @@ from turngate.rollout.stage_events import Announcer
 from turngate.rollout.transcript_diff import differences
 from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.tasks import staging
-from turngate.tasks.grading.types import Grade, Ground, Work
-from turngate.tasks.grading.work import take, with_git
+from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
+from turngate.tasks.grading.work import collect_work, needs_git
 from turngate.telemetry.logs import HIDDEN, clean, within
 from turngate.telemetry.spans import Span, tracing
 from turngate.types import Json
@@ -258,9 +258,9 @@ class Rollout:
         stack.push_async_callback(self._clean, sandbox)
         self._placed(sandbox.workdir)
         async with self._stage("files"):
-            await staging.lay_files(sandbox, order.task)
+            await staging.upload_files(sandbox, order.task)
         async with self._stage("setup", order.task.setup_timeout_s + _SPARE_S):
-            await staging.set_up(sandbox, order.task)
+            await staging.run_setup(sandbox, order.task)
         return sandbox
 
     async def _ran(self, stack: AsyncExitStack, sandbox: Sandbox) -> None:
@@ -303,8 +303,8 @@ class Rollout:
             return
         try:
             async with asyncio.timeout(_LIMITS["collect"] / 2):
-                self._work = await take(
-                    sandbox, folder / "work", git=with_git(self._order.task), answers=await self._answers()
+                self._work = await collect_work(
+                    sandbox, folder / "work", git=needs_git(self._order.task), answers=await self._answers()
                 )
         except TimeoutError:
             missing = f"work: it took longer than {_LIMITS['collect'] / 2:.0f} s to copy"
@@ -385,7 +385,7 @@ class Rollout:
             return Grade(kind="infrastructure fault", message=f"there is no work to grade: {why}")
         if self._work.lost:
             return lost(self._work, order.policy)
-        ground = Ground(
+        ground = GradingEnvironment(
             backend=order.backend, image=order.image, resources=order.resources, log=self._kept / "grade.log"
         )
         began = time.monotonic()
@@ -441,7 +441,7 @@ class Rollout:
 
     def _spec(self) -> SandboxSpec:
         order = self._order
-        needed = staging.spec(order.task, order.backend, image=order.image, resources=order.resources)
+        needed = staging.build_sandbox_spec(order.task, order.backend, image=order.image, resources=order.resources)
         return msgspec.structs.replace(
             needed,
             network=order.network,
@@ -475,7 +475,7 @@ class Rollout:
         given = dict(order.session)
         return {
             "model": order.model,
-            "signals": msgspec.to_builtins(resolved(order.agent.signals, order.model)),
+            "signals": msgspec.to_builtins(resolve_signals(order.agent.signals, order.model)),
             **({"tools": msgspec.to_builtins(order.task.tools)} if order.task.tools else {}),
             **given,
             "metadata": {**metadata, **given.get("metadata", {})},
@@ -483,19 +483,19 @@ class Rollout:
 
     def _launch(self, sandbox: Sandbox, base_url: str, opened: Opened) -> Launch:
         order = self._order
-        planned = plan(
+        planned = plan_launch(
             order.agent,
             self._installed,
             base_url=base_url,
             api_key=opened.key,
             model=order.model,
-            prompt=described(order.task.instruction, order.task.tools),
+            prompt=describe_tools(order.task.instruction, order.task.tools),
             home=sandbox.home,
             workdir=sandbox.workdir,
             limits=order.told,
             options=order.options,
         )
-        return equipped(planned, order.task.tools, base_url=base_url, api_key=opened.key, home=sandbox.home)
+        return add_tool_commands(planned, order.task.tools, base_url=base_url, api_key=opened.key, home=sandbox.home)
 
     async def _check(self, sandbox: Sandbox, launch: Launch) -> None:
         """An agent that is said to be in the image has to be there, and so has whatever runs it."""

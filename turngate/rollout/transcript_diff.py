@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from turngate.agents.spec import Transcript
-from turngate.agents.transcript import Call, Difference, Turn, agree, parsed, read
+from turngate.agents.transcript import (
+    Difference,
+    TranscriptCall,
+    TranscriptTurn,
+    compare_turns,
+    parse_arguments,
+    read_transcripts,
+)
 from turngate.errors import AgentError
 from turngate.trace.session import farewell
 from turngate.types import Json
@@ -27,38 +34,38 @@ def differences(transcript: Transcript, folder: Path, trace: Json) -> tuple[int,
 
 def _differences(transcript: Transcript, folder: Path, trace: Json) -> tuple[int, list[str]]:
     stdout = folder / "stdout"
-    found = read(transcript, folder / "home", stdout.read_bytes() if stdout.is_file() else b"")
+    found = read_transcripts(transcript, folder / "home", stdout.read_bytes() if stdout.is_file() else b"")
     written = len(found.main) + sum(map(len, found.subagents))
     if written > len(trace["nodes"]) + _TOO_MANY:
         return written, [f"the transcript tells of {written} turns, far more than were made"]
     main = _turns(trace, "main")
     # Some agents write their own summaries down as turns, and all of them what they were told at the end.
-    side = [*_turns(trace, "side"), Turn(text=farewell(trace["stop"]))]
-    told = [_line("main", d) for d in agree(found.main, main, side=side, fills_in=transcript.fills_in)]
+    side = [*_turns(trace, "side"), TranscriptTurn(text=farewell(trace["stop"]))]
+    told = [_line("main", d) for d in compare_turns(found.main, main, side=side, fills_in=transcript.fills_in)]
     if found.subagents:
         told += [_line("sub-agent", d) for d in _helpers(found.subagents, trace, fills_in=transcript.fills_in)]
     return written, told
 
 
-def _helpers(written: Sequence[Sequence[Turn]], trace: Json, *, fills_in: bool) -> list[Difference]:
+def _helpers(written: Sequence[Sequence[TranscriptTurn]], trace: Json, *, fills_in: bool) -> list[Difference]:
     """Sub-agents run side by side, and name themselves as they like: which of them is which is known by what they said."""
     recorded = _conversations(trace, "subagent")
     told: list[Difference] = []
     for turns in written:
-        compared = [agree(turns, other, fills_in=fills_in) for other in recorded]
+        compared = [compare_turns(turns, other, fills_in=fills_in) for other in recorded]
         if not compared:
-            told += agree(turns, (), fills_in=fills_in)
+            told += compare_turns(turns, (), fills_in=fills_in)
             continue
         nearest = min(range(len(compared)), key=lambda n: len(compared[n]))
         told += compared[nearest]
         del recorded[nearest]
-    return told + [difference for rest in recorded for difference in agree((), rest)]
+    return told + [difference for rest in recorded for difference in compare_turns((), rest)]
 
 
-def _conversations(trace: Json, role: str) -> list[list[Turn]]:
+def _conversations(trace: Json, role: str) -> list[list[TranscriptTurn]]:
     """The turns of that role by the conversation that they belong to: as the agent's program names it, or by where it begins."""
     nodes = {node["id"]: node for node in trace["nodes"]}
-    found: dict[str, list[Turn]] = {}
+    found: dict[str, list[TranscriptTurn]] = {}
     for node in trace["nodes"]:
         if node["kind"] == "sampled" and node["role"] == role and node["delivered"]:
             context = root = nodes[node["parent"]]
@@ -68,7 +75,7 @@ def _conversations(trace: Json, role: str) -> list[list[Turn]]:
     return list(found.values())
 
 
-def _turns(trace: Json, role: str) -> list[Turn]:
+def _turns(trace: Json, role: str) -> list[TranscriptTurn]:
     """What was sampled and delivered in that role, in order."""
     return [
         _turn(node)
@@ -77,10 +84,12 @@ def _turns(trace: Json, role: str) -> list[Turn]:
     ]
 
 
-def _turn(node: Json) -> Turn:
+def _turn(node: Json) -> TranscriptTurn:
     message = node["message"]
-    calls = tuple(Call(call["name"], parsed(call["arguments"])) for call in message.get("tool_calls", ()))
-    return Turn(text=message.get("content", ""), reasoning=message.get("reasoning", ""), calls=calls)
+    calls = tuple(
+        TranscriptCall(call["name"], parse_arguments(call["arguments"])) for call in message.get("tool_calls", ())
+    )
+    return TranscriptTurn(text=message.get("content", ""), reasoning=message.get("reasoning", ""), calls=calls)
 
 
 def _line(which: str, difference: Difference) -> str:

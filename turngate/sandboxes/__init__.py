@@ -18,7 +18,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
 }
 
 
-def backend(name: str) -> Backend:
+def get_backend(name: str) -> Backend:
     """The backend of that name, with its defaults."""
     if name not in BACKENDS:
         raise SandboxUnavailable(f"no sandbox is called {name!r}; there are: {', '.join(BACKENDS)}")

@@ -16,7 +16,7 @@ import msgspec
 Network = Literal["none", "open"]
 
 # In the environment of a job that starts no others and stays when the agent's is killed: the relay.
-ALONE = "TURNGATE_ALONE"
+STANDALONE_ENV = "TURNGATE_ALONE"
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
 
 
-class Result(msgspec.Struct, frozen=True):
+class ExecResult(msgspec.Struct, frozen=True):
     """How a command ended. `exit_code` is as a shell has it: 128 + n when signal n ended it."""
 
     exit_code: int
@@ -96,7 +96,7 @@ class Sandbox(Protocol):
         timeout_s: float | None = None,
         keep: int | None = None,
         leave: bool = True,
-    ) -> Result:
+    ) -> ExecResult:
         """Run to the end. Past `timeout_s` it is killed with all its children: `timed_out`, and what it had printed so far.
 
         `keep`: of longer output only the beginning and the end, so many bytes in all; without it, very much output is an error.

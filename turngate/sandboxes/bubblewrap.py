@@ -24,10 +24,10 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders, seccomp
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.supervised import SUPERVISOR, Supervised
+from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
 
 KIND = "bubblewrap"
-HOME, WORKDIR, SHARED, INSIDE = "/home/agent", "/workspace", "/run/turngate", "/run/supervisor.py"
+HOME, WORKDIR, SHARED, SUPERVISOR_INSIDE = "/home/agent", "/workspace", "/run/turngate", "/run/supervisor.py"
 USER_ID = 1000  # inside; some agents refuse to be root. On the host it is whoever runs Turngate, without any privilege
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, folders on some
@@ -54,8 +54,8 @@ ETC = (
     "ssl/openssl.cnf",
     "timezone",
 )
-KEYS = ("keys", "key-users")  # in /proc
-TAKEN = ("usr", "etc", "proc", "dev", "sys", "run", *SYSTEM)  # where no folder of a sandbox's own can be
+KEY_FILES = ("keys", "key-users")  # in /proc
+RESERVED = ("usr", "etc", "proc", "dev", "sys", "run", *SYSTEM)  # where no folder of a sandbox's own can be
 ETC_ONLINE = ("hosts", "resolv.conf")  # with the host's network only
 
 
@@ -89,27 +89,27 @@ class BubblewrapBackend:
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
         """What a spec asks for and this backend cannot hold an agent to."""
         image = ("image",) if spec.image or spec.dockerfile else ()
-        unfiltered = () if seccomp.program() else ("the kernel's keyrings and VSOCK are closed",)
+        unfiltered = () if seccomp.build_filter() else ("the kernel's keyrings and VSOCK are closed",)
         return (*image, *unfiltered, *cgroups.not_enforced(spec.resources))
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         if not (bwrap := shutil.which("bwrap")):
             await self.check()
         _check_mounts(spec)
-        _check_places(spec)
-        python, prefix = _python()
+        _check_folders(spec)
+        python, prefix = _find_python()
         path = PATH if not prefix else f"{PATH}:{Path(python).parent}"
         env = {"PATH": path, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.env}  # noqa: S108
-        more = (_further(n) for n in range(len(spec.folders)))
-        folder = folders.make(self.root, KIND, "home", "work", "tmp", "shared", "etc", *more)
-        sandbox = Supervised(folder, env, home=HOME, workdir=spec.workdir or WORKDIR, shared=SHARED)
-        filters = [seccomp.opened(rules)] if (rules := seccomp.program()) else []
+        more = (_folder_name(n) for n in range(len(spec.folders)))
+        folder = folders.create_folder(self.root, KIND, "home", "work", "tmp", "shared", "etc", *more)
+        sandbox = SupervisedSandbox(folder, env, home=HOME, workdir=spec.workdir or WORKDIR, shared=SHARED)
+        filters = [seccomp.open_filter(rules)] if (rules := seccomp.build_filter()) else []
         try:
             _write_etc(folder / "etc")
-            walls = [*_walls(spec, folder), *(prefix and ("--ro-bind", prefix, prefix)), "--remount-ro", "/"]
+            walls = [*_bwrap_options(spec, folder), *(prefix and ("--ro-bind", prefix, prefix)), "--remount-ro", "/"]
             for fd in filters:
                 walls += ["--seccomp", str(fd)]
-            command = [bwrap or "bwrap", *walls, "--", python, "-I", "-S", "-X", "utf8", INSIDE]
+            command = [bwrap or "bwrap", *walls, "--", python, "-I", "-S", "-X", "utf8", SUPERVISOR_INSIDE]
             await sandbox.launch(command, spec, pass_fds=filters)
         except BaseException:
             await run_to_completion(sandbox.stop())
@@ -120,16 +120,16 @@ class BubblewrapBackend:
         return sandbox
 
     async def sweep(self) -> int:
-        return await folders.sweep(self.root, KIND)
+        return await folders.sweep_folders(self.root, KIND)
 
 
-def _walls(spec: SandboxSpec, folder: Path) -> list[str]:
+def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
     """bwrap's options: what there is inside, and what is cut off."""
     walls = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--as-pid-1", "--new-session"]
     walls += ["--cap-drop", "ALL", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox", "--clearenv"]
     if spec.network == "open":
         walls += ["--share-net"]
-    walls += ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--proc", "/proc", *_kernel_files()]
+    walls += ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--proc", "/proc", *_cover_kernel_files()]
     for name in SYSTEM:
         place = Path("/", name)
         if place.is_symlink():
@@ -140,11 +140,11 @@ def _walls(spec: SandboxSpec, folder: Path) -> list[str]:
     for name in (*ETC, *(ETC_ONLINE if spec.network == "open" else ())):
         if Path("/etc", name).exists():
             walls += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
-    further = ((_further(n), target) for n, target in enumerate(spec.folders))
+    further = ((_folder_name(n), target) for n, target in enumerate(spec.folders))
     for part, target in (("home", HOME), ("tmp", "/tmp"), ("work", spec.workdir or WORKDIR), *further):  # noqa: S108
         walls += ["--bind", str(folder / part), target]
     walls += ["--ro-bind", str(folder / "shared"), SHARED]  # a socket in there can be used all the same
-    walls += ["--symlink", "/tmp", "/var/tmp", "--ro-bind", str(SUPERVISOR), INSIDE]  # noqa: S108
+    walls += ["--symlink", "/tmp", "/var/tmp", "--ro-bind", str(SUPERVISOR), SUPERVISOR_INSIDE]  # noqa: S108
     for mount in spec.mounts:
         walls += ["--bind" if mount.writable else "--ro-bind", mount.source, mount.target]
     return walls
@@ -156,21 +156,21 @@ def _check_mounts(spec: SandboxSpec) -> None:
             raise SandboxError(f"{mount.source} does not exist")
 
 
-def _further(n: int) -> str:
+def _folder_name(n: int) -> str:
     return f"further-{n}"
 
 
-def _check_places(spec: SandboxSpec) -> None:
+def _check_folders(spec: SandboxSpec) -> None:
     """Folders of the sandbox's own stand beside what it shows of the host, never in it."""
     for place in filter(None, (spec.workdir, *spec.folders)):
         first, *rest = PurePosixPath(place).parts
-        if first != "/" or not rest or ".." in rest or rest[0] in TAKEN:
+        if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:
             raise SandboxError(
                 f"a bubblewrap sandbox cannot have its own folder at {place}; choose one such as {WORKDIR}"
             )
 
 
-def _kernel_files() -> list[str]:
+def _cover_kernel_files() -> list[str]:
     """Covers for the files in /proc that are the kernel's, not a process's.
 
     They belong to the host's root. Where Turngate runs as root, an agent without any privilege counts as their owner: it could
@@ -184,7 +184,7 @@ def _kernel_files() -> list[str]:
         mode = entry.stat().st_mode
         if stat.S_ISDIR(mode) or mode & 0o222:
             covers += ["--ro-bind", str(entry), str(entry)]
-        elif not mode & 0o004 or entry.name in KEYS:
+        elif not mode & 0o004 or entry.name in KEY_FILES:
             covers += ["--ro-bind", "/dev/null", str(entry)]
     return covers
 
@@ -206,7 +206,7 @@ def _write_etc(etc: Path) -> None:
 
 
 @cache
-def _python() -> tuple[str, str]:
+def _find_python() -> tuple[str, str]:
     """An interpreter that is there inside as well, and the folder to show where it lies outside of /usr."""
     own = Path(os.path.realpath(sys.executable))
     if own.is_relative_to("/usr"):

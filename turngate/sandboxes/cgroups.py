@@ -20,9 +20,9 @@ CONTROLLER = {"cpus": "cpu", "memory_mb": "memory", "pids": "pids"}
 PERIOD_US = 100_000  # over which the share of processors is counted
 
 
-def available(mount: Path = MOUNT) -> frozenset[str]:
+def enforceable_limits(mount: Path = MOUNT) -> frozenset[str]:
     """The fields of `Resources` that can be enforced here."""
-    if _unified(mount):
+    if _is_unified(mount):
         if not os.access(mount / "cgroup.subtree_control", os.W_OK):
             return frozenset()
         there = set((mount / "cgroup.controllers").read_text().split())
@@ -33,17 +33,17 @@ def available(mount: Path = MOUNT) -> frozenset[str]:
 
 def not_enforced(limits: Resources, mount: Path = MOUNT) -> tuple[str, ...]:
     """Those of the limits that are a wish here."""
-    return tuple(field for field in _values(limits) if field not in available(mount))
+    return tuple(field for field in _requested_limits(limits) if field not in enforceable_limits(mount))
 
 
-def apply(name: str, limits: Resources, processes: Iterable[int], mount: Path = MOUNT) -> None:
+def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: Path = MOUNT) -> None:
     """Hold processes, and all that they will start, to those limits that can be enforced here."""
-    wanted = {field: value for field, value in _values(limits).items() if field in available(mount)}
+    wanted = {field: value for field, value in _requested_limits(limits).items() if field in enforceable_limits(mount)}
     try:
         for field, value in wanted.items():
-            place = _place(name, CONTROLLER[field], mount)
+            place = _create_group(name, CONTROLLER[field], mount)
             place.mkdir(parents=True, exist_ok=True)
-            for file, text in _settings(field, value, unified=_unified(mount)).items():
+            for file, text in _limit_files(field, value, unified=_is_unified(mount)).items():
                 (place / file).write_text(text)
             for process in processes:
                 (place / "cgroup.procs").write_text(str(process))
@@ -51,25 +51,25 @@ def apply(name: str, limits: Resources, processes: Iterable[int], mount: Path = 
         raise SandboxError(f"the limits cannot be set: {error.filename}: {error.strerror}") from error
 
 
-def remove(name: str, mount: Path = MOUNT) -> None:
+def remove_group(name: str, mount: Path = MOUNT) -> None:
     """When none of its processes is left."""
     for controller in CONTROLLER.values():
         with suppress(OSError):
-            (mount / GROUP / name if _unified(mount) else mount / controller / GROUP / name).rmdir()
+            (mount / GROUP / name if _is_unified(mount) else mount / controller / GROUP / name).rmdir()
 
 
-def _unified(mount: Path) -> bool:
+def _is_unified(mount: Path) -> bool:
     """Version 2: one tree for all of them."""
     return (mount / "cgroup.controllers").exists()
 
 
-def _values(limits: Resources) -> dict[str, float]:
+def _requested_limits(limits: Resources) -> dict[str, float]:
     asked = {"cpus": limits.cpus, "memory_mb": limits.memory_mb, "pids": limits.pids}
     return {field: value for field, value in asked.items() if value is not None}
 
 
-def _place(name: str, controller: str, mount: Path) -> Path:
-    if not _unified(mount):
+def _create_group(name: str, controller: str, mount: Path) -> Path:
+    if not _is_unified(mount):
         return mount / controller / GROUP / name
     (mount / GROUP).mkdir(exist_ok=True)
     for parent in (mount, mount / GROUP):  # a child has only what its parents hand down
@@ -77,7 +77,7 @@ def _place(name: str, controller: str, mount: Path) -> Path:
     return mount / GROUP / name
 
 
-def _settings(field: str, value: float, *, unified: bool) -> dict[str, str]:
+def _limit_files(field: str, value: float, *, unified: bool) -> dict[str, str]:
     """Files and what to write into them."""
     quota, size = str(int(value * PERIOD_US)), str(int(value) << 20)
     if field == "pids":

@@ -29,8 +29,8 @@ from typing import Any
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxUnavailable
 from turngate.sandboxes import folders, owner
-from turngate.sandboxes.base import ALONE, Result, SandboxSpec
-from turngate.sandboxes.posix import KILLED, Posix
+from turngate.sandboxes.base import STANDALONE_ENV, ExecResult, SandboxSpec
+from turngate.sandboxes.posix import KILLED, PosixSandbox
 
 KIND = "docker"
 DEFAULT_IMAGE = "turngate-base:bookworm"  # what `tools/base_image.py` makes
@@ -38,20 +38,20 @@ PUBLIC_IMAGE = "python:3.11-bookworm"  # what a registry has, with Python and gi
 HOME, WORKDIR, SHARED = "/home/agent", "/workspace", "/run/turngate"
 SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner", "turngate.created"
 BUILD_LABEL = "turngate.build"  # of images that we made from a Dockerfile
-JOB = "TURNGATE_JOB"  # in the environment of everything that a command starts
-PIDS = 4096  # the most processes, where a spec does not say
-STEP_S = 120.0  # for Docker to do one thing
-END_S = 15.0
-LONG = 30_000  # bytes; the docker command does not read longer lines from a file of variables
-OF_THE_CLI = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command heeds itself
-DOUBTFUL = (1, 125, 126, 127)  # exit codes by which the docker command also says that it has failed itself
+JOB_ENV = "TURNGATE_JOB"  # in the environment of everything that a command starts
+DEFAULT_PIDS = 4096  # the most processes, where a spec does not say
+STEP_TIMEOUT_S = 120.0  # for Docker to do one thing
+KILL_TIMEOUT_S = 15.0
+MAX_ENV_LINE = 30_000  # bytes; the docker command does not read longer lines from a file of variables
+CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command heeds itself
+AMBIGUOUS_CODES = (1, 125, 126, 127)  # exit codes by which the docker command also says that it has failed itself
 
-THERE = '[ -d "$1" ]'
-COMMAND = 'cd -- "$1" || exit 126; shift; exec "$@"'
+FOLDER_EXISTS = '[ -d "$1" ]'
+RUN_SCRIPT = 'cd -- "$1" || exit 126; shift; exec "$@"'
 # With "marked": everything that has a job's mark, and what descends from it. With "all": everything but process 1, its sleep (the
 # oldest of its children), this script and the first processes of the jobs that are named after it; an agent may have thrown its mark
 # and its parents away, or taken another's mark. Stopped before it is killed, so that nothing is born meanwhile.
-KILL = """
+KILL_SCRIPT = """
 look() {
   list=
   for dir in /proc/[0-9]*; do
@@ -105,7 +105,7 @@ exit 1
 """
 
 
-class Docker(Posix):
+class DockerSandbox(PosixSandbox):
     """A container. Made by `DockerBackend.create`."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
@@ -128,17 +128,20 @@ class Docker(Posix):
 
     async def begin(self, image: str, spec: SandboxSpec) -> None:
         """Create and start the container."""
-        folder = await docker("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
+        folder = await run_docker("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
         self.workdir = spec.workdir or (folder.strip() if folder.strip() not in ("", "/") else WORKDIR)
         self._begun = time.time()
-        await docker("create", *_options(self, spec), image, str(math.ceil(spec.life_s)))
-        await docker("start", self.id)
-        ids = await docker("exec", self.id, "/bin/sh", "-c", "id -u; id -g")
+        await run_docker("create", *_create_options(self, spec), image, str(math.ceil(spec.life_s)))
+        await run_docker("start", self.id)
+        ids = await run_docker("exec", self.id, "/bin/sh", "-c", "id -u; id -g")
         user, group = map(int, ids.split())
         made = [HOME, *spec.folders]
-        if self.workdir == WORKDIR or (await _docker("exec", self.id, "/bin/sh", "-c", THERE, "sh", self.workdir))[0]:
+        if (
+            self.workdir == WORKDIR
+            or (await _run_docker("exec", self.id, "/bin/sh", "-c", FOLDER_EXISTS, "sh", self.workdir))[0]
+        ):
             made.append(self.workdir)
-        await docker("cp", "-", f"{self.id}:/", stdin=_folders(made, user, group))
+        await run_docker("cp", "-", f"{self.id}:/", stdin=_pack_folders(made, user, group))
 
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
@@ -146,25 +149,25 @@ class Docker(Posix):
         if self._stopped or self.gone:
             raise await self._ended_how()
         job = secrets.token_hex(8)
-        lines, own = _variables({**env, JOB: job})
+        lines, own = _split_env({**env, JOB_ENV: job})
         with tempfile.TemporaryFile() as file:  # without a name, for the docker command alone
             file.write(lines)
             file.seek(0)
-            process = await _start(
+            process = await _spawn_docker(
                 *("docker", "exec", "--interactive", "--env-file", f"/dev/fd/{file.fileno()}"),
                 *(word for name in own for word in ("--env", name)),
-                *(self.id, "/bin/sh", "-c", COMMAND, "sh", cwd, *command),
+                *(self.id, "/bin/sh", "-c", RUN_SCRIPT, "sh", cwd, *command),
                 env={**os.environ, **own},
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=(file.fileno(),),
             )
-        made = DockerJob(self, process, job, alone=ALONE in env)
+        made = DockerJob(self, process, job, alone=STANDALONE_ENV in env)
         self._jobs.add(made)
         return made
 
-    async def _run(self, *command: Any, **how: Any) -> Result:
+    async def _run(self, *command: Any, **how: Any) -> ExecResult:
         result = await super()._run(*command, **how)
         if self.gone and not result.timed_out:  # it was never run, or not to its end
             raise await self._ended_how()
@@ -175,7 +178,7 @@ class Docker(Posix):
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
         when = ("--since", f"{self._begun:.0f}", "--until", f"{time.time() + 1:.0f}")
-        told = await docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
+        told = await run_docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
         events = {line.strip() for line in told.splitlines()}
         if "die" in events and not events & {"kill", "stop", "destroyed"}:
             return SandboxGone("the sandbox was ended by what ran in it")
@@ -183,12 +186,12 @@ class Docker(Posix):
 
     async def kill(self) -> None:
         """All of it: what runs there cannot be ended otherwise."""
-        code, _, _ = await _docker("kill", self.id)
+        code, _, _ = await _run_docker("kill", self.id)
         self._killed = self._killed or not code  # otherwise it had ended before
 
     async def running(self) -> bool:
         """Whether the container is there. A daemon that does not answer is another matter, and raises."""
-        code, out, said = await _docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
+        code, out, said = await _run_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
         if code and "no such" not in said.lower():
             raise SandboxError(f"docker does not answer: {said.strip()[-300:]}")
         self.gone = code != 0 or out.strip() != "true"
@@ -206,17 +209,17 @@ class Docker(Posix):
 
     async def _stop(self) -> None:
         self._stopped = True
-        await _remove(self.id)
+        await _remove_container(self.id)
         for job in list(self._jobs):
             await job.forget()
         self._jobs.clear()
-        await asyncio.to_thread(folders.remove, self.folder)
+        await asyncio.to_thread(folders.remove_folder, self.folder)
 
 
 class DockerJob:
     """A `docker exec`. `alone`: it starts nothing, and stays when an agent ends."""
 
-    def __init__(self, sandbox: Docker, process: asyncio.subprocess.Process, name: str, *, alone: bool) -> None:
+    def __init__(self, sandbox: DockerSandbox, process: asyncio.subprocess.Process, name: str, *, alone: bool) -> None:
         self._sandbox = sandbox
         self._process = process
         self.name = name
@@ -229,12 +232,12 @@ class DockerJob:
     async def wait(self) -> int:
         code = await self._process.wait()
         self._sandbox.ended(self)
-        if code in DOUBTFUL and not await self._sandbox.running():
+        if code in AMBIGUOUS_CODES and not await self._sandbox.running():
             return KILLED  # with its container, which a command inside can end: that is no fault of the sandbox's
         return code if code >= 0 else KILLED
 
     async def kill(self, grace_s: float = 2.0) -> None:
-        deadline = time.monotonic() + grace_s + END_S
+        deadline = time.monotonic() + grace_s + KILL_TIMEOUT_S
         others = self._sandbox.others(self)
         last = all(job.alone for job in others) and not self.alone
         how = ["all", *(job.name for job in others)] if last else ["marked"]
@@ -259,15 +262,15 @@ class DockerJob:
     async def forget(self) -> None:
         """The container has ended: the docker command notices that, or is ended."""
         try:
-            await asyncio.wait_for(self._process.wait(), END_S)
+            await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
     async def _kill_inside(self, grace_s: float, how: Sequence[str]) -> tuple[int, str]:
         tenths = str(math.ceil(grace_s * 10))
-        command = ("exec", self._sandbox.id, "/bin/sh", "-c", KILL, "sh", self.name, tenths, *how)
-        code, _, said = await _docker(*command, timeout_s=grace_s + STEP_S)
+        command = ("exec", self._sandbox.id, "/bin/sh", "-c", KILL_SCRIPT, "sh", self.name, tenths, *how)
+        code, _, said = await _run_docker(*command, timeout_s=grace_s + STEP_TIMEOUT_S)
         return code, said
 
 
@@ -285,7 +288,7 @@ class DockerBackend:
     async def check(self) -> None:
         if not shutil.which("docker"):
             raise SandboxUnavailable("docker is not installed: apt-get install docker.io, or https://docs.docker.com")
-        code, _, said = await _docker("version", "--format", "{{.Server.Version}}")
+        code, _, said = await _run_docker("version", "--format", "{{.Server.Version}}")
         if code:
             raise SandboxUnavailable(f"no Docker daemon answers (is it started?): {said.strip()[-300:]}")
 
@@ -293,11 +296,11 @@ class DockerBackend:
         """What a spec asks for and this backend cannot hold an agent to."""
         return ()
 
-    async def create(self, spec: SandboxSpec) -> Docker:
+    async def create(self, spec: SandboxSpec) -> DockerSandbox:
         image = await self._image(spec)
-        folder = folders.make(self.root, KIND, "shared")
-        _open_for_the_container(folder / "shared")
-        sandbox = Docker(folder, {"LANG": "C.UTF-8", **spec.env})
+        folder = folders.create_folder(self.root, KIND, "shared")
+        _make_readable(folder / "shared")
+        sandbox = DockerSandbox(folder, {"LANG": "C.UTF-8", **spec.env})
         try:
             await run_to_completion(sandbox.begin(image, spec))
         except BaseException:
@@ -307,40 +310,47 @@ class DockerBackend:
 
     async def _image(self, spec: SandboxSpec) -> str:
         if spec.dockerfile:
-            return await _built(Path(spec.dockerfile))
+            return await _build_image(Path(spec.dockerfile))
         named = spec.image or self.image
         for image in (named,) if named else (DEFAULT_IMAGE, PUBLIC_IMAGE):
-            code, _, _ = await _docker("image", "inspect", image)
+            code, _, _ = await _run_docker("image", "inspect", image)
             if not code:
                 return image
-        await docker("pull", "--quiet", image, timeout_s=3600)
+        await run_docker("pull", "--quiet", image, timeout_s=3600)
         return image
 
     async def sweep(self) -> int:
         form = f'{{{{.ID}}}}\t{{{{.Label "{OWNER_LABEL}"}}}}'
-        listed = await docker("ps", "--all", "--no-trunc", "--filter", f"label={OWNER_LABEL}", "--format", form)
+        listed = await run_docker("ps", "--all", "--no-trunc", "--filter", f"label={OWNER_LABEL}", "--format", form)
         left = 0
         for line in listed.splitlines():
             container, _, name = line.partition("\t")
-            known = owner.parse(name)
+            known = owner.parse_owner(name)
             if known and known.gone:
-                await _remove(container)
+                await _remove_container(container)
                 left += 1
-        await folders.sweep(self.root, KIND)
+        await folders.sweep_folders(self.root, KIND)
         return left
 
 
-def _options(sandbox: Docker, spec: SandboxSpec) -> list[str]:
+def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
     """Of `docker create`."""
     limits = spec.resources
     labels = {
         **spec.labels,
         SANDBOX_LABEL: sandbox.id,
-        OWNER_LABEL: str(owner.this_process()),
+        OWNER_LABEL: str(owner.current_owner()),
         CREATED_LABEL: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     options = ["--name", sandbox.id, "--init", "--rm", "--entrypoint", "sleep", "--hostname", "sandbox"]
-    options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(limits.pids or PIDS)]
+    options += [
+        "--cap-drop",
+        "ALL",
+        "--security-opt",
+        "no-new-privileges",
+        "--pids-limit",
+        str(limits.pids or DEFAULT_PIDS),
+    ]
     if spec.network == "none":
         options += ["--network", "none"]
     if limits.memory_mb:  # the second: no swap on top
@@ -350,24 +360,24 @@ def _options(sandbox: Docker, spec: SandboxSpec) -> list[str]:
     for name, value in labels.items():
         options += ["--label", f"{name}={value}"]
     # Read-only, so that nobody else's files are left in it; a socket can be used all the same.
-    options += ["--mount", _mount(str(sandbox.folder / "shared"), SHARED, writable=False)]
+    options += ["--mount", _mount_option(str(sandbox.folder / "shared"), SHARED, writable=False)]
     for mount in spec.mounts:
-        options += ["--mount", _mount(mount.source, mount.target, writable=mount.writable)]
+        options += ["--mount", _mount_option(mount.source, mount.target, writable=mount.writable)]
     return options
 
 
-def _mount(source: str, target: str, *, writable: bool) -> str:
+def _mount_option(source: str, target: str, *, writable: bool) -> str:
     words = ["type=bind", f"source={source}", f"target={target}", *([] if writable else ["readonly"])]
     quoted = ['"' + word.replace('"', '""') + '"' if "," in word or '"' in word else word for word in words]
     return ",".join(quoted)
 
 
-def _open_for_the_container(folder: Path) -> None:
+def _make_readable(folder: Path) -> None:
     """Its user may be anybody; on the host, the folder around this one is closed."""
     folder.chmod(0o755)
 
 
-def _folders(paths: Sequence[str], user: int, group: int) -> bytes:
+def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
     """A tar file with empty folders that belong to the container's user. Docker puts them in place; nobody inside could."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -379,13 +389,13 @@ def _folders(paths: Sequence[str], user: int, group: int) -> bytes:
     return packed.getvalue()
 
 
-def _variables(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
+def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
     """Variables as a file for the docker command, and those that it must take from its own environment. None as arguments:
     those can be read by every user of the host."""
     lines, own = [], {}
     for name, value in env.items():
-        if "\n" in value or "\r" in value or len(value) > LONG:
-            if name.startswith(OF_THE_CLI):
+        if "\n" in value or "\r" in value or len(value) > MAX_ENV_LINE:
+            if name.startswith(CLI_VARIABLES):
                 raise SandboxError(f"docker cannot take a value of several lines for {name}")
             own[name] = value
         else:
@@ -393,14 +403,14 @@ def _variables(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
     return "".join(lines).encode("utf-8", "surrogateescape"), own
 
 
-async def _built(folder: Path) -> str:
+async def _build_image(folder: Path) -> str:
     """The image of a folder with a Dockerfile; built only when its content has never been."""
-    tag = f"turngate-build:{await asyncio.to_thread(_digest, folder)}"
-    code, _, _ = await _docker("image", "inspect", tag)
+    tag = f"turngate-build:{await asyncio.to_thread(_digest_folder, folder)}"
+    code, _, _ = await _run_docker("image", "inspect", tag)
     if code:
         # Nothing is left of a build that fails. Not the owner's label: containers inherit it, and `sweep` goes by it.
         command = ("build", "--quiet", "--force-rm", "--label", f"{BUILD_LABEL}=1", "--tag", tag, str(folder))
-        code, out, said = await _docker(*command, timeout_s=3600)
+        code, out, said = await _run_docker(*command, timeout_s=3600)
         if code:
             raise SandboxError(f"the image of {folder} cannot be built; the last lines:\n{_last_lines(said or out)}")
     return tag
@@ -414,7 +424,7 @@ def _last_lines(said: str, count: int = 12) -> str:
     return "\n".join(f"    {line}" for line in clean[-count:])
 
 
-def _digest(folder: Path) -> str:
+def _digest_folder(folder: Path) -> str:
     if not (folder / "Dockerfile").is_file():
         raise SandboxError(f"there is no Dockerfile in {folder}")
     digest = hashlib.sha256()
@@ -427,11 +437,11 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-async def _remove(container: str) -> None:
+async def _remove_container(container: str) -> None:
     """Remove a container with its processes and volumes, and see it gone."""
-    deadline = time.monotonic() + STEP_S
+    deadline = time.monotonic() + STEP_TIMEOUT_S
     while True:
-        code, _, said = await _docker("rm", "--force", "--volumes", container)
+        code, _, said = await _run_docker("rm", "--force", "--volumes", container)
         if code == 0 or "No such container" in said:
             return
         if time.monotonic() > deadline:
@@ -439,16 +449,16 @@ async def _remove(container: str) -> None:
         await asyncio.sleep(0.2)  # it is being removed already, because its time was over
 
 
-async def docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_S) -> str:
+async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> str:
     """Run the docker command; what it printed."""
-    code, out, err = await _docker(*arguments, stdin=stdin, timeout_s=timeout_s)
+    code, out, err = await _run_docker(*arguments, stdin=stdin, timeout_s=timeout_s)
     if code:
         raise SandboxError(f"docker {arguments[0]} failed: {err.strip()[-500:]}")
     return out
 
 
-async def _docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_S) -> tuple[int, str, str]:
-    process = await _start(
+async def _run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> tuple[int, str, str]:
+    process = await _spawn_docker(
         "docker",
         *arguments,
         env=os.environ,
@@ -468,7 +478,7 @@ async def _docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_S
     return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
 
 
-async def _start(
+async def _spawn_docker(
     *command: str, env: Mapping[str, str], stdin: int, stdout: int, stderr: int, pass_fds: Sequence[int] = ()
 ) -> asyncio.subprocess.Process:
     try:

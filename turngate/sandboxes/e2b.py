@@ -20,15 +20,15 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.base import Sandbox, SandboxSpec
 from turngate.sandboxes.shell import (
-    SHELL_S,
+    SCRIPT_TIMEOUT_S,
     Gone,
-    Lost,
+    RequestLost,
     ShellSandbox,
-    abandoned,
-    awaited,
+    as_coroutine,
+    describe_error,
     host_label,
+    is_abandoned,
     owner_labels,
-    scrub,
 )
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 1.0
-BEGIN = "--- turngate"  # E2B runs a login shell, and a profile may have things to say before us
+OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, and a profile may have things to say before us
 
 
-class NoProcess(SandboxError):
+class ProcessNotFound(SandboxError):
     """E2B knows no process of that number: it has ended."""
 
 
@@ -58,7 +58,7 @@ class E2BBackend:
     async def check(self) -> None:
         try:
             await self._listed({}, most=1)
-        except Lost as error:
+        except RequestLost as error:
             raise SandboxUnavailable(f"E2B cannot be reached: {error}") from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class E2BBackend:
         return tuple(name for name, value in msgspec.structs.asdict(spec.resources).items() if value)
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        e2b = _sdk()
+        e2b = _import_sdk()
         if spec.dockerfile:
             raise SandboxUnavailable(
                 "E2B builds no Dockerfile on the way: make a template of it and name that as the image"
@@ -87,35 +87,35 @@ class E2BBackend:
                 idempotency_key=str(uuid.uuid4()),  # the SDK asks again when the service is busy
             )
         )
-        with _mapped("make a sandbox"):
+        with _map_errors("make a sandbox"):
             try:
                 made = await asyncio.shield(making)
             except asyncio.CancelledError:  # only when it is made do we know what to remove
                 with suppress(Exception):
-                    await (await run_to_completion(awaited(making))).kill()
+                    await (await run_to_completion(as_coroutine(making))).kill()
                 raise
-        return await ShellSandbox.on(E2BWire(made, self._lease_s, self._patience_s), spec, ends)
+        return await ShellSandbox.on(E2BConnection(made, self._lease_s, self._patience_s), spec, ends)
 
     async def sweep(self) -> int:
-        e2b = _sdk()
+        e2b = _import_sdk()
         swept = 0
         for sandbox, labels in await self._listed(host_label()):
-            if abandoned(labels):
-                with _mapped("remove a sandbox"):
+            if is_abandoned(labels):
+                with _map_errors("remove a sandbox"):
                     swept += await e2b.AsyncSandbox.kill(sandbox)
         return swept
 
     async def _listed(self, labels: dict[str, str], most: int | None = None) -> list[tuple[str, dict[str, str]]]:
-        e2b = _sdk()
+        e2b = _import_sdk()
         found: list[tuple[str, dict[str, str]]] = []
-        with _mapped("list the sandboxes"):
+        with _map_errors("list the sandboxes"):
             pages = e2b.AsyncSandbox.list(query=e2b.SandboxQuery(metadata=labels or None), limit=most)
             while pages.has_next and (most is None or len(found) < most):
                 found += [(each.sandbox_id, each.metadata) for each in await pages.next_items()]
         return found
 
 
-class E2BWire:
+class E2BConnection:
     """One E2B sandbox."""
 
     def __init__(self, sandbox: AsyncSandbox, lease_s: float, patience_s: float) -> None:
@@ -128,16 +128,18 @@ class E2BWire:
         return self._sandbox.sandbox_id
 
     async def shell(self, script: str) -> tuple[int, str]:
-        e2b = _sdk()
-        with _mapped("run a command"):
+        e2b = _import_sdk()
+        with _map_errors("run a command"):
             try:
-                result = await self._sandbox.commands.run(f"echo {BEGIN}\n{script}", timeout=SHELL_S)
+                result = await self._sandbox.commands.run(f"echo {OUTPUT_MARKER}\n{script}", timeout=SCRIPT_TIMEOUT_S)
             except e2b.CommandExitException as ended:
                 result = ended
-        return result.exit_code, result.stdout.partition(f"{BEGIN}\n")[2] + (result.stderr if result.exit_code else "")
+        return result.exit_code, result.stdout.partition(f"{OUTPUT_MARKER}\n")[2] + (
+            result.stderr if result.exit_code else ""
+        )
 
     async def spawn(self, script: str, env: Mapping[str, str]) -> Callable[[], Awaitable[None]]:
-        with _mapped("start a command"):
+        with _map_errors("start a command"):
             handle = await self._sandbox.commands.run(
                 script, background=True, envs=dict(env), timeout=0, retain_output=False
             )
@@ -145,21 +147,21 @@ class E2BWire:
 
     async def _over(self, handle: AsyncCommandHandle[None]) -> None:
         """Follow a command's stream to its end; take it up again where it breaks."""
-        e2b = _sdk()
+        e2b = _import_sdk()
         pid, lost_at = handle.pid, 0.0
         stream: AsyncCommandHandle[None] | None = handle
         try:
             while True:
                 try:
-                    with _mapped("follow a command"), suppress(e2b.CommandExitException):
+                    with _map_errors("follow a command"), suppress(e2b.CommandExitException):
                         if stream is None:
                             stream = await self._sandbox.commands.connect(pid, timeout=0, retain_output=False)
                         lost_at = 0.0
                         await stream.wait()
                     return
-                except NoProcess:  # it ended while we were away
+                except ProcessNotFound:  # it ended while we were away
                     return
-                except Lost:
+                except RequestLost:
                     lost_at = lost_at or time.monotonic()
                     if time.monotonic() - lost_at > self._patience_s:
                         raise
@@ -170,16 +172,16 @@ class E2BWire:
                 await stream.disconnect()
 
     async def put(self, path: str, data: bytes | Path) -> None:
-        with _mapped(f"write {path}"):
+        with _map_errors(f"write {path}"):
             if isinstance(data, bytes):
-                await self._sandbox.files.write(path, data, request_timeout=SHELL_S)
+                await self._sandbox.files.write(path, data, request_timeout=SCRIPT_TIMEOUT_S)
             else:
                 with data.open("rb") as file:
                     await self._sandbox.files.write(path, file)
 
     async def get(self, path: str, limit: int) -> bytes:
         data = bytearray()
-        with _mapped(f"read {path}"):
+        with _map_errors(f"read {path}"):
             async with await self._sandbox.files.read(path, format="stream") as chunks:
                 async for chunk in chunks:
                     data += chunk
@@ -188,21 +190,21 @@ class E2BWire:
         return bytes(data)
 
     async def fetch(self, path: str, target: Path) -> None:
-        with _mapped(f"read {path}"), target.open("wb") as file:
+        with _map_errors(f"read {path}"), target.open("wb") as file:
             async with await self._sandbox.files.read(path, format="stream") as chunks:
                 async for chunk in chunks:
                     file.write(chunk)
 
     async def renew(self, seconds: float) -> None:
-        with _mapped("renew a sandbox"):
+        with _map_errors("renew a sandbox"):
             await self._sandbox.set_timeout(math.ceil(seconds))
 
     async def remove(self) -> None:
-        with _mapped("remove a sandbox"):
+        with _map_errors("remove a sandbox"):
             await self._sandbox.kill()
 
 
-def _sdk() -> ModuleType:
+def _import_sdk() -> ModuleType:
     if not os.environ.get("E2B_API_KEY"):
         raise SandboxUnavailable("E2B needs a key: set E2B_API_KEY")
     try:
@@ -213,15 +215,15 @@ def _sdk() -> ModuleType:
 
 
 @contextmanager
-def _mapped(doing: str) -> Iterator[None]:
+def _map_errors(doing: str) -> Iterator[None]:
     """The SDK's exceptions become ours, in this one place, and never carry the key on."""
-    e2b = _sdk()
+    e2b = _import_sdk()
     try:
         yield
     except SandboxError:
         raise
     except Exception as error:  # the SDK also raises bare `Exception`s, and those of its three HTTP libraries
-        said = f"E2B could not {doing}: {scrub(error, os.environ.get('E2B_API_KEY', ''))}"
+        said = f"E2B could not {doing}: {describe_error(error, os.environ.get('E2B_API_KEY', ''))}"
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         kind: type[SandboxError]
         match error:
@@ -230,7 +232,7 @@ def _mapped(doing: str) -> Iterator[None]:
             case e2b.SandboxNotRunningException() | e2b.SandboxNotFoundException():
                 kind = Gone
             case e2b.NotFoundException():
-                kind = NoProcess
+                kind = ProcessNotFound
             case e2b.AuthenticationException():
                 kind = SandboxUnavailable
             case e2b.InvalidArgumentException() | e2b.NotEnoughSpaceException():
@@ -238,5 +240,5 @@ def _mapped(doing: str) -> Iterator[None]:
             case _ if status is not None and 400 <= status < 500 and status != 429:
                 kind = SandboxUnavailable
             case _:
-                kind = Lost
+                kind = RequestLost
         raise kind(said) from None

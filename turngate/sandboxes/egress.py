@@ -16,22 +16,22 @@ from pathlib import Path
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError
 from turngate.sandboxes import relay
-from turngate.sandboxes.base import ALONE, Job, Sandbox
-from turngate.sandboxes.door import Door
+from turngate.sandboxes.base import STANDALONE_ENV, Job, Sandbox
+from turngate.sandboxes.door import GatewayDoor
 from turngate.sandboxes.tunnel import Tunnel
 
-FOLDER = ".turngate"  # in the sandbox's home
-SOURCES = {"python": Path(relay.__file__), "node": Path(relay.__file__).with_suffix(".mjs")}
-_ALONE = {
+RELAY_FOLDER = ".turngate"  # in the sandbox's home
+RELAY_SOURCES = {"python": Path(relay.__file__), "node": Path(relay.__file__).with_suffix(".mjs")}
+_INTERPRETER_FLAGS = {
     "python": ("-I", "-S"),
     "node": (),
 }  # it needs nothing but the standard library, and looking for more takes time
 START_S = 30.0
 PROBE_S = 60.0
-PAUSE_S = 0.5  # before a relay that has ended is started again
+RESTART_PAUSE_S = 0.5  # before a relay that has ended is started again
 
 # A Python's own path is asked for: what is called `python3` may be a script that looks for one, at ten times the cost of starting it.
-FIND = """
+FIND_RUNTIME = """
 rm -f "$3/port" "$3/reached"
 for python in "$1" python3 python; do
   [ -n "$python" ] || continue
@@ -43,7 +43,7 @@ for node in "$2" node nodejs; do
 done
 exit 1
 """
-WAIT = """
+WAIT_FOR_FILE = """
 tries=0
 while [ ! -s "$1" ] && [ $tries -lt "$2" ]; do [ $tries -lt 50 ] && sleep 0.02 || sleep 0.1; tries=$((tries + 1)); done
 cat "$1"
@@ -51,9 +51,9 @@ cat "$1"
 
 
 @asynccontextmanager
-async def connected(
+async def connect_sandbox(
     sandbox: Sandbox,
-    way: Door | Tunnel | str,
+    way: GatewayDoor | Tunnel | str,
     *,
     python: str = "",
     node: str = "",
@@ -65,30 +65,30 @@ async def connected(
     a call waits for a gateway that does not answer.
     """
     async with AsyncExitStack() as stack:
-        folder = f"{sandbox.home}/{FOLDER}"
+        folder = f"{sandbox.home}/{RELAY_FOLDER}"
         target = f"{folder}/target"
 
         async def follow(url: str) -> None:
             await sandbox.write(target, url.encode(), mode=0o600)
 
-        await follow(_target(sandbox, way))
+        await follow(_relay_target(sandbox, way))
         if isinstance(way, Tunnel):
             await stack.enter_async_context(way.followed(follow))
             await follow(way.url)  # it may have changed before we followed it
-        run = await _staged(sandbox, folder, python, node)
+        run = await _stage_relay(sandbox, folder, python, node)
         command = [*run, "--target", target, "--port-file", f"{folder}/port", "--give-up-s", str(give_up_s)]
         first = [*command, "--port", "0", "--reached-file", f"{folder}/reached"]
-        job = await sandbox.start(first, env={ALONE: "1"}, stderr=f"{folder}/log")
+        job = await sandbox.start(first, env={STANDALONE_ENV: "1"}, stderr=f"{folder}/log")
         kept = [job]
-        stack.push_async_callback(_end, kept)
-        port = await _port(sandbox, folder)
-        watch = asyncio.create_task(_keep(sandbox, [*command, "--port", str(port)], f"{folder}/log", kept))
-        stack.push_async_callback(_cancel, watch)
-        await _reached(sandbox, f"{folder}/reached")
+        stack.push_async_callback(_kill_relay, kept)
+        port = await _read_port(sandbox, folder)
+        watch = asyncio.create_task(_keep_running(sandbox, [*command, "--port", str(port)], f"{folder}/log", kept))
+        stack.push_async_callback(_cancel_task, watch)
+        await _check_gateway_reached(sandbox, f"{folder}/reached")
         yield f"http://127.0.0.1:{port}"
 
 
-def _target(sandbox: Sandbox, way: Door | Tunnel | str) -> str:
+def _relay_target(sandbox: Sandbox, way: GatewayDoor | Tunnel | str) -> str:
     """The gateway's address, as a relay in the sandbox sees it."""
     if isinstance(way, str):
         return way
@@ -101,57 +101,57 @@ def _target(sandbox: Sandbox, way: Door | Tunnel | str) -> str:
     return f"unix:{sandbox.shared[1]}/{way.socket.name}"
 
 
-async def _staged(sandbox: Sandbox, folder: str, python: str, node: str) -> list[str]:
+async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) -> list[str]:
     """Put the relay into the sandbox. The command that runs it."""
-    found = await sandbox.exec(["/bin/sh", "-c", FIND, "sh", python, node, folder], timeout_s=START_S)
+    found = await sandbox.exec(["/bin/sh", "-c", FIND_RUNTIME, "sh", python, node, folder], timeout_s=START_S)
     if found.exit_code:
         raise SandboxError(
             "the sandbox has neither Python 3.8 nor Node to run the relay with: "
             "add one to the image, or mount one and name it"
         )
     kind, _, program = found.stdout.decode().strip().partition(" ")
-    source = SOURCES[kind]
+    source = RELAY_SOURCES[kind]
     await sandbox.write(f"{folder}/{source.name}", await asyncio.to_thread(source.read_bytes))
-    return [program, *_ALONE[kind], f"{folder}/{source.name}"]
+    return [program, *_INTERPRETER_FLAGS[kind], f"{folder}/{source.name}"]
 
 
-async def _port(sandbox: Sandbox, folder: str) -> int:
-    said = await _waited(sandbox, f"{folder}/port", START_S)
+async def _read_port(sandbox: Sandbox, folder: str) -> int:
+    said = await _wait_for_file(sandbox, f"{folder}/port", START_S)
     if said.isdigit():
         return int(said)
     log = await sandbox.exec(["cat", f"{folder}/log"], timeout_s=START_S)
     raise SandboxError(f"the relay did not start: {log.stdout.decode(errors='replace').strip()[-300:]}")
 
 
-async def _reached(sandbox: Sandbox, file: str) -> None:
+async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
     """Fail now, by name, and not later in the middle of an agent's first call."""
-    said = await _waited(sandbox, file, PROBE_S)
+    said = await _wait_for_file(sandbox, file, PROBE_S)
     if said != relay.REACHED:
         raise SandboxError(f"the gateway cannot be reached from the sandbox: {said[-300:] or 'it took too long'}")
 
 
-async def _waited(sandbox: Sandbox, file: str, limit_s: float) -> str:
+async def _wait_for_file(sandbox: Sandbox, file: str, limit_s: float) -> str:
     """What the relay writes into a file, once it does."""
     tries = 50 + round(10 * limit_s)
-    done = await sandbox.exec(["/bin/sh", "-c", WAIT, "sh", file, str(tries)], timeout_s=limit_s + 5)
+    done = await sandbox.exec(["/bin/sh", "-c", WAIT_FOR_FILE, "sh", file, str(tries)], timeout_s=limit_s + 5)
     return done.stdout.decode(errors="replace").strip()
 
 
-async def _keep(sandbox: Sandbox, command: list[str], log: str, kept: list[Job]) -> None:
+async def _keep_running(sandbox: Sandbox, command: list[str], log: str, kept: list[Job]) -> None:
     """Start the relay again when it has ended, however that came."""
     while True:
         await kept[-1].wait()
-        await asyncio.sleep(PAUSE_S)
-        kept.append(await sandbox.start(command, env={ALONE: "1"}, stderr=log))
+        await asyncio.sleep(RESTART_PAUSE_S)
+        kept.append(await sandbox.start(command, env={STANDALONE_ENV: "1"}, stderr=log))
 
 
-async def _cancel(watch: asyncio.Task[None]) -> None:
+async def _cancel_task(watch: asyncio.Task[None]) -> None:
     watch.cancel()
     await asyncio.wait([watch])
     if not watch.cancelled():
         watch.exception()  # the sandbox has ended; whoever uses it will notice
 
 
-async def _end(kept: list[Job]) -> None:
+async def _kill_relay(kept: list[Job]) -> None:
     with suppress(SandboxError):  # it has ended with its sandbox
         await run_to_completion(kept[-1].kill())

@@ -20,20 +20,20 @@ from turngate.sandboxes import cgroups, owner, supervisor
 
 log = logging.getLogger(__name__)
 
-MARK = "TURNGATE_SANDBOX"  # in the environment of every process that belongs to a sandbox on the host
-END_S = 10.0  # for a killed process to be gone
+SANDBOX_ENV = "TURNGATE_SANDBOX"  # in the environment of every process that belongs to a sandbox on the host
+KILL_TIMEOUT_S = 10.0  # for a killed process to be gone
 STALE_S = 3600.0  # a folder that has no owner yet is being made, but not for so long
 
 
-def make(root: Path | None, kind: str, *parts: str) -> Path:
+def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
     """A new sandbox's folder with some folders in it. Its name is the sandbox's id."""
     name = f"{kind}-{secrets.token_hex(6)}"
     try:
-        root = _root(root)
+        root = _private_root(root)
         new = root / f".{name}"
         new.mkdir(mode=0o700)
         # First, so that it is swept where we are killed over the rest.
-        (new / supervisor.OWNER).write_text(str(owner.this_process()))
+        (new / supervisor.OWNER_FILE).write_text(str(owner.current_owner()))
         for part in parts:
             (new / part).mkdir(mode=0o700)
         return new.rename(root / name)  # with an owner from the first moment that `sweep` can see it
@@ -41,7 +41,7 @@ def make(root: Path | None, kind: str, *parts: str) -> Path:
         raise SandboxError(f"a sandbox's folder cannot be made: {error}") from error
 
 
-def _root(root: Path | None) -> Path:
+def _private_root(root: Path | None) -> Path:
     """The folder of all folders: ours alone, or somebody else on this machine has laid a trap."""
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,49 +51,49 @@ def _root(root: Path | None) -> Path:
     return root
 
 
-async def sweep(root: Path | None, kind: str) -> int:
-    return await asyncio.to_thread(_sweep, _root(root), kind)
+async def sweep_folders(root: Path | None, kind: str) -> int:
+    return await asyncio.to_thread(_sweep_folders, _private_root(root), kind)
 
 
-def _sweep(root: Path, kind: str) -> int:
-    left = [folder for folder in root.glob(f"{kind}-*") if _ownerless(folder)]
+def _sweep_folders(root: Path, kind: str) -> int:
+    left = [folder for folder in root.glob(f"{kind}-*") if _is_ownerless(folder)]
     for folder in left:
         try:
-            remove(folder)
+            remove_folder(folder)
         except SandboxError as error:  # the next one may be removed all the same
             log.warning("%s", error.message)
     for unmade in root.glob(f".{kind}-*"):
         with suppress(OSError):
-            if _ownerless(unmade) or time.time() - unmade.stat().st_mtime > STALE_S:
-                supervisor.remove(str(unmade))
+            if _is_ownerless(unmade) or time.time() - unmade.stat().st_mtime > STALE_S:
+                supervisor.remove_folder(str(unmade))
     return len(left)
 
 
-def _ownerless(folder: Path) -> bool:
+def _is_ownerless(folder: Path) -> bool:
     try:
-        known = owner.parse((folder / supervisor.OWNER).read_text())
+        known = owner.parse_owner((folder / supervisor.OWNER_FILE).read_text())
     except OSError:  # it is being removed right now
         return False
     return known is not None and known.gone
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Kill whatever still belongs to a sandbox, and remove its folder. Raises where some of it is left; it is swept later."""
-    deadline = time.monotonic() + END_S
-    while supervisor.kill(lambda: _processes(folder.name)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while supervisor.kill_all(lambda: _find_processes(folder.name)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    cgroups.remove(folder.name)
-    if not supervisor.remove(str(folder)):
+    cgroups.remove_group(folder.name)
+    if not supervisor.remove_folder(str(folder)):
         raise SandboxError(f"some of the sandbox's folder {folder} could not be removed")
 
 
-def _processes(name: str) -> list[int]:
+def _find_processes(name: str) -> list[int]:
     """Those with a sandbox's mark, and their children: who throws the mark away is still the supervisor's child."""
-    mark = f"{MARK}={name}".encode()
+    mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with suppress(OSError):
                 if mark in (process / "environ").read_bytes().split(b"\0"):
                     found.append(int(process.name))
-    return [*found, *supervisor.below(*found)]
+    return [*found, *supervisor.descendants(*found)]

@@ -22,7 +22,16 @@ import msgspec
 
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.base import Sandbox, SandboxSpec
-from turngate.sandboxes.shell import SHELL_S, Gone, Lost, ShellSandbox, abandoned, host_label, owner_labels, scrub
+from turngate.sandboxes.shell import (
+    SCRIPT_TIMEOUT_S,
+    Gone,
+    RequestLost,
+    ShellSandbox,
+    describe_error,
+    host_label,
+    is_abandoned,
+    owner_labels,
+)
 
 if TYPE_CHECKING:
     import huggingface_hub
@@ -32,12 +41,12 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-IMAGE = "python:3.12"  # the SDK's own default
-ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # stages of a Job
+DEFAULT_IMAGE = "python:3.12"  # the SDK's own default
+ENDED_STAGES = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # stages of a Job
 POLLS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between two questions whether a command has ended; the last one repeats
 
 
-class Missing(SandboxError):
+class NotFoundError(SandboxError):
     """A 404. Of a file, or of the sandbox it lay in: the Jobs proxy does not tell them apart."""
 
 
@@ -70,8 +79,8 @@ class HuggingFaceBackend:
 
     async def check(self) -> None:
         try:
-            await self._where(_api())
-        except Lost as error:
+            await self._where(_create_api())
+        except RequestLost as error:
             raise SandboxUnavailable(f"Hugging Face cannot be reached: {error}") from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
@@ -80,7 +89,7 @@ class HuggingFaceBackend:
         return (*network, *(name for name, value in msgspec.structs.asdict(spec.resources).items() if value))
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        hub, api = _sdk(), _api()
+        hub, api = _import_sdk(), _create_api()
         if spec.dockerfile:
             raise SandboxUnavailable("Hugging Face builds no Dockerfile here: push an image and name that")
         if spec.network == "none" and not self._warned:
@@ -93,7 +102,7 @@ class HuggingFaceBackend:
         made = self._makers.submit(
             partial(
                 hub.Sandbox.create,
-                spec.image or IMAGE,
+                spec.image or DEFAULT_IMAGE,
                 flavor=self._flavor,
                 idle_timeout=max(1, int(self._lease_s)),
                 labels={**spec.labels, **owner_labels()},
@@ -102,35 +111,35 @@ class HuggingFaceBackend:
                 token=api.token,
             )
         )
-        with _mapped("make a sandbox"):
+        with _map_errors("make a sandbox"):
             try:
                 sandbox = await asyncio.wrap_future(made)
             except asyncio.CancelledError:
-                made.add_done_callback(_unwanted)  # the thread cannot be stopped; what it makes can
+                made.add_done_callback(_kill_unwanted)  # the thread cannot be stopped; what it makes can
                 raise
-        wire = HuggingFaceWire(sandbox, api, namespace, self._threads, self._lease_s, self._patience_s)
+        wire = HuggingFaceConnection(sandbox, api, namespace, self._threads, self._lease_s, self._patience_s)
         return await ShellSandbox.on(wire, spec, ends)
 
     async def sweep(self) -> int:
-        api = _api()
+        api = _create_api()
         namespace = await self._where(api)
 
         def left_behind() -> list[str]:
             jobs = api.list_jobs(status=["RUNNING", "SCHEDULING"], labels=host_label(), namespace=namespace)
-            return [job.id for job in jobs if abandoned(job.labels or {})]
+            return [job.id for job in jobs if is_abandoned(job.labels or {})]
 
-        found = await _call(self._threads, "list the sandboxes", left_behind)
+        found = await _call_in_thread(self._threads, "list the sandboxes", left_behind)
         for job in found:
-            await _call(self._threads, "remove a sandbox", api.cancel_job, job_id=job, namespace=namespace)
+            await _call_in_thread(self._threads, "remove a sandbox", api.cancel_job, job_id=job, namespace=namespace)
         return len(found)
 
     async def _where(self, api: huggingface_hub.HfApi) -> str:
         if not self._namespace:
-            self._namespace = str((await _call(self._threads, "say who we are", api.whoami))["name"])
+            self._namespace = str((await _call_in_thread(self._threads, "say who we are", api.whoami))["name"])
         return self._namespace
 
 
-class HuggingFaceWire:
+class HuggingFaceConnection:
     """One Hugging Face sandbox."""
 
     def __init__(
@@ -156,7 +165,7 @@ class HuggingFaceWire:
 
     async def shell(self, script: str) -> tuple[int, str]:
         result = await self._ask(
-            "run a command", self._sandbox.run, ["/bin/sh", "-c", script], timeout=SHELL_S, check=False
+            "run a command", self._sandbox.run, ["/bin/sh", "-c", script], timeout=SCRIPT_TIMEOUT_S, check=False
         )
         if result.exit_code is None or result.timed_out:
             raise SandboxError("Hugging Face could not run a command: it was killed")
@@ -176,7 +185,7 @@ class HuggingFaceWire:
             asked += 1
             try:
                 known = await self._ask("list the commands", self._sandbox.processes)
-            except Lost:
+            except RequestLost:
                 lost_at = lost_at or time.monotonic()
                 if time.monotonic() - lost_at > self._patience_s:
                     raise
@@ -210,7 +219,7 @@ class HuggingFaceWire:
             return
         try:
             # Not `Sandbox.kill`, which only logs that it failed.
-            await _call(
+            await _call_in_thread(
                 self._threads, "remove a sandbox", self._api.cancel_job, job_id=self.id, namespace=self._namespace
             )
         except SandboxError:
@@ -223,28 +232,28 @@ class HuggingFaceWire:
         if self._removed:
             raise Gone(f"Hugging Face could not {doing}: the sandbox was stopped")
         try:
-            return await _call(self._threads, doing, call, *args, **kwargs)
-        except (Lost, Missing) as error:
+            return await _call_in_thread(self._threads, doing, call, *args, **kwargs)
+        except (RequestLost, NotFoundError) as error:
             if not await self._lives():
                 raise Gone(f"{error.message} (the sandbox has ended)") from None
-            if isinstance(error, Missing):
+            if isinstance(error, NotFoundError):
                 raise SandboxFileMissing(error.message) from None
             raise
 
     async def _lives(self) -> bool:
         """False only where the service says so."""
         try:
-            job = await _call(
+            job = await _call_in_thread(
                 self._threads, "look at a sandbox", self._api.inspect_job, job_id=self.id, namespace=self._namespace
             )
-        except Missing:
+        except NotFoundError:
             return False
         except SandboxError:
             return True
-        return job.status.stage not in ENDED
+        return job.status.stage not in ENDED_STAGES
 
 
-def _sdk() -> ModuleType:
+def _import_sdk() -> ModuleType:
     try:
         import huggingface_hub
         import huggingface_hub.errors
@@ -257,36 +266,36 @@ def _sdk() -> ModuleType:
     return huggingface_hub
 
 
-def _api() -> huggingface_hub.HfApi:
-    hub, token = _sdk(), os.environ.get("HF_TOKEN", "")
+def _create_api() -> huggingface_hub.HfApi:
+    hub, token = _import_sdk(), os.environ.get("HF_TOKEN", "")
     if not token:
         raise SandboxUnavailable("Hugging Face needs a token: set HF_TOKEN")
     api: huggingface_hub.HfApi = hub.HfApi(token=token)
     return api
 
 
-def _unwanted(made: Future[huggingface_hub.Sandbox]) -> None:
+def _kill_unwanted(made: Future[huggingface_hub.Sandbox]) -> None:
     with suppress(Exception):  # it was not made; and what cannot be removed ends when it was idle
         made.result().kill()
 
 
-async def _call(
+async def _call_in_thread(
     threads: ThreadPoolExecutor, doing: str, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    with _mapped(doing):
+    with _map_errors(doing):
         return await asyncio.get_running_loop().run_in_executor(threads, partial(call, *args, **kwargs))
 
 
 @contextmanager
-def _mapped(doing: str) -> Iterator[None]:
+def _map_errors(doing: str) -> Iterator[None]:
     """The SDK's exceptions become ours, in this one place, and never carry the token on."""
-    errors = _sdk().errors
+    errors = _import_sdk().errors
     try:
         yield
     except SandboxError:
         raise
-    except (errors.SandboxError, errors.HfHubHTTPError, OSError, ValueError, RuntimeError, _http_error()) as error:
-        said = f"Hugging Face could not {doing}: {scrub(error, os.environ.get('HF_TOKEN', ''))}"
+    except (errors.SandboxError, errors.HfHubHTTPError, OSError, ValueError, RuntimeError, _http_error_type()) as error:
+        said = f"Hugging Face could not {doing}: {describe_error(error, os.environ.get('HF_TOKEN', ''))}"
         status = None
         if isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code
@@ -295,17 +304,17 @@ def _mapped(doing: str) -> Iterator[None]:
         kind: type[SandboxError]
         match status:
             case 404:
-                kind = Missing
+                kind = NotFoundError
             case 401 | 402 | 403:
                 kind = SandboxUnavailable
             case int() if 400 <= status < 500 and status != 429:
                 kind = SandboxError
             case _:
-                kind = Lost
+                kind = RequestLost
         raise kind(said) from None
 
 
-def _http_error() -> type[Exception]:
+def _http_error_type() -> type[Exception]:
     import httpx2  # the SDK's HTTP library; it lets that one's errors through
 
     return httpx2.HTTPError

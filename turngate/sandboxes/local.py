@@ -14,7 +14,7 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import cgroups, folders
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.supervised import SUPERVISOR, Supervised
+from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
 
 KIND = "local"
 FALLBACK_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -43,21 +43,21 @@ class LocalBackend:
         }
         return (*(wish for wish, asked in wishes.items() if asked), *cgroups.not_enforced(spec.resources))
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         await self.check()
         _check_mounts(spec)
         if spec.folders:
             raise SandboxError(f"the local sandbox cannot make {spec.folders[0]}: there is one file system, the host's")
-        folder = folders.make(self.root, KIND, "home", "work", "tmp", "shared")
+        folder = folders.create_folder(self.root, KIND, "home", "work", "tmp", "shared")
         env = {
             "PATH": os.environ.get("PATH") or FALLBACK_PATH,
             "LANG": "C.UTF-8",
             "TMPDIR": str(folder / "tmp"),
             **spec.env,
-            folders.MARK: folder.name,
+            folders.SANDBOX_ENV: folder.name,
         }
         home, work, shared = (str(folder / part) for part in ("home", "work", "shared"))
-        sandbox = Supervised(folder, env, home=home, workdir=work, shared=shared)
+        sandbox = SupervisedSandbox(folder, env, home=home, workdir=work, shared=shared)
         command = [sys.executable, "-I", "-S", "-X", "utf8", str(SUPERVISOR)]
         try:
             await sandbox.launch(command, spec, str(folder))
@@ -67,7 +67,7 @@ class LocalBackend:
         return sandbox
 
     async def sweep(self) -> int:
-        return await folders.sweep(self.root, KIND)
+        return await folders.sweep_folders(self.root, KIND)
 
 
 def _check_mounts(spec: SandboxSpec) -> None:

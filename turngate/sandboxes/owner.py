@@ -30,15 +30,15 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def gone(self) -> bool:
         """It surely lives no more. Of another machine, or another container's processes, nobody here can say so."""
-        here = this_process()
+        here = current_owner()
         if self.host != here.host:
             return False
         if self.boot != here.boot:
             return True
-        return self.namespace == here.namespace and _started(self.pid) != self.started
+        return self.namespace == here.namespace and _start_time(self.pid) != self.started
 
 
-def parse(text: str) -> Owner | None:
+def parse_owner(text: str) -> Owner | None:
     """None: that is not the name of an owner."""
     words = text.split()
     if len(words) != 5 or not (words[3].isdigit() and words[4].isdigit()):
@@ -46,9 +46,9 @@ def parse(text: str) -> Owner | None:
     return Owner(words[0], words[1], words[2], int(words[3]), int(words[4]))
 
 
-def this_process() -> Owner:
+def current_owner() -> Owner:
     host, boot, namespace = _machine()
-    return Owner(host, boot, namespace, os.getpid(), _started(os.getpid()) or 0)
+    return Owner(host, boot, namespace, os.getpid(), _start_time(os.getpid()) or 0)
 
 
 @cache
@@ -65,7 +65,7 @@ def _machine() -> tuple[str, str, str]:
     return host, boot, namespace
 
 
-def _started(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     """When a process started; None when there is none, or it is but a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()

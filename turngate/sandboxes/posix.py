@@ -19,47 +19,47 @@ from typing import IO
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxTooLarge
 from turngate.sandboxes import archive
-from turngate.sandboxes.base import Job, Result
+from turngate.sandboxes.base import ExecResult, Job
 
 OUTPUT_LIMIT = 256_000_000  # bytes that a command may print before we stop remembering
 FOLDER_LIMIT = 4_000_000_000  # bytes that a folder may have that is downloaded
-FILE_S = 600.0  # a file or folder that takes longer is not coming
+FILE_TIMEOUT_S = 600.0  # a file or folder that takes longer is not coming
 LINGER_S = 0.5  # a daemon that a command left behind may keep its output open: we wait no longer than this for the end
 KILLED = 137
-MISSING, NO_FILE = 44, 45  # exit codes of READ
-NOT_ALL = (1, 2)  # exit codes of tar: some files changed meanwhile, or could not be read
-SAID = 64_000  # bytes of what tar complains about
+MISSING, NOT_A_FILE = 44, 45  # exit codes of READ
+TAR_PARTIAL = (1, 2)  # exit codes of tar: some files changed meanwhile, or could not be read
+STDERR_LIMIT = 64_000  # bytes of what tar complains about
 
 # A spec may set a PATH that has none of our tools, or one that leads into the working folder.
-TOOLS = 'PATH="/usr/bin:/bin:$PATH"'
+SYSTEM_PATH = 'PATH="/usr/bin:/bin:$PATH"'
 REDIRECT = f"""
-for file in "$1" "$2"; do [ -z "$file" ] || ({TOOLS}; mkdir -p -- "$(dirname -- "$file")") || exit 126; done
+for file in "$1" "$2"; do [ -z "$file" ] || ({SYSTEM_PATH}; mkdir -p -- "$(dirname -- "$file")") || exit 126; done
 [ -z "$1" ] || exec >"$1" || exit 126
 if [ "$1" = "$2" ]; then exec 2>&1; elif [ -n "$2" ]; then exec 2>"$2" || exit 126; fi
 shift 2
 exec "$@"
 """
 # Under another name first, so that a reader never finds half a file; and readable by nobody else before it has its mode.
-WRITE = f"""{TOOLS}
+WRITE = f"""{SYSTEM_PATH}
 [ ! -d "$1" ] || {{ echo "$1 is a folder" >&2; exit 1; }}
 umask 022 && mkdir -p -- "$(dirname -- "$1")" && umask 077 || exit 1
 cat >"$1.$$.new" && chmod "$2" "$1.$$.new" && mv -f -- "$1.$$.new" "$1" || {{ rm -f -- "$1.$$.new"; exit 1; }}
 """
-READ = f"""{TOOLS}
+READ = f"""{SYSTEM_PATH}
 [ -e "$1" ] || exit {MISSING}
-[ -f "$1" ] || exit {NO_FILE}
+[ -f "$1" ] || exit {NOT_A_FILE}
 exec head -c "$2" -- "$1"
 """
-UPLOAD = TOOLS + '; mkdir -p -- "$1" && exec tar -xof - -C "$1"'
+UPLOAD = SYSTEM_PATH + '; mkdir -p -- "$1" && exec tar -xof - -C "$1"'
 # What is left out is compared with whole names only: GNU's tar would look for it in every part, for minutes where folders are deep.
-DOWNLOAD = f"""{TOOLS}
+DOWNLOAD = f"""{SYSTEM_PATH}
 folder=$1; shift; [ -d "$folder" ] || exit {MISSING}
 case "$(tar --version 2>/dev/null)" in *GNU*) set -- --anchored --no-wildcards --no-recursion "$@" --recursion;; esac
 exec tar -cf - -C "$folder" "$@" .
 """
 
 
-class Posix(ABC):
+class PosixSandbox(ABC):
     """The common part of such a sandbox."""
 
     env: Mapping[str, str]  # for every command
@@ -82,7 +82,7 @@ class Posix(ABC):
         timeout_s: float | None = None,
         keep: int | None = None,
         leave: bool = True,
-    ) -> Result:
+    ) -> ExecResult:
         with tempfile.TemporaryFile() as file:
             file.write(stdin)
             file.seek(0)
@@ -99,23 +99,23 @@ class Posix(ABC):
         stderr: str = "",
     ) -> Job:
         redirected = ["/bin/sh", "-c", REDIRECT, "sh", stdout, stderr, *command] if stdout or stderr else command
-        with _nothing() as null:
+        with _open_devnull() as null:
             fd = null.fileno()
             return await self._spawn(redirected, env, cwd, fd, fd, fd)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        command = ["/bin/sh", "-c", WRITE, "sh", _named(path), f"{mode:o}"]
-        done = await self.exec(command, stdin=data, cwd=_from(path), timeout_s=FILE_S)
-        _succeeded(done, f"cannot write {path}")
+        command = ["/bin/sh", "-c", WRITE, "sh", _check_path(path), f"{mode:o}"]
+        done = await self.exec(command, stdin=data, cwd=_base_folder(path), timeout_s=FILE_TIMEOUT_S)
+        _check_success(done, f"cannot write {path}")
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        command = ["/bin/sh", "-c", READ, "sh", _named(path), str(limit + 1)]
-        done = await self.exec(command, cwd=_from(path), timeout_s=FILE_S)
+        command = ["/bin/sh", "-c", READ, "sh", _check_path(path), str(limit + 1)]
+        done = await self.exec(command, cwd=_base_folder(path), timeout_s=FILE_TIMEOUT_S)
         if done.exit_code == MISSING:
             raise SandboxFileMissing(f"there is no file {path} in the sandbox")
-        if done.exit_code == NO_FILE:
+        if done.exit_code == NOT_A_FILE:
             raise SandboxError(f"{path} is not a file")
-        _succeeded(done, f"cannot read {path}")
+        _check_success(done, f"cannot read {path}")
         if len(done.stdout) > limit:
             raise SandboxError(f"{path} is larger than {limit} bytes")
         return done.stdout
@@ -124,23 +124,30 @@ class Posix(ABC):
         with tempfile.TemporaryFile() as tar:
             await asyncio.to_thread(archive.pack, folder, tar, exclude)
             tar.seek(0)
-            command = ["/bin/sh", "-c", UPLOAD, "sh", _named(target)]
-            done = await self._run(command, cwd=_from(target), stdin=tar, timeout_s=FILE_S)
-        _succeeded(done, f"cannot upload to {target}")
+            command = ["/bin/sh", "-c", UPLOAD, "sh", _check_path(target)]
+            done = await self._run(command, cwd=_base_folder(target), stdin=tar, timeout_s=FILE_TIMEOUT_S)
+        _check_success(done, f"cannot upload to {target}")
 
     async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
         with tempfile.TemporaryFile() as tar:
-            command = ["/bin/sh", "-c", DOWNLOAD, "sh", _named(source), *(f"--exclude=./{path}" for path in exclude)]
-            done = await self._run(command, cwd=_from(source), timeout_s=FILE_S, into=tar)
+            command = [
+                "/bin/sh",
+                "-c",
+                DOWNLOAD,
+                "sh",
+                _check_path(source),
+                *(f"--exclude=./{path}" for path in exclude),
+            ]
+            done = await self._run(command, cwd=_base_folder(source), timeout_s=FILE_TIMEOUT_S, into=tar)
             if done.exit_code == MISSING:
                 raise SandboxFileMissing(f"there is no folder {source} in the sandbox")
             left: tuple[str, ...] = ()
-            if done.exit_code in NOT_ALL and archive.whole(tar):
-                left = archive.complaints(done.stderr)
+            if done.exit_code in TAR_PARTIAL and archive.is_complete(tar):
+                left = archive.parse_tar_errors(done.stderr)
             else:
-                _succeeded(done, f"cannot download {source}")
+                _check_success(done, f"cannot download {source}")
             tar.seek(0)
-            return (*left, *await unpacked(tar, folder))
+            return (*left, *await unpack_in_thread(tar, folder))
 
     async def _spawn(
         self, command: Sequence[str], env: Mapping[str, str] | None, cwd: str, stdin: int, stdout: int, stderr: int
@@ -163,31 +170,31 @@ class Posix(ABC):
         into: IO[bytes] | None = None,
         keep: int | None = None,
         leave: bool = True,
-    ) -> Result:
+    ) -> ExecResult:
         """Run to the end. `into`: a file that takes what it prints, instead of the result."""
         if into:
-            out, err = Output(into, FOLDER_LIMIT), Output(limit=SAID, cut=True)
+            out, err = CapturedOutput(into, FOLDER_LIMIT), CapturedOutput(limit=STDERR_LIMIT, cut=True)
         elif keep is None:
-            out, err = Output(), Output()
+            out, err = CapturedOutput(), CapturedOutput()
         else:
-            out, err = Ends(keep), Ends(keep)
+            out, err = TruncatedOutput(keep), TruncatedOutput(keep)
         try:
-            with _nothing() as null:
+            with _open_devnull() as null:
                 source = (stdin or null).fileno()
                 job = await self._spawn(command, env, cwd, source, out.write_end, err.write_end)
             await out.listen()
             await err.listen()
-            code, timed_out = await _ended(job, timeout_s, out.overflown)
+            code, timed_out = await _wait_or_kill(job, timeout_s, out.overflown)
             if not leave:
                 await run_to_completion(job.kill(grace_s=0))
             await asyncio.wait([out.finished, err.finished], timeout=LINGER_S)
-            return Result(code, out.taken(), err.taken(), timed_out)
+            return ExecResult(code, out.taken(), err.taken(), timed_out)
         finally:
             out.close()
             err.close()
 
 
-async def _ended(job: Job, timeout_s: float | None, overflown: asyncio.Event) -> tuple[int, bool]:
+async def _wait_or_kill(job: Job, timeout_s: float | None, overflown: asyncio.Event) -> tuple[int, bool]:
     """The exit code, and whether time ran out. Whoever stops waiting for a command kills it; nobody waits for output without end."""
     waiting, too_much = asyncio.ensure_future(job.wait()), asyncio.ensure_future(overflown.wait())
     try:
@@ -207,7 +214,7 @@ async def _ended(job: Job, timeout_s: float | None, overflown: asyncio.Event) ->
             waiting.exception()  # seen
 
 
-async def unpacked(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
+async def unpack_in_thread(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
     """`archive.unpack`, in a thread that gives up when nobody waits for it any more."""
     over = threading.Event()
     try:
@@ -216,7 +223,7 @@ async def unpacked(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
         over.set()
 
 
-class Output:
+class CapturedOutput:
     """A pipe that a command prints into, read to its end, remembered up to a limit. `cut`: more than that is no error."""
 
     def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT, *, cut: bool = False) -> None:
@@ -236,7 +243,7 @@ class Output:
         self.write_end = -1
         pipe = os.fdopen(self._read_end, "rb", 0)
         self._read_end = -1
-        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: _Reader(self), pipe)
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: _PipeReader(self), pipe)
 
     def take(self, data: bytes) -> None:
         self._size += len(data)
@@ -262,7 +269,7 @@ class Output:
             self._transport.close()
 
 
-class Ends(Output):
+class TruncatedOutput(CapturedOutput):
     """Output of which the beginning and the end are remembered, however long it is."""
 
     def __init__(self, keep: int) -> None:
@@ -287,8 +294,8 @@ class Ends(Output):
         return bytes(self._kept + note + tail)
 
 
-class _Reader(asyncio.Protocol):
-    def __init__(self, output: Output) -> None:
+class _PipeReader(asyncio.Protocol):
+    def __init__(self, output: CapturedOutput) -> None:
         self.output = output
 
     def data_received(self, data: bytes) -> None:
@@ -299,23 +306,23 @@ class _Reader(asyncio.Protocol):
             self.output.finished.set_result(None)
 
 
-def _nothing() -> IO[bytes]:
+def _open_devnull() -> IO[bytes]:
     return open(os.devnull, "r+b", 0)
 
 
-def _named(path: str) -> str:
+def _check_path(path: str) -> str:
     if not path:
         raise SandboxError("a file needs a name")
     return path if not path.startswith("-") else f"./{path}"
 
 
-def _from(path: str) -> str:
+def _base_folder(path: str) -> str:
     """Where a path counts from. A whole one has no need of the working folder, which may be gone."""
     return "/" if path.startswith("/") else ""
 
 
-def _succeeded(done: Result, otherwise: str) -> None:
+def _check_success(done: ExecResult, otherwise: str) -> None:
     if done.timed_out:
-        raise SandboxError(f"{otherwise}: it took longer than {FILE_S:.0f} s")
+        raise SandboxError(f"{otherwise}: it took longer than {FILE_TIMEOUT_S:.0f} s")
     if done.exit_code:
         raise SandboxError(f"{otherwise}: {done.stderr.decode(errors='replace').strip()[-300:]}")

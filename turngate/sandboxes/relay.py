@@ -32,17 +32,17 @@ import time
 from typing import Any, Callable, NamedTuple, Optional
 from urllib.parse import urlsplit
 
-GATEWAY = "x-turngate"  # is on every reply of the gateway
-ATTEMPT = "x-turngate-attempt"
+GATEWAY_HEADER = "x-turngate"  # is on every reply of the gateway
+ATTEMPT_HEADER = "x-turngate-attempt"
 REACHED = "reached"  # in the file that says so
-IDEMPOTENCY = "idempotency-key"
+IDEMPOTENCY_HEADER = "idempotency-key"
 HEAD_LIMIT = 256 * 1024
 BODY_LIMIT = 64 * 1024 * 1024
-PIECE = 64 * 1024
+CHUNK_BYTES = 64 * 1024
 GIVE_UP_S = 600.0
 CONNECT_S = 15.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
-SMALL = (
+SMALL_BODY = (
     64 * 1024
 )  # a body that is read also for a request that will be refused, so that its connection can be used again
 LINGER_S = 10.0  # for the rest of a body that nobody wants
@@ -53,7 +53,7 @@ PATH = re.compile(r"/[!-~]*\Z")
 DIGITS = re.compile(r"[0-9]{1,15}\Z")
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     method: str
     path: str  # and query, as sent
     headers: list[tuple[str, str]]  # names in lower case
@@ -62,13 +62,13 @@ class Request(NamedTuple):
     keep: bool  # the connection, for another request
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     status: int
     reason: str
     headers: list[tuple[str, str]]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Answered by ourselves."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", headers: str = "") -> None:
@@ -77,22 +77,22 @@ class Refused(Exception):
         self.unread = 0  # bytes of the body that were not read; the sender would take a plain end for a broken line
 
 
-class Unanswered(Exception):
+class NoAnswer(Exception):
     """The gateway has not answered; the same request may be sent again."""
 
 
-class Cut(Exception):
+class TruncatedReply(Exception):
     """A reply has ended before its end."""
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The agent has gone."""
 
 
 # ---- reading what an agent sends ----
 
 
-class Inbound:
+class ClientConnection:
     """An agent's end of a connection, read ahead: so that we notice when it hangs up while its call is under way."""
 
     def __init__(self, reader: asyncio.StreamReader, stall_s: Optional[float] = None) -> None:
@@ -110,7 +110,7 @@ class Inbound:
                 while len(self._buffer) >= self._wanted:
                     self._room.clear()
                     await self._room.wait()
-                data = await self._reader.read(PIECE)
+                data = await self._reader.read(CHUNK_BYTES)
                 if not data:
                     return
                 self._buffer += data
@@ -126,14 +126,14 @@ class Inbound:
         self._room.set()
         while not enough():
             if self.gone.is_set():
-                raise HungUp
+                raise ClientDisconnected
             self._came.clear()
             try:
                 await asyncio.wait_for(self._came.wait(), self._stall_s)
             except asyncio.TimeoutError:
                 if not self._buffer and wanted == HEAD_LIMIT:
-                    raise HungUp from None  # between two requests
-                raise Refused(408, "the request stalled") from None
+                    raise ClientDisconnected from None  # between two requests
+                raise RequestRefused(408, "the request stalled") from None
 
     async def discard(self, count: int) -> None:
         """Read the rest of a body and forget it."""
@@ -156,15 +156,15 @@ class Inbound:
         return data
 
     async def exactly(self, count: int) -> bytes:
-        await self._have(lambda: len(self._buffer) >= count, count + PIECE)
+        await self._have(lambda: len(self._buffer) >= count, count + CHUNK_BYTES)
         return self._take(count)
 
     async def until(self, mark: bytes, limit: int) -> bytes:
         """Up to and with the mark."""
-        await self._have(lambda: mark in self._buffer or len(self._buffer) > limit, limit + PIECE)
+        await self._have(lambda: mark in self._buffer or len(self._buffer) > limit, limit + CHUNK_BYTES)
         end = self._buffer.find(mark)
         if end < 0 or end > limit:
-            raise Refused(431, "the request's head is too large")
+            raise RequestRefused(431, "the request's head is too large")
         return self._take(end + len(mark))
 
     async def request(
@@ -173,7 +173,7 @@ class Inbound:
         go_on: Callable[[], None],
         look: Callable[[str, str], None] = lambda method, path: None,
         hold: Callable[[int], None] = lambda count: None,
-    ) -> Request:
+    ) -> HttpRequest:
         """The next request. `go_on` tells a client to send the body that it holds back. `look` sees method and path before a
         body that is not small is read, `hold` how many bytes will be; both may raise `Refused`."""
         await self._have(lambda: bool(self._buffer.lstrip(b"\r\n")), HEAD_LIMIT)
@@ -181,18 +181,18 @@ class Inbound:
         first, headers = parse_head(await self.until(b"\r\n\r\n", HEAD_LIMIT))
         words = first.split(" ")
         if len(words) != 3 or not TOKEN.match(words[0]) or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
-            raise Refused(400, "that is not an HTTP/1.1 request")
+            raise RequestRefused(400, "that is not an HTTP/1.1 request")
         method, path, version = words
         if not PATH.match(path):
-            raise Refused(400, "a request's target must be a path")
+            raise RequestRefused(400, "a request's target must be a path")
         if [name for name, _ in headers].count("host") > 1:
-            raise Refused(400, "a request has one host")
+            raise RequestRefused(400, "a request has one host")
         length = _length(headers, body_limit)
         try:
-            if length is None or length > SMALL:
+            if length is None or length > SMALL_BODY:
                 look(method, path)
             hold(length or 0)
-        except Refused as refused:
+        except RequestRefused as refused:
             refused.unread = body_limit if length is None else length
             raise
         if "100-continue" in values(headers, "expect"):
@@ -200,22 +200,22 @@ class Inbound:
         body = await self._chunks(body_limit, hold) if length is None else await self.exactly(length)
         old = version == "HTTP/1.0"
         close = "close" in values(headers, "connection") or (old and "keep-alive" not in values(headers, "connection"))
-        return Request(method, path, headers, body, old, not close)
+        return HttpRequest(method, path, headers, body, old, not close)
 
     async def _chunks(self, limit: int, hold: Callable[[int], None]) -> bytes:
         body = bytearray()
         while True:
             size = chunk_size(await self.until(b"\r\n", 4096))
             if size is None:
-                raise Refused(400, "a chunk has no size")
+                raise RequestRefused(400, "a chunk has no size")
             if len(body) + size > limit:
-                raise Refused(413, f"the body is larger than {limit} bytes")
+                raise RequestRefused(413, f"the body is larger than {limit} bytes")
             if not size:
                 break
             hold(size)
             body += await self.exactly(size)
             if await self.exactly(2) != b"\r\n":
-                raise Refused(400, "a chunk has no end")
+                raise RequestRefused(400, "a chunk has no end")
         while await self.until(b"\r\n", HEAD_LIMIT) != b"\r\n":  # trailers
             pass
         return bytes(body)
@@ -226,15 +226,15 @@ def _length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
     codings, lengths = values(headers, "transfer-encoding"), set(values(headers, "content-length"))
     if codings:
         if codings != ["chunked"] or lengths:
-            raise Refused(400, "a body is chunked or has a length, not both")
+            raise RequestRefused(400, "a body is chunked or has a length, not both")
         return None
     if not lengths:
         return 0
     length = lengths.pop()
     if lengths or not DIGITS.match(length):
-        raise Refused(400, "the body's length is no number")
+        raise RequestRefused(400, "the body's length is no number")
     if int(length) > limit:
-        refused = Refused(413, f"the body is larger than {limit} bytes")
+        refused = RequestRefused(413, f"the body is larger than {limit} bytes")
         refused.unread = int(length)
         raise refused
     return int(length)
@@ -247,10 +247,10 @@ def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not TOKEN.match(name) or re.search(r"[\r\n\0]", value):
-            raise Refused(400, "a header is malformed")
+            raise RequestRefused(400, "a header is malformed")
         headers.append((name.lower(), value.strip(" \t")))
     if re.search(r"[\r\n\0]", first):
-        raise Refused(400, "the first line is malformed")
+        raise RequestRefused(400, "the first line is malformed")
     return first, headers
 
 
@@ -288,7 +288,7 @@ def _bound(path: str, mode: int) -> socket.socket:
 # ---- getting it answered ----
 
 
-class Relay:
+class HttpRelay:
     """Forwards requests. `target` is asked before each attempt; `admit` may raise `Refused`, and so may `look`, before a large body
     is read; `give_up_s=0`: one attempt, and whatever is answered counts. `connections`, `held` (bytes of bodies) and `stall_s`:
     the most at a time, and the longest silence in a request."""
@@ -297,7 +297,7 @@ class Relay:
         self,
         target: Callable[[], str],
         *,
-        admit: Callable[[Request], Request] = lambda request: request,
+        admit: Callable[[HttpRequest], HttpRequest] = lambda request: request,
         look: Callable[[str, str], None] = lambda method, path: None,
         give_up_s: float = GIVE_UP_S,
         body_limit: int = BODY_LIMIT,
@@ -321,7 +321,7 @@ class Relay:
 
     async def listen(self, host: str, port: int) -> int:
         """On a TCP port; 0: any. The port."""
-        self._server = await asyncio.start_server(self._accept, host, port, limit=PIECE, start_serving=False)
+        self._server = await asyncio.start_server(self._accept, host, port, limit=CHUNK_BYTES, start_serving=False)
         await self._server.start_serving()
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -330,7 +330,9 @@ class Relay:
         # Nobody is listened to before `close` knows of the server. Were it cancelled in between, the event loop would go on watching the
         # socket's number, and be deaf to whatever has it next.
         try:
-            self._server = await asyncio.start_unix_server(self._accept, sock=own, limit=PIECE, start_serving=False)
+            self._server = await asyncio.start_unix_server(
+                self._accept, sock=own, limit=CHUNK_BYTES, start_serving=False
+            )
         except BaseException:
             own.close()
             raise
@@ -345,7 +347,7 @@ class Relay:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= self.connections:  # a relay tries again
-            refuse(writer, Refused(503, "too many connections", "overloaded"), close=True)
+            refuse(writer, RequestRefused(503, "too many connections", "overloaded"), close=True)
             writer.close()
             return
         task = asyncio.ensure_future(self._connection(reader, writer))
@@ -353,29 +355,29 @@ class Relay:
         task.add_done_callback(self._connections.discard)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inbound = Inbound(reader, self.stall_s)
+        inbound = ClientConnection(reader, self.stall_s)
         pump = asyncio.ensure_future(inbound.pump())
         try:
             while await self._one(inbound, writer):
                 pass
             await writer.drain()
-        except Refused as refused:
+        except RequestRefused as refused:
             refuse(writer, refused, close=True)
             await inbound.discard(refused.unread)
-        except (HungUp, Cut, OSError):
+        except (ClientDisconnected, TruncatedReply, OSError):
             pass
         finally:
             pump.cancel()
             writer.close()
 
-    async def _one(self, inbound: Inbound, writer: asyncio.StreamWriter) -> bool:
+    async def _one(self, inbound: ClientConnection, writer: asyncio.StreamWriter) -> bool:
         """Answer one request. Whether the connection may be used for another."""
         mine = 0
 
         def hold(count: int) -> None:
             nonlocal mine
             if self._held + count > self.held:
-                raise Refused(503, "too many large requests at once", "overloaded")
+                raise RequestRefused(503, "too many large requests at once", "overloaded")
             mine, self._held = mine + count, self._held + count
 
         try:
@@ -385,10 +387,10 @@ class Relay:
         finally:
             self._held -= mine
 
-    async def _handle(self, request: Request, inbound: Inbound, writer: asyncio.StreamWriter) -> bool:
+    async def _handle(self, request: HttpRequest, inbound: ClientConnection, writer: asyncio.StreamWriter) -> bool:
         try:
             request = self.admit(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             refuse(writer, refused, close=not request.keep, bodiless=request.method == "HEAD")
             return request.keep
         work = asyncio.ensure_future(self._answer(request, writer))
@@ -396,7 +398,7 @@ class Relay:
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise HungUp
+                raise ClientDisconnected
             return work.result()
         finally:
             gone.cancel()
@@ -404,26 +406,28 @@ class Relay:
                 work.cancel()
                 await asyncio.wait({work})
 
-    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
-        if IDEMPOTENCY not in dict(request.headers):
-            request = request._replace(headers=[*request.headers, (IDEMPOTENCY, secrets.token_hex(16))])
+    async def _answer(self, request: HttpRequest, writer: asyncio.StreamWriter) -> bool:
+        if IDEMPOTENCY_HEADER not in dict(request.headers):
+            request = request._replace(headers=[*request.headers, (IDEMPOTENCY_HEADER, secrets.token_hex(16))])
         deadline = time.monotonic() + self.give_up_s
         attempt, wait = 1, FIRST_WAIT_S
         while True:
             try:
                 return await self._attempt(request, attempt, writer)
-            except Unanswered as unanswered:
+            except NoAnswer as unanswered:
                 self.log(f"attempt {attempt}: {unanswered}")
                 pause = wait * random.uniform(0.5, 1)
                 if time.monotonic() + pause >= deadline:
                     status = 503 if self.give_up_s else 502
-                    failed = Refused(status, f"the gateway cannot be reached: {unanswered}", "gateway_unreachable")
+                    failed = RequestRefused(
+                        status, f"the gateway cannot be reached: {unanswered}", "gateway_unreachable"
+                    )
                     refuse(writer, failed, close=not request.keep, bodiless=request.method == "HEAD")
                     return request.keep
             await asyncio.sleep(pause)
             attempt, wait = attempt + 1, min(2 * wait, LONGEST_WAIT_S)
 
-    async def _attempt(self, request: Request, attempt: int, writer: asyncio.StreamWriter) -> bool:
+    async def _attempt(self, request: HttpRequest, attempt: int, writer: asyncio.StreamWriter) -> bool:
         target = self.target()
         reader, upstream, host, prefix = await connect(target)
         try:
@@ -432,12 +436,16 @@ class Relay:
             try:
                 while not (await asyncio.wait({waiting}, timeout=LOOK_S))[0]:
                     if self.give_up_s and self.target() != target:
-                        raise Unanswered("the way to the gateway has changed")
+                        raise NoAnswer("the way to the gateway has changed")
             finally:
                 waiting.cancel()
             reply = waiting.result()
-            if self.give_up_s and (reply.status == 404 or reply.status >= 500) and GATEWAY not in dict(reply.headers):
-                raise Unanswered(f"{reply.status} that the gateway did not send")
+            if (
+                self.give_up_s
+                and (reply.status == 404 or reply.status >= 500)
+                and GATEWAY_HEADER not in dict(reply.headers)
+            ):
+                raise NoAnswer(f"{reply.status} that the gateway did not send")
             return await hand_on(request, reply, reader, writer)
         finally:
             upstream.transport.abort()
@@ -452,13 +460,13 @@ async def connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
             return reader, writer, "localhost", ""
         url = urlsplit(target)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise Unanswered("there is no target yet")
+            raise NoAnswer("there is no target yet")
         secure = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if secure else 80)
         joining = asyncio.open_connection(url.hostname, port, ssl=secure, limit=HEAD_LIMIT)
         reader, writer = await asyncio.wait_for(joining, CONNECT_S)
     except (OSError, ValueError, asyncio.TimeoutError) as error:
-        raise Unanswered(f"cannot connect: {error or type(error).__name__}") from error
+        raise NoAnswer(f"cannot connect: {error or type(error).__name__}") from error
     keep_alive(writer.get_extra_info("socket"))
     return reader, writer, url.netloc.rpartition("@")[2], url.path.rstrip("/")
 
@@ -471,8 +479,8 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def request_head(request: Request, host: str, prefix: str, attempt: int) -> bytes:
-    ours = {"host", "content-length", ATTEMPT}
+def request_head(request: HttpRequest, host: str, prefix: str, attempt: int) -> bytes:
+    ours = {"host", "content-length", ATTEMPT_HEADER}
     named = set(values(request.headers, "connection"))  # headers for this hop alone, as the client says
     lines = [f"{request.method} {prefix}{request.path} HTTP/1.1", f"host: {host}"]
     lines += [
@@ -482,11 +490,11 @@ def request_head(request: Request, host: str, prefix: str, attempt: int) -> byte
     ]
     if request.body or request.method in ("POST", "PUT", "PATCH"):
         lines.append(f"content-length: {len(request.body)}")
-    lines += [f"{ATTEMPT}: {attempt}", "connection: close"]
+    lines += [f"{ATTEMPT_HEADER}: {attempt}", "connection: close"]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-async def read_reply(reader: asyncio.StreamReader, upstream: asyncio.StreamWriter) -> Reply:
+async def read_reply(reader: asyncio.StreamReader, upstream: asyncio.StreamWriter) -> HttpReply:
     try:
         await upstream.drain()
         while True:
@@ -494,19 +502,21 @@ async def read_reply(reader: asyncio.StreamReader, upstream: asyncio.StreamWrite
             version, _, rest = first.partition(" ")
             status, _, reason = rest.partition(" ")
             if not version.startswith("HTTP/1.") or not re.match(r"[1-9][0-9]{2}\Z", status):
-                raise Unanswered("the reply is not HTTP")
+                raise NoAnswer("the reply is not HTTP")
             if int(status) >= 200:
-                return Reply(int(status), reason, headers)
+                return HttpReply(int(status), reason, headers)
     except asyncio.IncompleteReadError as error:
-        raise Unanswered("the connection ended before a reply") from error
-    except (OSError, Refused, asyncio.LimitOverrunError) as error:
-        raise Unanswered(f"no reply: {error}") from error
+        raise NoAnswer("the connection ended before a reply") from error
+    except (OSError, RequestRefused, asyncio.LimitOverrunError) as error:
+        raise NoAnswer(f"no reply: {error}") from error
 
 
 # ---- handing the reply on ----
 
 
-async def hand_on(request: Request, reply: Reply, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+async def hand_on(
+    request: HttpRequest, reply: HttpReply, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> bool:
     """Pass a reply through as it comes. Whether the agent's connection may be used for another request."""
     chunked = "chunked" in values(reply.headers, "transfer-encoding")
     lengths = [] if chunked else values(reply.headers, "content-length")
@@ -529,10 +539,10 @@ async def hand_on(request: Request, reply: Reply, reader: asyncio.StreamReader, 
         else:
             await pass_bytes(reader, writer, None)
         await writer.drain()
-    except (Cut, OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+    except (TruncatedReply, OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         if not as_chunks and not lengths:
             reset(writer)  # a plain end would look like a good one
-        raise Cut from error
+        raise TruncatedReply from error
     return keep
 
 
@@ -543,11 +553,11 @@ async def pass_bytes(
 ) -> None:
     """So many bytes; None: to the end."""
     while count is None or count > 0:
-        data = await reader.read(PIECE if count is None else min(PIECE, count))
+        data = await reader.read(CHUNK_BYTES if count is None else min(CHUNK_BYTES, count))
         if not data:
             if count is None:
                 return
-            raise Cut
+            raise TruncatedReply
         writer.write(data)
         await writer.drain()
         if count is not None:
@@ -565,7 +575,7 @@ async def pass_chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         line = await reader.readuntil(b"\r\n")
         size = chunk_size(line)
         if size is None:
-            raise Cut
+            raise TruncatedReply
         frame(line)
         if not size:
             break
@@ -576,7 +586,7 @@ async def pass_chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         frame(line)
 
 
-def refuse(writer: asyncio.StreamWriter, refused: Refused, *, close: bool, bodiless: bool = False) -> None:
+def refuse(writer: asyncio.StreamWriter, refused: RequestRefused, *, close: bool, bodiless: bool = False) -> None:
     error = {"message": refused.message, "type": refused.kind, "code": refused.kind}
     body = json.dumps({"error": error}).encode()
     lines = [f"HTTP/1.1 {refused.status} Refused", "content-type: application/json"]
@@ -611,7 +621,7 @@ def file_target(path: str) -> Callable[[], str]:
 
 
 async def run(options: argparse.Namespace) -> int:
-    relay = Relay(
+    relay = HttpRelay(
         file_target(options.target),
         give_up_s=options.give_up_s,
         body_limit=options.body_limit,
@@ -649,9 +659,9 @@ async def _unreached(port: int) -> str:
         writer.write(b"HEAD / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         first, headers = parse_head(await reader.readuntil(b"\r\n\r\n"))
         writer.close()
-    except (OSError, Refused, asyncio.IncompleteReadError) as error:
+    except (OSError, RequestRefused, asyncio.IncompleteReadError) as error:
         return f"the relay does not answer: {error}"
-    return "" if GATEWAY in dict(headers) else f"the gateway does not answer: {first}"
+    return "" if GATEWAY_HEADER in dict(headers) else f"the gateway does not answer: {first}"
 
 
 async def probe(port: int) -> int:

@@ -16,7 +16,7 @@ import struct
 from typing import NamedTuple
 
 
-class Machine(NamedTuple):
+class Architecture(NamedTuple):
     audit: int  # AUDIT_ARCH_…, what the kernel calls it
     calls: tuple[int, ...]  # refused, whatever their arguments
     socket: int
@@ -25,9 +25,9 @@ class Machine(NamedTuple):
 
 # add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd; io_uring_setup, _enter, _register
 IO_URING = (425, 426, 427)
-MACHINES = {
-    "x86_64": Machine(0xC000003E, (248, 249, 250, 321, 298, 323, *IO_URING), 41, 0x3FFFFFFF),
-    "aarch64": Machine(0xC00000B7, (217, 218, 219, 280, 241, 282, *IO_URING), 198, 0x3FFFFFFF),
+ARCHITECTURES = {
+    "x86_64": Architecture(0xC000003E, (248, 249, 250, 321, 298, 323, *IO_URING), 41, 0x3FFFFFFF),
+    "aarch64": Architecture(0xC00000B7, (217, 218, 219, 280, 241, 282, *IO_URING), 198, 0x3FFFFFFF),
 }
 FAMILIES = (38, 40)  # AF_ALG, AF_VSOCK
 LOAD, EQUAL, GREATER, RETURN = 0x20, 0x15, 0x25, 0x06
@@ -35,9 +35,9 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 NUMBER, AUDIT, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; of the argument, the half that holds an int
 
 
-def program(machine: str = "") -> bytes | None:
+def build_filter(machine: str = "") -> bytes | None:
     """The filter for this kind of machine; None where we do not know its numbers."""
-    known = MACHINES.get(machine or platform.machine())
+    known = ARCHITECTURES.get(machine or platform.machine())
     if known is None:
         return None
     # Each line: operation, value, and where to go when it holds and when it does not ("": the next line).
@@ -61,7 +61,7 @@ def program(machine: str = "") -> bytes | None:
     return packed
 
 
-def opened(filter_: bytes) -> int:
+def open_filter(filter_: bytes) -> int:
     """A descriptor to read the filter from; the caller closes it."""
     read_end, write_end = os.pipe()
     try:

@@ -26,29 +26,29 @@ from typing import IO, Protocol, TypeVar, cast
 
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone, SandboxUnavailable
-from turngate.sandboxes.archive import complaints, pack, unpack
-from turngate.sandboxes.base import Result, SandboxSpec
-from turngate.sandboxes.owner import Owner, this_process
-from turngate.sandboxes.posix import FOLDER_LIMIT, KILLED, OUTPUT_LIMIT, SAID
+from turngate.sandboxes.archive import pack, parse_tar_errors, unpack
+from turngate.sandboxes.base import ExecResult, SandboxSpec
+from turngate.sandboxes.owner import Owner, current_owner
+from turngate.sandboxes.posix import FOLDER_LIMIT, KILLED, OUTPUT_LIMIT, STDERR_LIMIT
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHELL_S = 600.0  # for our own short scripts; packing a large folder is the longest of them
+SCRIPT_TIMEOUT_S = 600.0  # for our own short scripts; packing a large folder is the longest of them
 POLL_S = 30.0  # a stream can hang without breaking; this often we look for ourselves
-MISSING, NO_FILE, NO_TOOL = 44, 45, 46  # exit codes of our own scripts
+MISSING, NOT_A_FILE, TOOL_MISSING = 44, 45, 46  # exit codes of our own scripts
 
 
 class Gone(SandboxGone):
     """The sandbox itself is no more."""
 
 
-class Lost(SandboxError):
+class RequestLost(SandboxError):
     """The service or the way to it failed. What was asked may have happened or not; a question may be asked again."""
 
 
-class Wire(Protocol):
+class SandboxConnection(Protocol):
     """What a service does for one sandbox. Raises only `SandboxError`s: `Gone`, `Lost`, `SandboxFileMissing` among them."""
 
     @property
@@ -79,7 +79,7 @@ class Wire(Protocol):
 class ShellJob:
     """A command under our script. Its folder holds `run`, `pid` while it runs, and `code` when it has ended."""
 
-    def __init__(self, wire: Wire, folder: str, over: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, wire: SandboxConnection, folder: str, over: Callable[[], Awaitable[None]]) -> None:
         self._wire = wire
         self._folder = folder
         self._stopped = False
@@ -92,7 +92,7 @@ class ShellJob:
 
     async def kill(self, grace_s: float = 2.0) -> None:
         if not self._stopped:
-            await again(lambda: self._wire.shell(kill_script(self._folder, grace_s)))
+            await retry(lambda: self._wire.shell(kill_script(self._folder, grace_s)))
 
     def forget(self) -> None:
         """Look no longer how it ends."""
@@ -117,13 +117,13 @@ class ShellJob:
             self._code.set_result(code)
 
     async def _ended(self, over: Callable[[], Awaitable[None]]) -> int:
-        async with _task(over()) as ending:
+        async with _background(over()) as ending:
             while not (await asyncio.wait({ending}, timeout=POLL_S))[0]:
-                with suppress(Lost):
+                with suppress(RequestLost):
                     if (code := await self._written()) is not None:
                         return code
             await ending
-        code = await again(self._written)
+        code = await retry(self._written)
         # Only SIGKILL can end the script before it has written: it catches the others.
         return KILLED if code is None else code
 
@@ -139,7 +139,7 @@ class ShellSandbox:
 
     shared = None
 
-    def __init__(self, wire: Wire, root: str, spec: SandboxSpec, ends: float) -> None:
+    def __init__(self, wire: SandboxConnection, root: str, spec: SandboxSpec, ends: float) -> None:
         self._wire = wire
         self._root = root
         self._env = dict(spec.env)
@@ -150,18 +150,18 @@ class ShellSandbox:
         self._renewing = asyncio.create_task(self._renew())
 
     @classmethod
-    async def on(cls, wire: Wire, spec: SandboxSpec, ends: float) -> ShellSandbox:
+    async def on(cls, wire: SandboxConnection, spec: SandboxSpec, ends: float) -> ShellSandbox:
         """A new sandbox, ready to use until `ends`; the service's is removed again if it cannot be made so."""
         try:
-            code, said = await wire.shell(SETUP)
-            if code == NO_TOOL:
+            code, said = await wire.shell(SETUP_SCRIPT)
+            if code == TOOL_MISSING:
                 raise SandboxUnavailable(f"the image {spec.image!r} has no {said.strip()}, which Turngate needs there")
             if code or not re.fullmatch(r"/[\w./-]+\n", said, re.ASCII):  # our scripts name it without quotes
                 raise SandboxError(f"a new sandbox could not be set up: {said.strip()[-300:]}")
             sandbox = cls(wire, said.strip(), spec, ends)
         except BaseException:
             with suppress(SandboxError):
-                await run_to_completion(again(wire.remove))
+                await run_to_completion(retry(wire.remove))
             raise
         try:
             for folder in (sandbox.workdir, *spec.folders):
@@ -192,7 +192,7 @@ class ShellSandbox:
         timeout_s: float | None = None,
         keep: int | None = None,
         leave: bool = True,
-    ) -> Result:
+    ) -> ExecResult:
         folder = self._new()
         job = await self._run(folder, command, env, cwd, f"{folder}/out", f"{folder}/err", stdin)
         timed_out = False
@@ -205,7 +205,7 @@ class ShellSandbox:
             if not leave:
                 await job.kill(0)
             if keep is not None:
-                await self._script(ends_script(folder, keep), "output")
+                await self._script(truncate_script(folder, keep), "output")
             out, err = await asyncio.gather(self._output(f"{folder}/out"), self._output(f"{folder}/err"))
         except asyncio.CancelledError:
             with suppress(SandboxError):
@@ -216,7 +216,7 @@ class ShellSandbox:
             job.forget()
             with suppress(SandboxError):  # litter, not an error
                 await self._wire.shell(f"rm -rf {folder}")
-        return Result(code, out, err, timed_out)
+        return ExecResult(code, out, err, timed_out)
 
     async def start(
         self,
@@ -233,26 +233,26 @@ class ShellSandbox:
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         # By way of our private folder: nobody sees half a file, nor a secret under a mode that is too wide.
-        target, staged = shlex.quote(self._path(_named(path))), self._new()
-        await again(lambda: self._wire.put(staged, data))
+        target, staged = shlex.quote(self._path(_check_path(path))), self._new()
+        await retry(lambda: self._wire.put(staged, data))
         await self._script(
-            f'[ ! -d {target} ] || exit {NO_FILE}; mkdir -p "$(dirname {target})" && '
+            f'[ ! -d {target} ] || exit {NOT_A_FILE}; mkdir -p "$(dirname {target})" && '
             f"chmod {mode:o} {staged} && mv -f {staged} {target}",
             path,
         )
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
         # Looked at from inside first: there may be a link on the way, and a service would wait for a pipe for ever.
-        quoted = shlex.quote(self._path(_named(path)))
-        look = f"[ -e {quoted} ] || exit {MISSING}; [ -f {quoted} ] || exit {NO_FILE}; readlink -f {quoted}"
-        found = await again(lambda: self._script(look, path))
-        return await again(lambda: self._wire.get(found.removesuffix("\n"), limit))
+        quoted = shlex.quote(self._path(_check_path(path)))
+        look = f"[ -e {quoted} ] || exit {MISSING}; [ -f {quoted} ] || exit {NOT_A_FILE}; readlink -f {quoted}"
+        found = await retry(lambda: self._script(look, path))
+        return await retry(lambda: self._wire.get(found.removesuffix("\n"), limit))
 
     async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
         quoted, staged = shlex.quote(self._path(target)), self._new()
         with tempfile.NamedTemporaryFile(suffix=".tgz") as archive:
-            await asyncio.to_thread(_packed, folder, Path(archive.name), exclude)
-            await again(lambda: self._wire.put(staged, Path(archive.name)))
+            await asyncio.to_thread(_pack_gzip, folder, Path(archive.name), exclude)
+            await retry(lambda: self._wire.put(staged, Path(archive.name)))
         await self._script(
             f"mkdir -p {quoted} && tar -xzpof {staged} -C {quoted}; code=$?; rm -f {staged}; exit $code", target
         )
@@ -263,15 +263,15 @@ class ShellSandbox:
         # tar says 1 when a file grew while it was read, and 2 when one could not be read; the others come all the same
         tar = (
             f"cd {quoted} || exit {MISSING}; umask 077; tar -czf {staged} {without} . 2>{staged}.err; code=$?; "
-            f"head -c {SAID} {staged}.err; rm -f {staged}.err; [ $code -le 2 ]"
+            f"head -c {STDERR_LIMIT} {staged}.err; rm -f {staged}.err; [ $code -le 2 ]"
         )
-        said = await again(lambda: self._script(tar, source))
+        said = await retry(lambda: self._script(tar, source))
         with tempfile.NamedTemporaryFile(suffix=".tgz") as file:
-            await again(lambda: self._wire.fetch(staged, Path(file.name)))
-            left = await asyncio.to_thread(_unpacked, Path(file.name), folder)
+            await retry(lambda: self._wire.fetch(staged, Path(file.name)))
+            left = await asyncio.to_thread(_unpack_gzip, Path(file.name), folder)
         with suppress(SandboxError):
             await self._wire.shell(f"rm -f {staged}")
-        return (*complaints(said.encode()), *left)
+        return (*parse_tar_errors(said.encode()), *left)
 
     async def stop(self) -> None:
         if not self._stopped:
@@ -283,7 +283,7 @@ class ShellSandbox:
             job.forget()
         failed = None
         try:
-            await again(self._wire.remove)
+            await retry(self._wire.remove)
             self._stopped = True
         except SandboxError as error:
             failed = error
@@ -304,16 +304,16 @@ class ShellSandbox:
     ) -> ShellJob:
         variables = {**self._env, "HOME": self.home, **(env or {})}
         lines = run_script(folder, command, variables, self._path(cwd), out, err, bool(stdin))
-        await again(lambda: self._wire.put(f"{folder}/run", lines.encode()))
+        await retry(lambda: self._wire.put(f"{folder}/run", lines.encode()))
         if stdin:
-            await again(lambda: self._wire.put(f"{folder}/in", stdin))
+            await retry(lambda: self._wire.put(f"{folder}/in", stdin))
         left = math.ceil(max(1.0, self._ends - time.monotonic()))
         try:
             # Values travel by environment, never in a script: services log those.
             over = await self._wire.spawn(
-                watch_script(folder, left), {_slot(i): value for i, value in enumerate(variables.values())}
+                watch_script(folder, left), {_env_slot(i): value for i, value in enumerate(variables.values())}
             )
-        except (Lost, asyncio.CancelledError):
+        except (RequestLost, asyncio.CancelledError):
             # It may be running. Starting it again could run it twice; so it is ended, and the caller told.
             with suppress(SandboxError):
                 await run_to_completion(self._wire.shell(kill_script(folder, 0)))
@@ -324,7 +324,7 @@ class ShellSandbox:
 
     async def _output(self, path: str) -> bytes:
         try:
-            return await again(lambda: self._wire.get(path, OUTPUT_LIMIT))
+            return await retry(lambda: self._wire.get(path, OUTPUT_LIMIT))
         except SandboxFileMissing:  # killed before it had begun
             return b""
         except SandboxError:
@@ -336,7 +336,7 @@ class ShellSandbox:
         code, said = await self._wire.shell(f"{{ {script}; }} 2>&1")
         if code == MISSING:
             raise SandboxFileMissing(f"there is no {path} in the sandbox")
-        if code == NO_FILE:
+        if code == NOT_A_FILE:
             raise SandboxError(f"{path} is not a file")
         if code:
             raise SandboxError(f"{path}: {said.strip()[-300:] or f'exit code {code}'}")
@@ -348,7 +348,7 @@ class ShellSandbox:
         while (left := self._ends - time.monotonic()) > 0:
             try:
                 await self._wire.renew(min(self._wire.lease_s, left))
-            except Lost as error:
+            except RequestLost as error:
                 log.warning("sandbox %s could not be renewed, trying again: %s", self.id, error)
             except SandboxError as error:
                 log.warning("sandbox %s can be kept no longer: %s", self.id, error)
@@ -366,8 +366,8 @@ class ShellSandbox:
 
 # Scripts: POSIX sh, with nothing but coreutils, grep, tar and setsid.
 
-SETUP = f"""
-for tool in setsid tar gzip grep; do command -v $tool >/dev/null || {{ echo $tool; exit {NO_TOOL}; }}; done
+SETUP_SCRIPT = f"""
+for tool in setsid tar gzip grep; do command -v $tool >/dev/null || {{ echo $tool; exit {TOOL_MISSING}; }}; done
 base=${{HOME:-/tmp}}; base=${{base%/}}/turngate
 mkdir -p "$base/home" "$base/work" "$base/jobs" && chmod 700 "$base/jobs" && cd "$base" && pwd -P
 """
@@ -386,7 +386,7 @@ def run_script(
     for i, name in enumerate(env):
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise SandboxError(f"a shell cannot carry a variable named {name!r}")
-        lines.append(f'export {name}="${_slot(i)}"; unset {_slot(i)}')
+        lines.append(f'export {name}="${_env_slot(i)}"; unset {_env_slot(i)}')
     lines.append(f"cd {shlex.quote(cwd)} || exit 126")
     lines.append(f"exec {shlex.join(command)}")
     return "\n".join(lines) + "\n"
@@ -431,7 +431,7 @@ def folder_script(folder: str) -> str:
     )
 
 
-def ends_script(folder: str, keep: int) -> str:
+def truncate_script(folder: str, keep: int) -> str:
     """Of what a command printed, the beginning and the end."""
     half = keep // 2
     return f"""
@@ -444,32 +444,32 @@ true
 """
 
 
-def _named(path: str) -> str:
+def _check_path(path: str) -> str:
     if not path or "\0" in path:
         raise SandboxError("a file needs a name, without a NUL")
     return path
 
 
-def _slot(i: int) -> str:
+def _env_slot(i: int) -> str:
     return f"TURNGATE_ENV_{i}"
 
 
-async def awaited(work: Awaitable[T]) -> T:
+async def as_coroutine(work: Awaitable[T]) -> T:
     return await work
 
 
-async def again(ask: Callable[[], Awaitable[T]]) -> T:
+async def retry(ask: Callable[[], Awaitable[T]]) -> T:
     """Ask once more, and once more, where the answer was lost. Only for what may happen twice."""
     for pause in (0.2, 1.0):
         try:
             return await ask()
-        except Lost:
+        except RequestLost:
             await asyncio.sleep(pause)
     return await ask()
 
 
 @asynccontextmanager
-async def _task(work: Awaitable[None]) -> AsyncIterator[asyncio.Future[None]]:
+async def _background(work: Awaitable[None]) -> AsyncIterator[asyncio.Future[None]]:
     task = asyncio.ensure_future(work)
     try:
         yield task
@@ -478,12 +478,12 @@ async def _task(work: Awaitable[None]) -> AsyncIterator[asyncio.Future[None]]:
         await asyncio.wait({task})
 
 
-def _packed(folder: Path, archive: Path, exclude: Container[str]) -> None:
+def _pack_gzip(folder: Path, archive: Path, exclude: Container[str]) -> None:
     with gzip.open(archive, "wb", compresslevel=1) as file:
         pack(folder, cast("IO[bytes]", file), exclude)
 
 
-def _unpacked(archive: Path, folder: Path) -> tuple[str, ...]:
+def _unpack_gzip(archive: Path, folder: Path) -> tuple[str, ...]:
     try:
         with gzip.open(archive, "rb") as file:
             return unpack(cast("IO[bytes]", file), folder, limit=FOLDER_LIMIT)
@@ -493,11 +493,11 @@ def _unpacked(archive: Path, folder: Path) -> tuple[str, ...]:
 
 def owner_labels() -> dict[str, str]:
     """Who makes a sandbox, in the few characters that every service lets a label have."""
-    here = this_process()
+    here = current_owner()
     return {
-        "turngate-host": _short(here.host),
+        "turngate-host": _short_digest(here.host),
         "turngate-boot": here.boot,
-        "turngate-namespace": _short(here.namespace),
+        "turngate-namespace": _short_digest(here.namespace),
         "turngate-process": f"{here.pid}-{here.started}",
     }
 
@@ -507,23 +507,23 @@ def host_label() -> dict[str, str]:
     return {"turngate-host": owner_labels()["turngate-host"]}
 
 
-def abandoned(labels: Mapping[str, str]) -> bool:
+def is_abandoned(labels: Mapping[str, str]) -> bool:
     """Made on this machine, by a process that is no more. What others leave behind ends with its lease."""
-    here = this_process()
+    here = current_owner()
     pid, _, started = labels.get("turngate-process", "").partition("-")
-    if labels.get("turngate-host") != _short(here.host) or not (pid.isdigit() and started.isdigit()):
+    if labels.get("turngate-host") != _short_digest(here.host) or not (pid.isdigit() and started.isdigit()):
         return False
-    same = labels.get("turngate-namespace") == _short(here.namespace)
+    same = labels.get("turngate-namespace") == _short_digest(here.namespace)
     return Owner(
         here.host, labels.get("turngate-boot", ""), here.namespace if same else "", int(pid), int(started)
     ).gone
 
 
-def _short(text: str) -> str:
+def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def scrub(error: BaseException, secret: str) -> str:
+def describe_error(error: BaseException, secret: str) -> str:
     """What went wrong, in one line, without the key."""
     said = f"{type(error).__name__}: {error}"
     return " ".join((said.replace(secret, "***") if secret else said).split())[:500]

@@ -21,14 +21,14 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError, SandboxGone, SandboxStuck
 from turngate.sandboxes import cgroups, folders, supervisor
 from turngate.sandboxes.base import SandboxSpec
-from turngate.sandboxes.posix import KILLED, Posix
+from turngate.sandboxes.posix import KILLED, PosixSandbox
 
 SUPERVISOR = Path(supervisor.__file__)
 START_S = 30.0
-END_S = 10.0  # for a killed process to be gone
+KILL_TIMEOUT_S = 10.0  # for a killed process to be gone
 
 
-class Supervised(Posix):
+class SupervisedSandbox(PosixSandbox):
     """A sandbox with a folder of the host and a supervisor. The paths are those inside."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], *, home: str, workdir: str, shared: str) -> None:
@@ -60,7 +60,7 @@ class Supervised(Posix):
                     str(fd),
                     str(spec.life_s),
                     *rest,
-                    env={"PATH": os.defpath, folders.MARK: self.id},
+                    env={"PATH": os.defpath, folders.SANDBOX_ENV: self.id},
                     cwd="/",
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=out,
@@ -81,7 +81,7 @@ class Supervised(Posix):
             why = log.read_text(errors="replace").strip()[-500:]
             raise SandboxError(f"the sandbox did not start: {why or 'no reason was given'}")
         first = self._process.pid  # nothing but bwrap and the supervisor run as yet
-        cgroups.apply(self.id, spec.resources, [first, *supervisor.below(first)])
+        cgroups.apply_limits(self.id, spec.resources, [first, *supervisor.descendants(first)])
 
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
@@ -123,18 +123,18 @@ class Supervised(Posix):
             self._theirs.close()
         if self._process:
             try:
-                await asyncio.wait_for(self._process.wait(), END_S)
+                await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
             except TimeoutError:
                 with suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()
-        await asyncio.to_thread(folders.remove, self.folder)
+        await asyncio.to_thread(folders.remove_folder, self.folder)
 
 
 class SupervisedJob:
     """A command as its guard tells of it: that it has started, its exit code; and, by the pipe's end, that nothing of it is left."""
 
-    def __init__(self, sandbox: Supervised, name: str) -> None:
+    def __init__(self, sandbox: SupervisedSandbox, name: str) -> None:
         self._sandbox = sandbox
         self._name = name
         loop = asyncio.get_running_loop()
@@ -143,10 +143,10 @@ class SupervisedJob:
         self._gone: asyncio.Future[None] = loop.create_future()
 
     @classmethod
-    async def started(cls, sandbox: Supervised, name: str, status: int) -> SupervisedJob:
+    async def started(cls, sandbox: SupervisedSandbox, name: str, status: int) -> SupervisedJob:
         job = cls(sandbox, name)
         pipe = os.fdopen(status, "rb", 0)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: _Status(job), pipe)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: _StatusPipe(job), pipe)
         try:
             has_started = await asyncio.shield(job._started)
         except asyncio.CancelledError:
@@ -176,8 +176,8 @@ class SupervisedJob:
 
     async def kill(self, grace_s: float = 2.0) -> None:
         # What has not been forked yet would not be found, and run on.
-        await asyncio.wait([self._started], timeout=END_S)
-        for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, END_S)):
+        await asyncio.wait([self._started], timeout=KILL_TIMEOUT_S)
+        for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
             if patience and not self._gone.done():
                 with suppress(SandboxError):  # it has ended with its sandbox
                     await self._sandbox.send({"job": self._name, "signal": int(number)})
@@ -186,7 +186,7 @@ class SupervisedJob:
             raise SandboxStuck("a process cannot be killed")
 
 
-class _Status(asyncio.Protocol):
+class _StatusPipe(asyncio.Protocol):
     def __init__(self, job: SupervisedJob) -> None:
         self.job = job
         self.text = b""

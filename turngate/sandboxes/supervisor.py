@@ -29,10 +29,10 @@ from typing import Any, Callable, Dict, Iterable, Set, Tuple
 
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # of prctl(2)
 STARTED = b"+"  # on the status pipe; then a line with the exit code; and its end when nothing of the command is left
-FDS = 5  # that come with a command: what to run, stdin, stdout, stderr, and where its exit code goes
+FD_COUNT = 5  # that come with a command: what to run, stdin, stdout, stderr, and where its exit code goes
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not name
 CANNOT_RUN, NOT_FOUND = 126, 127  # as a shell has it
-OWNER = "owner"  # the file in a sandbox's folder that says whose it is
+OWNER_FILE = "owner"  # the file in a sandbox's folder that says whose it is
 ORPHANS_S = 5.0  # for those that were killed to be gone
 
 Guards = Dict[str, Tuple[int, int]]  # of each job: its process, and our copy of its status pipe
@@ -57,21 +57,21 @@ def main() -> None:
         ready, _, _ = select.select([control.fileno(), wake], [], [], min(deadline - time.monotonic(), 3600))
         if wake in ready:
             os.read(wake, 4096)
-            _reap(guards)
+            _reap_guards(guards)
         if control.fileno() in ready:
             message, fds = _receive(control)
             if not message:
                 break
             order = json.loads(message)
             if fds:
-                _guarded(control, order["job"], fds, guards)
+                _start_guard(control, order["job"], fds, guards)
             elif order["job"] in guards:
                 guard = guards[order["job"]][0]
-                end_below(guard, order["signal"])
-                _send(guard, signal.SIGCONT)  # its command may have stopped it
-    end_everything()
+                signal_descendants(guard, order["signal"])
+                _send_signal(guard, signal.SIGCONT)  # its command may have stopped it
+    kill_everything()
     for folder in sys.argv[3:]:
-        remove(folder)
+        remove_folder(folder)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -79,25 +79,25 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    message, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(FDS * 4), CLOSE_ON_EXEC)
+    message, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(FD_COUNT * 4), CLOSE_ON_EXEC)
     fds = array.array("i")
     for _, _, data in ancillary:
         fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return message, list(fds)
 
 
-def _reap(guards: Guards) -> None:
+def _reap_guards(guards: Guards) -> None:
     """Bury the dead. A guard that has failed was killed, and its command lives: that is ended before the job is said to be over."""
-    dead = _buried()
+    dead = _reap_children()
     over = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
     pipes = [guards.pop(job)[1] for job, _ in over]
     if any(dead[guard] for _, guard in over):
-        _end_orphans({guard for guard, _ in guards.values()})
+        _kill_orphans({guard for guard, _ in guards.values()})
     for pipe in pipes:
         os.close(pipe)
 
 
-def _buried() -> dict[int, int]:
+def _reap_children() -> dict[int, int]:
     """The children that have ended, and how."""
     dead: dict[int, int] = {}
     while True:
@@ -110,14 +110,14 @@ def _buried() -> dict[int, int]:
         dead[pid] = status
 
 
-def _end_orphans(guards: Set[int]) -> None:
+def _kill_orphans(guards: Set[int]) -> None:
     """Kill what is under no guard, and see it gone."""
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
-        orphans = _orphans(guards)
+        orphans = _find_orphans(guards)
         if not orphans:
             return
-        kill(lambda: _orphans(guards))
+        kill_all(lambda: _find_orphans(guards))
         for pid in orphans:
             try:
                 os.waitpid(pid, os.WNOHANG)
@@ -126,15 +126,15 @@ def _end_orphans(guards: Set[int]) -> None:
         time.sleep(0.005)
 
 
-def _orphans(guards: Set[int]) -> list[int]:
-    roots = [pid for pid in _children().get(os.getpid(), []) if pid not in guards]
-    return roots + below(*roots)
+def _find_orphans(guards: Set[int]) -> list[int]:
+    roots = [pid for pid in _children_by_parent().get(os.getpid(), []) if pid not in guards]
+    return roots + descendants(*roots)
 
 
 # ---- one command ----
 
 
-def _guarded(control: socket.socket, job: str, fds: list[int], guards: Guards) -> None:
+def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guards) -> None:
     """Fork the guard of one command. We keep the status pipe open as well: a guard that is killed has not ended its command."""
     guard = _fork(*fds[3:])
     if guard == 0:
@@ -142,7 +142,7 @@ def _guarded(control: socket.socket, job: str, fds: list[int], guards: Guards) -
             control.close()
             for _, pipe in guards.values():
                 os.close(pipe)
-            _guard(*fds)
+            _run_guard(*fds)
         finally:
             os._exit(1)
     for fd in fds[:-1]:
@@ -163,7 +163,7 @@ def _fork(stderr: int, status: int) -> int:
         return -1
 
 
-def _guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> None:
+def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> None:
     """Start the command, tell how it ended, and stay until nothing of it is left."""
     signal.set_wakeup_fd(-1)
     _prctl(SET_CHILD_SUBREAPER, 1)
@@ -174,7 +174,7 @@ def _guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> 
         return
     if command == 0:
         try:
-            _execute(order, stdin, stdout, stderr)
+            _exec_command(order, stdin, stdout, stderr)
         finally:
             os._exit(CANNOT_RUN)
     os.write(status, STARTED)
@@ -191,7 +191,7 @@ def _guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> 
             os.write(status, b"%d\n" % code)
 
 
-def _execute(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
+def _exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
     """Become the command. What comes with the fork, and must not stay: signals, descriptors, session."""
     if session:
         os.setsid()
@@ -203,16 +203,16 @@ def _execute(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool 
     try:
         os.chdir(where)
     except OSError as error:
-        _refuse(f"cannot change to {where}: {error.strerror}", CANNOT_RUN)
+        _exit_with_error(f"cannot change to {where}: {error.strerror}", CANNOT_RUN)
     try:
         os.execvpe(command[0], command, order["env"])
     except FileNotFoundError:
-        _refuse(f"{command[0]}: not found", NOT_FOUND)
+        _exit_with_error(f"{command[0]}: not found", NOT_FOUND)
     except OSError as error:
-        _refuse(f"cannot run {command[0]}: {error.strerror}", CANNOT_RUN)
+        _exit_with_error(f"cannot run {command[0]}: {error.strerror}", CANNOT_RUN)
 
 
-def _refuse(why: str, code: int) -> None:
+def _exit_with_error(why: str, code: int) -> None:
     os.write(2, f"turngate: {why}\n".encode("utf-8", "replace"))
     os._exit(code)
 
@@ -220,7 +220,7 @@ def _refuse(why: str, code: int) -> None:
 # ---- one command that ends with its owner ----
 
 
-def lead(command: list[str]) -> None:
+def run_led_command(command: list[str]) -> None:
     """Run a command and take its exit code. Our stdin ends when the owner does, also where that was killed: so does the command."""
     _prctl(SET_CHILD_SUBREAPER, 1)
     for ours in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # sent to our group: for the command
@@ -234,35 +234,35 @@ def lead(command: list[str]) -> None:
         try:
             signal.set_wakeup_fd(-1)
             nothing = os.open(os.devnull, os.O_RDONLY)
-            _execute({"command": command, "cwd": ".", "env": dict(os.environ)}, nothing, 1, 2, session=False)
+            _exec_command({"command": command, "cwd": ".", "env": dict(os.environ)}, nothing, 1, 2, session=False)
         finally:
             os._exit(CANNOT_RUN)
     while True:
         ready, _, _ = select.select([0, wake], [], [])
         if wake in ready:
             os.read(wake, 4096)
-            for pid, status in _buried().items():
+            for pid, status in _reap_children().items():
                 if pid == started:
-                    end_everything()
+                    kill_everything()
                     os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
         if 0 in ready and not os.read(0, 4096):
-            end_everything()
+            kill_everything()
             os._exit(1)
 
 
 # ---- ending processes; the host uses these as well ----
 
 
-def end_below(root: int, number: int) -> None:
+def signal_descendants(root: int, number: int) -> None:
     """Send a signal to everything that descends from a process. SIGKILL leaves none of it, however fast it forks."""
     if number == signal.SIGKILL:
-        kill(lambda: below(root))
+        kill_all(lambda: descendants(root))
     else:
-        for pid in below(root):
-            _send(pid, number)
+        for pid in descendants(root):
+            _send_signal(pid, number)
 
 
-def end_everything() -> None:
+def kill_everything() -> None:
     """Everything but this process."""
     if os.getpid() == 1:
         try:
@@ -270,10 +270,10 @@ def end_everything() -> None:
         except ProcessLookupError:
             pass
     else:
-        kill(lambda: below(os.getpid()))
+        kill_all(lambda: descendants(os.getpid()))
 
 
-def kill(find: Callable[[], Iterable[int]]) -> int:
+def kill_all(find: Callable[[], Iterable[int]]) -> int:
     """Kill what `find` finds: all of it is stopped first, so that nothing is born while we count. How many there were."""
     stopped: set[int] = set()
     for _ in range(100):
@@ -281,23 +281,23 @@ def kill(find: Callable[[], Iterable[int]]) -> int:
         if not fresh:
             break
         for pid in fresh:
-            _send(pid, signal.SIGSTOP)
+            _send_signal(pid, signal.SIGSTOP)
         stopped |= fresh
     for pid in stopped:
-        _send(pid, signal.SIGKILL)
+        _send_signal(pid, signal.SIGKILL)
     return len(stopped)
 
 
-def below(*roots: int) -> list[int]:
+def descendants(*roots: int) -> list[int]:
     """The processes that descend from some, parents first."""
-    children = _children()
+    children = _children_by_parent()
     found = list(roots)
     for pid in found:
         found += children.get(pid, [])
     return found[len(roots) :]
 
 
-def _children() -> dict[int, list[int]]:
+def _children_by_parent() -> dict[int, list[int]]:
     """Of every process that has some."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -311,14 +311,14 @@ def _children() -> dict[int, list[int]]:
     return children
 
 
-def _send(pid: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
         pass
 
 
-def remove(folder: str) -> bool:
+def remove_folder(folder: str) -> bool:
     """Remove a folder, however deep, also where somebody took his own right to do so. Whether it is gone.
 
     The name of its owner goes last: what could not be removed is not forgotten.
@@ -331,8 +331,8 @@ def remove(folder: str) -> bool:
     except OSError:
         return False
     try:
-        for spared in (OWNER, ""):
-            while _thinned(top, spared):
+        for spared in (OWNER_FILE, ""):
+            while _flatten_once(top, spared):
                 pass
             if any(name != spared for name in os.listdir(top)):
                 return False
@@ -347,38 +347,38 @@ def remove(folder: str) -> bool:
     return True
 
 
-def _thinned(top: int, spared: str) -> int:
+def _flatten_once(top: int, spared: str) -> int:
     """Empty every folder of one; what folders are in those move up, so that no depth has to be walked. How much that was."""
     new = os.urandom(8).hex()
     done = 0
-    for name, is_folder in _entries(top):
+    for name, is_folder in _list_entries(top):
         if name == spared:
             continue
         if not is_folder:
-            done += _done(os.unlink, name, dir_fd=top)
+            done += _try_call(os.unlink, name, dir_fd=top)
             continue
-        _done(os.chmod, name, 0o700, dir_fd=top)
+        _try_call(os.chmod, name, 0o700, dir_fd=top)
         try:
             place = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
         except OSError:  # somebody else's, but perhaps empty
-            done += _done(os.rmdir, name, dir_fd=top)
+            done += _try_call(os.rmdir, name, dir_fd=top)
             continue
         try:
-            for below, is_deeper in _entries(place):
+            for below, is_deeper in _list_entries(place):
                 if is_deeper:
-                    _done(os.chmod, below, 0o700, dir_fd=place)  # or it could not be moved
+                    _try_call(os.chmod, below, 0o700, dir_fd=place)  # or it could not be moved
                     to = f"{new}-{done}"
-                    moved = _done(os.rename, below, to, src_dir_fd=place, dst_dir_fd=top)
-                    done += moved or _done(os.rmdir, below, dir_fd=place)
+                    moved = _try_call(os.rename, below, to, src_dir_fd=place, dst_dir_fd=top)
+                    done += moved or _try_call(os.rmdir, below, dir_fd=place)
                 else:
-                    done += _done(os.unlink, below, dir_fd=place)
+                    done += _try_call(os.unlink, below, dir_fd=place)
         finally:
             os.close(place)
-        done += _done(os.rmdir, name, dir_fd=top)
+        done += _try_call(os.rmdir, name, dir_fd=top)
     return done
 
 
-def _entries(folder: int) -> list[tuple[str, bool]]:
+def _list_entries(folder: int) -> list[tuple[str, bool]]:
     """Names, and whether each is a folder."""
     try:
         with os.scandir(folder) as found:
@@ -387,7 +387,7 @@ def _entries(folder: int) -> list[tuple[str, bool]]:
         return []
 
 
-def _done(call: Callable[..., object], *words: Any, **where: Any) -> int:
+def _try_call(call: Callable[..., object], *words: Any, **where: Any) -> int:
     try:
         call(*words, **where)
     except OSError:
@@ -397,5 +397,5 @@ def _done(call: Callable[..., object], *words: Any, **where: Any) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--lead":
-        lead(sys.argv[2:])
+        run_led_command(sys.argv[2:])
     main()

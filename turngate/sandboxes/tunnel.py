@@ -27,16 +27,16 @@ import aiohttp
 from turngate.common.aio import run_to_completion
 from turngate.errors import SandboxError
 from turngate.sandboxes import supervisor
-from turngate.sandboxes.relay import GATEWAY
+from turngate.sandboxes.relay import GATEWAY_HEADER
 
-URL = r"https?://[A-Za-z0-9.-]+(?::[0-9]+)?[^\s\"'<>|,;)\]}]*"
-SECRET = re.compile(
+URL_PATTERN = r"https?://[A-Za-z0-9.-]+(?::[0-9]+)?[^\s\"'<>|,;)\]}]*"
+SECRET_NAME = re.compile(
     r"(KEY|KEYS|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE
 )  # the end of a variable's name
-END_S = 5.0
-LINE = 64 * 1024
+STOP_TIMEOUT_S = 5.0
+MAX_LINE_BYTES = 64 * 1024
 
-Follower = Callable[[str], Awaitable[None]]
+UrlListener = Callable[[str], Awaitable[None]]
 
 
 class Tunnel:
@@ -46,7 +46,7 @@ class Tunnel:
         self,
         command: Sequence[str],
         *,
-        pattern: str = URL,
+        pattern: str = URL_PATTERN,
         start_s: float = 60.0,
         probe_every_s: float = 5.0,
         probe_s: float = 10.0,
@@ -64,12 +64,12 @@ class Tunnel:
         self.log = log
         self.url = ""
         self.replaced = 0
-        self._followers: list[Follower] = []
+        self._followers: list[UrlListener] = []
         self._process: asyncio.subprocess.Process | None = None
         self._reading: list[asyncio.Task[None]] = []
 
     @asynccontextmanager
-    async def followed(self, follower: Follower) -> AsyncIterator[None]:
+    async def followed(self, follower: UrlListener) -> AsyncIterator[None]:
         """Tell `follower` each new URL from now on. One that fails is told again with the next."""
         self._followers.append(follower)
         try:
@@ -85,13 +85,13 @@ class Tunnel:
             raise SandboxError(f"the tunnel's command {self.command[0]} cannot be started: there is no such program")
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *_led(self.command),
-                env=environment(self.command[0], os.environ),
+                *_led_command(self.command),
+                env=filter_environment(self.command[0], os.environ),
                 stdin=asyncio.subprocess.PIPE,  # held open as long as we live, and never written
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
-                limit=LINE,
+                limit=MAX_LINE_BYTES,
             )
         except OSError as error:
             raise SandboxError(f"the tunnel's command {self.command[0]} cannot be started: {error.strerror}") from error
@@ -138,7 +138,7 @@ class Tunnel:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), END_S)
+                    await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
                 if process.stdin:
                     process.stdin.close()  # whatever left the group ends by this
         for task in self._reading:
@@ -192,18 +192,18 @@ class Tunnel:
         """Why the gateway did not answer; empty when it did."""
         try:
             async with session.get(f"{self.url}/health", allow_redirects=False) as reply:
-                return "" if GATEWAY in reply.headers else f"{reply.status} that the gateway did not send"
+                return "" if GATEWAY_HEADER in reply.headers else f"{reply.status} that the gateway did not send"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
 
-def environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
+def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
     """What the command may see of our environment."""
     own = ("TUNNEL_", f"{Path(program).name.upper().replace('-', '_')}_")
-    return {name: value for name, value in ours.items() if not SECRET.search(name) or name.upper().startswith(own)}
+    return {name: value for name, value in ours.items() if not SECRET_NAME.search(name) or name.upper().startswith(own)}
 
 
-def _led(command: Sequence[str]) -> list[str]:
+def _led_command(command: Sequence[str]) -> list[str]:
     """The command under a process that ends it when we end."""
     if not sys.platform.startswith("linux"):  # there it has to end by itself
         return list(command)
@@ -211,7 +211,7 @@ def _led(command: Sequence[str]) -> list[str]:
 
 
 @asynccontextmanager
-async def opened(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
+async def open_tunnel(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
     """A tunnel to `url`, an address of 127.0.0.1, as long as the block runs.
 
     `{port}` and `{url}` in the command stand for it. Options: those of `Tunnel`.

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 
 from turngate.agents import spec as specs
-from turngate.agents.install import Installed, ensure
-from turngate.agents.launch import Limits, plan
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec
 from turngate.common.validation import suggestion
 from turngate.errors import AgentError, BadRequest, ConfigError
@@ -23,13 +23,13 @@ class Agents:
     """Read when the service starts. An agent is installed when the first rollout needs it."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        found = [specs.find(name) for name in config.agents] or [
-            one for name, one in specs.catalog().items() if name != _SHELL
+        found = [specs.find_agent(name) for name in config.agents] or [
+            one for name, one in specs.load_catalog().items() if name != _SHELL
         ]
         self._specs = {one.spec.name: one.spec for one in found}
         self._options = config.agent_options
         self._default = config.agent or (next(iter(self._specs)) if config.agents else _DEFAULT)
-        self._making: dict[str, asyncio.Task[Installed]] = {}
+        self._making: dict[str, asyncio.Task[Installation]] = {}
         self._one_at_a_time = asyncio.Lock()  # several may need the same Node
         if self._default not in self._specs:
             raise ConfigError(
@@ -68,12 +68,14 @@ class Agents:
         """That an instruction can be passed on to it at all."""
         dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
         try:
-            plan(spec, Installed(), prompt=instruction, limits=Limits(), options=self.options(spec), **dry)
+            plan_launch(
+                spec, Installation(), prompt=instruction, limits=ModelLimits(), options=self.options(spec), **dry
+            )
         except AgentError as error:
             param = "instruction" if wrong is BadRequest else "agents"
             raise wrong(f"{param}: {error.message}", param=param) from None
 
-    async def installed(self, spec: AgentSpec) -> Installed:
+    async def installed(self, spec: AgentSpec) -> Installation:
         """Its installation. One is made for all who wait for it; whoever is cancelled leaves it to the others."""
         making = self._making.get(spec.name)
         if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
@@ -81,9 +83,9 @@ class Agents:
             making.add_done_callback(_seen)
         return await asyncio.shield(making)
 
-    async def _ensured(self, spec: AgentSpec) -> Installed:
+    async def _ensured(self, spec: AgentSpec) -> Installation:
         async with self._one_at_a_time:
-            return await asyncio.to_thread(ensure, spec, lambda line: log.info("%s", line))
+            return await asyncio.to_thread(ensure_installed, spec, lambda line: log.info("%s", line))
 
     async def close(self) -> None:
         """An installation that is being made cannot be broken off; it is waited for."""
@@ -92,7 +94,7 @@ class Agents:
             await asyncio.wait(pending)
 
 
-def _seen(task: asyncio.Task[Installed]) -> None:
+def _seen(task: asyncio.Task[Installation]) -> None:
     """A failure is told to those who wait; nobody else need hear of it."""
     if not task.cancelled():
         task.exception()

@@ -23,7 +23,7 @@ from turngate.client.gateway import GatewayClient, Opened
 from turngate.common.aio import run_to_completion
 from turngate.engines.http import boundary, failure, message_of
 from turngate.errors import EngineError, TurngateError
-from turngate.sandboxes.relay import GATEWAY
+from turngate.sandboxes.relay import GATEWAY_HEADER
 from turngate.store.outcome import Recorded
 from turngate.trace.session import CallError, Unheard
 from turngate.types import Json
@@ -31,7 +31,7 @@ from turngate.types import Json
 PLACEHOLDER = "none"  # what the agent gets for a key
 _SILENCE_S = 600.0
 _LARGEST = 64 * 1024 * 1024
-_OURS = {GATEWAY: "1"}  # a relay takes a reply without it for a dead tunnel's, and tries again
+_OURS = {GATEWAY_HEADER: "1"}  # a relay takes a reply without it for a dead tunnel's, and tries again
 _KEYS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
 # How the paths end of calls that sample something; others say nothing about the endpoint's health.
 _GENERATIONS = ("/completions", "/messages", "/responses", ":generateContent", ":streamGenerateContent")

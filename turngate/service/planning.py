@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents.install import Installed
-from turngate.agents.launch import Limits
+from turngate.agents.install import Installation
+from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import BadRequest, StoreError, TaskError
 from turngate.rollout.outcome import Order
@@ -24,7 +24,7 @@ from turngate.service.catalog import Choice
 from turngate.service.config import ServiceConfig
 from turngate.service.request import AnyAsked, Asked, AskedSwe, AskedTask, decoded
 from turngate.tasks.loaders import swe
-from turngate.tasks.task import Script, Task, named
+from turngate.tasks.task import Script, Task, to_task_id
 from turngate.types import Json
 
 _REWARD_FILE = re.compile(r"reward\.(txt|json)")
@@ -37,7 +37,7 @@ def task_of(asked: AnyAsked, config: ServiceConfig, inputs: Path) -> Task:
     if isinstance(asked, AskedSwe):
         return _row(asked, config)
     return Task(
-        id=named(asked.task_id) if asked.task_id else f"task-{_digest(asked.instruction)}",
+        id=to_task_id(asked.task_id) if asked.task_id else f"task-{_digest(asked.instruction)}",
         instruction=asked.instruction,
         files=inputs / "files" if asked.upload_files else None,
         setup=asked.setup_shell,
@@ -61,7 +61,7 @@ def _script(asked: Asked, config: ServiceConfig, inputs: Path) -> Script:
 
 def _row(asked: AskedSwe, config: ServiceConfig) -> Task:
     try:
-        task = swe.task(asked.task, "task")
+        task = swe.build_task(asked.task, "task")
     except TaskError as error:
         raise BadRequest(error.message, param=f"task.{error.param}" if error.param else "task") from None
     if not config.takes_image(task.image):
@@ -105,7 +105,7 @@ def order_of(
     *,
     backend: Backend,
     agent: AgentSpec,
-    installed: Installed,
+    installed: Installation,
     options: Mapping[str, str],
     model: str,
     folder: Path,
@@ -146,8 +146,8 @@ def _session(asked: AnyAsked, choice: Choice) -> dict[str, Json]:
     return given
 
 
-def _told(asked: AnyAsked, choice: Choice) -> Limits:
+def _told(asked: AnyAsked, choice: Choice) -> ModelLimits:
     """What the agent is told of its model."""
-    context = choice.endpoint.context_tokens or choice.endpoint.max_context or Limits().context_tokens
-    longest = min(asked.max_tokens_cap or Limits().max_output_tokens, context)
-    return Limits(context_tokens=context, max_output_tokens=longest)
+    context = choice.endpoint.context_tokens or choice.endpoint.max_context or ModelLimits().context_tokens
+    longest = min(asked.max_tokens_cap or ModelLimits().max_output_tokens, context)
+    return ModelLimits(context_tokens=context, max_output_tokens=longest)

@@ -43,7 +43,7 @@ from turngate.rollout.concurrency import Bounds, Gates
 from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import Outcome, Status
 from turngate.rollout.rollout import Rollout
-from turngate.sandboxes import backend as make_backend
+from turngate.sandboxes import get_backend as make_backend
 from turngate.sandboxes.base import Backend
 from turngate.service import conversation, finalization, report
 from turngate.service.active_rollout import Live

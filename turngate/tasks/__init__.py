@@ -1,7 +1,7 @@
 """What is asked of an agent, and who decides about the outcome."""
 
-from turngate.tasks.loaders.harbor import load
-from turngate.tasks.loaders.load import read
-from turngate.tasks.task import Task, said
+from turngate.tasks.loaders.harbor import load_task
+from turngate.tasks.loaders.load import read_tasks
+from turngate.tasks.task import Task, task_from_prompt
 
-__all__ = ["Task", "load", "read", "said"]
+__all__ = ["Task", "load_task", "read_tasks", "task_from_prompt"]

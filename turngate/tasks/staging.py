@@ -9,7 +9,9 @@ from turngate.tasks.task import Task
 IMAGELESS = ("local", "bubblewrap")  # they run on this machine's own files
 
 
-def spec(task: Task, backend: Backend, *, image: str = "", resources: Resources = Resources()) -> SandboxSpec:
+def build_sandbox_spec(
+    task: Task, backend: Backend, *, image: str = "", resources: Resources = Resources()
+) -> SandboxSpec:
     """The sandbox that a task needs. An image or limits that are given win over the task's own."""
     if task.files is None and not image:  # then what is to be worked on is in the image
         if task.dockerfile is not None and backend.name != "docker":
@@ -35,12 +37,12 @@ def spec(task: Task, backend: Backend, *, image: str = "", resources: Resources 
     )
 
 
-async def lay_files(sandbox: Sandbox, task: Task) -> None:
+async def upload_files(sandbox: Sandbox, task: Task) -> None:
     if task.files is not None:
         await sandbox.upload(task.files, sandbox.workdir)
 
 
-async def set_up(sandbox: Sandbox, task: Task) -> None:
+async def run_setup(sandbox: Sandbox, task: Task) -> None:
     """Run the task's own script. That it fails is the task's fault."""
     if not task.setup:
         return

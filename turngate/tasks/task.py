@@ -17,7 +17,7 @@ from turngate.errors import TaskError
 from turngate.trace.host_tools import HostTool
 from turngate.types import Json
 
-LARGEST = 1_000_000  # characters of an instruction
+MAX_INSTRUCTION = 1_000_000  # characters of an instruction
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
@@ -104,21 +104,21 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""  # where it was read, for messages: a folder, or a file and its row
 
 
-def said(instruction: str) -> Task:
+def task_from_prompt(instruction: str) -> Task:
     """A task that is nothing but its instruction."""
-    return Task(id="prompt", instruction=checked(instruction, "prompt"), source="--prompt")
+    return Task(id="prompt", instruction=check_instruction(instruction, "prompt"), source="--prompt")
 
 
-def checked(instruction: str, where: str) -> str:
+def check_instruction(instruction: str, where: str) -> str:
     if not instruction.strip():
         raise TaskError(f"task: {where} is empty; it has to say what is asked", param="task")
-    if len(instruction) > LARGEST:
-        raise TaskError(f"task: {where} has {len(instruction)} characters, more than {LARGEST}", param="task")
+    if len(instruction) > MAX_INSTRUCTION:
+        raise TaskError(f"task: {where} has {len(instruction)} characters, more than {MAX_INSTRUCTION}", param="task")
     if "\0" in instruction:
         raise TaskError(f"task: {where} holds a null character, which no command line can carry", param="task")
     return instruction
 
 
-def named(name: str) -> str:
+def to_task_id(name: str) -> str:
     """A task's id from any name: letters, digits and a few signs, so that it can be a folder and a label."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "task"

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from turngate.agents import install
-from turngate.agents.install import Installed
-from turngate.agents.spec import AgentSpec, File, find
+from turngate.agents.install import Installation
+from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 HERE = Path(__file__).parent
 MODULE = "minisweagent.run.mini"
@@ -51,7 +51,7 @@ model:
 
 def described(python: str, warm: str = "") -> AgentSpec:
     """`warm`: the socket at which `warm.py` waits; empty: it is started as the catalog has it."""
-    preset = find("mini-swe-agent").spec
+    preset = find_agent("mini-swe-agent").spec
     command = preset.command
     if warm:
         at = command.index(MODULE)
@@ -61,13 +61,13 @@ def described(python: str, warm: str = "") -> AgentSpec:
         name="mini-swe-agent-tools",
         command=command,
         install=msgspec.structs.replace(preset.install, python=python),
-        files=(File(path=".mini/turngate.yaml", mode="0600", content=SETTINGS),),
+        files=(AgentFile(path=".mini/turngate.yaml", mode="0600", content=SETTINGS),),
         check=(),
     )
 
 
 @contextmanager
-def warmed(spec: AgentSpec, installed: Installed, place: Path) -> Iterator[None]:
+def warmed(spec: AgentSpec, installed: Installation, place: Path) -> Iterator[None]:
     """A process that has imported the agent's packages, for as long as the block runs."""
     with tempfile.TemporaryDirectory() as home:
         env = {name: text.replace("{home}", home) for name, text in spec.env.items()}
@@ -89,4 +89,4 @@ def _path() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(install.ensure(described(sys.argv[1])))
+    print(install.ensure_installed(described(sys.argv[1])))

@@ -19,15 +19,15 @@ import msgspec
 from agent import described, warmed
 
 from turngate import tasks
-from turngate.agents.install import ensure
-from turngate.agents.launch import Limits
+from turngate.agents.install import ensure_installed
+from turngate.agents.launch import ModelLimits
 from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import Batch, BatchResult
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.connection import WayOut
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.throttle import Ahead, at_once
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 
 HERE = Path(__file__).parent
 CONTEXT, REPLY = 2048, 80  # tokens, of which the agent is told
@@ -73,18 +73,18 @@ async def rolled(orders: Orders) -> BatchResult:
     with tempfile.TemporaryDirectory(prefix="warm-") as place:
         socket = f"{place}/socket" if orders.warm else ""
         spec = described(orders.python, socket)
-        installed = ensure(spec, say=lambda text: None)
+        installed = ensure_installed(spec, say=lambda text: None)
         plan = BatchPlan(
-            tasks=tuple(tasks.read(f"{HERE / 'tasks.py'}:{orders.tasks}", limit=orders.count)),
+            tasks=tuple(tasks.read_tasks(f"{HERE / 'tasks.py'}:{orders.tasks}", limit=orders.count)),
             agent=spec,
             installed=installed,
-            backend=backend(orders.sandbox),
+            backend=get_backend(orders.sandbox),
             model=orders.model,
             folder=Path(orders.folder),
             n=orders.n,
             bounds=Bounds(running=orders.running),
             session={"sampling": {"temperature": orders.temperature}},
-            told=Limits(context_tokens=CONTEXT, max_output_tokens=REPLY),
+            told=ModelLimits(context_tokens=CONTEXT, max_output_tokens=REPLY),
         )
         if not orders.warm:
             return await _run(orders, plan)

@@ -20,7 +20,7 @@ from tests.sandboxes import kit
 from tests.speed import scaled
 from turngate.sandboxes.base import Resources
 from turngate.tasks.grading.grade import grade
-from turngate.tasks.grading.types import Grade, Ground, Work
+from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.task import Script, Swe, Task
 
 BUG = "def total(prices):\n    return sum(prices[1:])\n"
@@ -183,12 +183,14 @@ def probed(folder: Path) -> Task:
 # ── places ──
 
 
-def ground(name: str, root: Path, **fields: object) -> Ground:
+def ground(name: str, root: Path, **fields: object) -> GradingEnvironment:
     kit.need(name)
-    return msgspec.structs.replace(Ground(backend=kit.MAKE[name](root), resources=Resources(pids=256)), **fields)
+    return msgspec.structs.replace(
+        GradingEnvironment(backend=kit.MAKE[name](root), resources=Resources(pids=256)), **fields
+    )
 
 
-async def graded(task: Task, work: Work | None, ground: Ground) -> Grade:
+async def graded(task: Task, work: Work | None, ground: GradingEnvironment) -> Grade:
     """`grade`, and that it left nothing behind."""
     found = await grade(task, work, ground)
     root = ground.backend.root  # type: ignore[attr-defined]

@@ -17,10 +17,10 @@ from turngate.errors import SandboxError, TaskError
 from turngate.sandboxes import archive
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.bubblewrap import BubblewrapBackend
-from turngate.sandboxes.supervised import Supervised
+from turngate.sandboxes.supervised import SupervisedSandbox
 from turngate.tasks.grading import rubric
 from turngate.tasks.grading.grade import grade
-from turngate.tasks.grading.types import Grade, Ground
+from turngate.tasks.grading.types import Grade, GradingEnvironment
 from turngate.tasks.task import Function, Part, Rubric
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
@@ -39,7 +39,7 @@ REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
     ],
 )
 async def test_a_grader_that_never_decides_is_an_invalid_task(
-    script: str, why: str, walled: Ground, tmp_path: Path
+    script: str, why: str, walled: GradingEnvironment, tmp_path: Path
 ) -> None:
     timeout_s = 2.0 if "ran out" in why else scaled(30)
     task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=timeout_s)
@@ -49,18 +49,18 @@ async def test_a_grader_that_never_decides_is_an_invalid_task(
         assert why in found.message
 
 
-async def test_a_grader_that_only_this_work_breaks_says_0_and_how(walled: Ground, tmp_path: Path) -> None:
+async def test_a_grader_that_only_this_work_breaks_says_0_and_how(walled: GradingEnvironment, tmp_path: Path) -> None:
     """The control is run once for all works of a task."""
     script = 'echo "run" >> /tmp/runs; if grep -q hang prices.py; then sleep 3600; fi; reward=0.5\n' + REWARD
     task = kit.scripted(tmp_path / "task", {"test.sh": script}, timeout_s=scaled(1))
     made: list[str] = []
 
     class Counting(BubblewrapBackend):
-        async def create(self, spec: SandboxSpec) -> Supervised:
+        async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
             made.append("one")
             return await super().create(spec)
 
-    ground = Ground(backend=Counting(walled.backend.root))  # type: ignore[attr-defined]
+    ground = GradingEnvironment(backend=Counting(walled.backend.root))  # type: ignore[attr-defined]
     works = [kit.worked(tmp_path / f"w{n}", {"prices.py": f"# hang {n}\n"}, kit.FOLDER) for n in range(3)]
     for found in await asyncio.gather(*(grade(task, work, ground) for work in works)):
         assert (found.kind, found.reward) == ("graded", 0.0)
@@ -81,7 +81,7 @@ SPOILS = {
 
 @pytest.mark.parametrize("how", SPOILS)
 async def test_what_a_work_does_to_the_probe_s_output_is_its_own_doing(
-    how: str, walled: Ground, tmp_path: Path
+    how: str, walled: GradingEnvironment, tmp_path: Path
 ) -> None:
     work = kit.worked(tmp_path / "work", {"prices.py": SPOILS[how] + kit.BUG}, kit.FOLDER)
     found = await kit.graded(kit.probed(tmp_path / "task"), work, walled)
@@ -93,7 +93,7 @@ class Unreadable(BubblewrapBackend):
 
     left = 0
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         sandbox = await super().create(spec)
         if self.left:
             self.left -= 1
@@ -105,7 +105,9 @@ class Unreadable(BubblewrapBackend):
         return sandbox
 
 
-async def test_what_cannot_be_read_is_tried_twice_before_the_work_is_blamed(walled: Ground, tmp_path: Path) -> None:
+async def test_what_cannot_be_read_is_tried_twice_before_the_work_is_blamed(
+    walled: GradingEnvironment, tmp_path: Path
+) -> None:
     backend = Unreadable(walled.backend.root)  # type: ignore[attr-defined]
     ground = msgspec.structs.replace(walled, backend=backend)
     task = kit.probed(tmp_path / "task")
@@ -122,7 +124,7 @@ async def test_what_cannot_be_read_is_tried_twice_before_the_work_is_blamed(wall
 
 
 async def test_what_nobody_thought_of_is_asked_of_the_control_too(
-    walled: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    walled: GradingEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a folder 1400 deep once was, that nothing could pack."""
     task = kit.scripted(tmp_path / "task")
@@ -142,7 +144,7 @@ async def test_what_nobody_thought_of_is_asked_of_the_control_too(
     assert (found.kind, found.reward) == ("infrastructure fault", None)
 
 
-async def test_a_task_that_was_mended_is_asked_again(walled: Ground, tmp_path: Path) -> None:
+async def test_a_task_that_was_mended_is_asked_again(walled: GradingEnvironment, tmp_path: Path) -> None:
     task = kit.scripted(tmp_path / "task", {"test.sh": "exit 3"}, decides="exit code")
     work = kit.worked(tmp_path / "work", {"prices.py": "# hang\n"}, kit.FOLDER)
     assert (await kit.graded(task, work, walled)).kind == "invalid task"
@@ -160,14 +162,14 @@ async def test_a_rubric_s_reward_is_a_finite_number_or_none(weights: tuple[float
         return Grade(kind="graded", reward=reward)
 
     with pytest.raises(TaskError):
-        await rubric.graded(Rubric(parts=parts), one)
+        await rubric.grade_rubric(Rubric(parts=parts), one)
 
 
 @pytest.mark.parametrize(
     ("code", "kind", "reward"), [(0, "graded", 1.0), (1, "graded", 0.0), (2, "invalid task", None)]
 )
 async def test_an_exit_code_may_decide(
-    code: int, kind: str, reward: float | None, walled: Ground, tmp_path: Path
+    code: int, kind: str, reward: float | None, walled: GradingEnvironment, tmp_path: Path
 ) -> None:
     task = kit.scripted(tmp_path / "task", {"test.sh": f"exit {code}"}, decides="exit code")
     found = await kit.graded(task, None, walled)
@@ -179,14 +181,14 @@ class Failing(BubblewrapBackend):
 
     left = 0
 
-    async def create(self, spec: SandboxSpec) -> Supervised:
+    async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         if self.left == 0:
             raise SandboxError("no room for another one")
         self.left -= 1
         return await super().create(spec)
 
 
-async def test_a_sandbox_that_fails_is_nobody_s_fault_and_never_0(walled: Ground, tmp_path: Path) -> None:
+async def test_a_sandbox_that_fails_is_nobody_s_fault_and_never_0(walled: GradingEnvironment, tmp_path: Path) -> None:
     backend = Failing(walled.backend.root)  # type: ignore[attr-defined]
     ground = msgspec.structs.replace(walled, backend=backend)
     task = kit.scripted(tmp_path / "task", timeout_s=scaled(1))
@@ -201,7 +203,7 @@ async def test_a_sandbox_that_fails_is_nobody_s_fault_and_never_0(walled: Ground
     assert (found.kind, found.reward) == ("graded", 0.0)
 
 
-async def test_being_cancelled_leaves_nothing(walled: Ground, tmp_path: Path) -> None:
+async def test_being_cancelled_leaves_nothing(walled: GradingEnvironment, tmp_path: Path) -> None:
     task = kit.scripted(tmp_path / "task", {"test.sh": "sleep 60"})
     for after_s in (0.05, 0.4, 1.0):
         running = asyncio.create_task(grade(task, kit.worked(tmp_path / f"w{after_s}", {}, kit.FOLDER), walled))
@@ -212,7 +214,7 @@ async def test_being_cancelled_leaves_nothing(walled: Ground, tmp_path: Path) ->
         assert not list(walled.backend.root.iterdir())  # type: ignore[attr-defined]
 
 
-async def test_what_is_wrong_with_a_task_is_said(walled: Ground, tmp_path: Path) -> None:
+async def test_what_is_wrong_with_a_task_is_said(walled: GradingEnvironment, tmp_path: Path) -> None:
     task = kit.scripted(tmp_path / "task")
     assert "has no grader" in (await kit.graded(msgspec.structs.replace(task, grader=None), None, walled)).message
     broken = msgspec.structs.replace(task, setup="echo no such thing >&2; exit 3")
@@ -223,7 +225,9 @@ async def test_what_is_wrong_with_a_task_is_said(walled: Ground, tmp_path: Path)
     assert found.kind == "invalid task" and "there is no folder" in found.message
 
 
-async def test_the_agent_s_own_git_travels_where_the_task_is_about_git(walled: Ground, tmp_path: Path) -> None:
+async def test_the_agent_s_own_git_travels_where_the_task_is_about_git(
+    walled: GradingEnvironment, tmp_path: Path
+) -> None:
     script = "reward=$(git -C . rev-list --count HEAD)\n" + REWARD
     task = kit.scripted(tmp_path / "task", {"test.sh": script}, git=True)
     task = msgspec.structs.replace(

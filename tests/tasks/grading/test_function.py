@@ -10,7 +10,7 @@ import pytest
 
 from tests.speed import scaled
 from tests.tasks.grading import kit
-from turngate.tasks.grading.types import Ground
+from turngate.tasks.grading.types import GradingEnvironment
 from turngate.tasks.task import Function, Part, Rubric, Task
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
@@ -56,7 +56,7 @@ def judged(folder: Path, name: str, timeout_s: float | None = None) -> Task:
 
 
 @pytest.mark.parametrize("name", ["reads", "runs", "runs_too"])
-async def test_a_function_decides(name: str, walled: Ground, tmp_path: Path) -> None:
+async def test_a_function_decides(name: str, walled: GradingEnvironment, tmp_path: Path) -> None:
     task = judged(tmp_path, name)
     for changes, reward in (({"prices.py": kit.FIX}, 1.0), ({}, 0.0)):
         found = await kit.graded(task, kit.worked(tmp_path / f"w{reward}", changes, kit.FOLDER), walled)
@@ -64,7 +64,7 @@ async def test_a_function_decides(name: str, walled: Ground, tmp_path: Path) -> 
     assert (await kit.graded(task, None, walled)).reward == 0.0
 
 
-async def test_what_the_agent_answered_can_decide(walled: Ground, tmp_path: Path) -> None:
+async def test_what_the_agent_answered_can_decide(walled: GradingEnvironment, tmp_path: Path) -> None:
     work = kit.worked(tmp_path / "w", {}, kit.FOLDER)
     call: Mapping[str, object] = {"tool": "answer", "arguments": {"text": "42"}}
     task = judged(tmp_path, "answers")
@@ -83,26 +83,28 @@ async def test_what_the_agent_answered_can_decide(walled: Ground, tmp_path: Path
         ("missing", "cannot be loaded"),
     ],
 )
-async def test_one_that_never_decides_is_an_invalid_task(name: str, why: str, walled: Ground, tmp_path: Path) -> None:
+async def test_one_that_never_decides_is_an_invalid_task(
+    name: str, why: str, walled: GradingEnvironment, tmp_path: Path
+) -> None:
     task = judged(tmp_path, name, 1.0 if "ran out" in why else None)
     found = await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
     assert (found.kind, found.reward) == ("invalid task", None)
     assert why in found.message
 
 
-async def test_one_that_only_this_work_breaks_says_0(walled: Ground, tmp_path: Path) -> None:
+async def test_one_that_only_this_work_breaks_says_0(walled: GradingEnvironment, tmp_path: Path) -> None:
     work = kit.worked(tmp_path / "w", {"prices.py": "?"}, kit.FOLDER)
     found = await kit.graded(judged(tmp_path, "fails_on_works"), work, walled)
     assert (found.kind, found.reward) == ("graded", 0.0) and "KeyError" in found.message
 
 
-async def test_a_fault_of_the_sandbox_cannot_be_swallowed(walled: Ground, tmp_path: Path) -> None:
+async def test_a_fault_of_the_sandbox_cannot_be_swallowed(walled: GradingEnvironment, tmp_path: Path) -> None:
     task = msgspec.structs.replace(judged(tmp_path, "swallows"), files=tmp_path / "nowhere")
     found = await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
     assert (found.kind, found.reward) == ("infrastructure fault", None)
 
 
-async def test_a_rubric_is_the_weighted_mean_or_nothing(walled: Ground, tmp_path: Path) -> None:
+async def test_a_rubric_is_the_weighted_mean_or_nothing(walled: GradingEnvironment, tmp_path: Path) -> None:
     task = judged(tmp_path, "reads")
     script = kit.scripted(tmp_path / "other").grader
     assert script is not None and not isinstance(script, Rubric)

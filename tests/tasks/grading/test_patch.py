@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.tasks.grading import kit
-from turngate.tasks.grading.patch import touched
+from turngate.tasks.grading.patch import find_touched_files
 
 
 def test_changed_and_added_files() -> None:
-    assert touched(kit.TEST_PATCH) == ("tests/test_prices.py", "tests/test_more.py")
-    assert touched("") == ()
+    assert find_touched_files(kit.TEST_PATCH) == ("tests/test_prices.py", "tests/test_more.py")
+    assert find_touched_files("") == ()
 
 
 def test_what_looks_like_a_header_in_a_hunk_is_none() -> None:
     patch = "--- a/x.sql\n+++ b/x.sql\n@@ -1,2 +1,2 @@\n--- a/not/this\n+++ b/nor/that\n same\n--- a/y\n+++ b/y\n@@ -0,0 +1 @@\n+z\n"
-    assert touched(patch) == ("x.sql", "y")
+    assert find_touched_files(patch) == ("x.sql", "y")
 
 
 @pytest.mark.process
@@ -55,6 +55,6 @@ def test_all_that_git_writes(tmp_path: Path) -> None:
         {"blob": bytes(range(255, -1, -1)), "crlf.txt": "a\r\nc\r\n", "täst.py": "b\n", "empty": "", 'quo"te': "x\n"},
     )
     git("add", "-A")
-    found = touched(git("diff", "--cached", "--binary", "-M"))
+    found = find_touched_files(git("diff", "--cached", "--binary", "-M"))
     expected = {"old name.py", "new name.py", "gone.py", "mode.sh", "blob", "crlf.txt", "täst.py", "empty", 'quo"te'}
     assert set(found) == expected

@@ -12,7 +12,7 @@ import pytest
 from tests.speed import scaled
 from tests.tasks.grading import kit
 from turngate.tasks.grading import swe, witness
-from turngate.tasks.grading.witness_report import Testimony, heard
+from turngate.tasks.grading.witness_report import WitnessReport, parse_report
 
 pytestmark = pytest.mark.process
 
@@ -100,7 +100,7 @@ def swapped(request):
 """
 
 
-def witnessed(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[Testimony, str]:
+def witnessed(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[WitnessReport, str]:
     """A run of pytest, with the witness beside it, as `swe.py` has it."""
     ours, key = folder.parent / "ours", b"k" * 48
     given = b"\0".join(os.fsencode(path) for path in (str(folder), *tests))
@@ -113,7 +113,7 @@ def witnessed(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[Testim
     )
     assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout
     report = ours / "report"
-    return heard(key, report.read_bytes() if report.exists() else b""), done.stdout + done.stderr
+    return parse_report(key, report.read_bytes() if report.exists() else b""), done.stdout + done.stderr
 
 
 def test_tests_of_every_kind_are_known_as_their_own(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turngate.tasks.grading.result import Undecided
-from turngate.tasks.grading.script import _number
+from turngate.tasks.grading.script import _parse_reward
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from turngate.tasks.grading.script import _number
     ],
 )
 def test_numbers(kind: str, content: bytes, reward: float) -> None:
-    assert _number(kind, content) == reward
+    assert _parse_reward(kind, content) == reward
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_numbers(kind: str, content: bytes, reward: float) -> None:
 )
 def test_what_is_none_is_never_0(kind: str, content: bytes) -> None:
     with pytest.raises(Undecided):
-        _number(kind, content)
+        _parse_reward(kind, content)

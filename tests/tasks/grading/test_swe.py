@@ -12,7 +12,7 @@ import pytest
 
 from tests.speed import scaled
 from tests.tasks.grading import kit
-from turngate.tasks.grading.types import Ground
+from turngate.tasks.grading.types import GradingEnvironment
 from turngate.tasks.task import Swe, Task
 
 pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full]
@@ -31,20 +31,22 @@ def judged(task: Task, **fields: object) -> Task:
     return msgspec.structs.replace(task, grader=swe(**fields))
 
 
-async def test_an_untouched_repository_scores_0_and_says_which_tests_fail(shop: Task, walled: Ground) -> None:
+async def test_an_untouched_repository_scores_0_and_says_which_tests_fail(
+    shop: Task, walled: GradingEnvironment
+) -> None:
     found = await kit.graded(shop, None, walled)
     assert (found.kind, found.reward, found.resolved) == ("graded", 0.0, False)
     assert {case: found.cases[case] for case in kit.PASS} == {kit.PASS[0]: "passed"}
     assert {found.cases[case] for case in kit.FAIL} == {"failed"}
 
 
-async def test_part_of_it_is_part_of_a_fraction(shop: Task, walled: Ground, tmp_path: Path) -> None:
+async def test_part_of_it_is_part_of_a_fraction(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     half = {"shop/prices.py": "def total(prices):\n    return sum(prices) if len(prices) != 1 else 0\n"}
     found = await kit.graded(judged(shop, reward="fraction"), kit.worked(tmp_path / "w", half), walled)
     assert found.reward == pytest.approx(2 / 3) and found.resolved is False
 
 
-async def test_what_an_agent_may_change_is_changed(shop: Task, walled: Ground, tmp_path: Path) -> None:
+async def test_what_an_agent_may_change_is_changed(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     """New modules, removed files, a dependency in pyproject.toml, a test of its own elsewhere."""
     project = kit.REPO["pyproject.toml"].replace('name = "shop"', 'name = "shop"\ndependencies = ["x"]')
     changes = {
@@ -61,7 +63,7 @@ async def test_what_an_agent_may_change_is_changed(shop: Task, walled: Ground, t
     assert (found.reward, found.notes) == (1.0, ()), found.log
 
 
-async def test_a_skipped_test_did_not_pass(shop: Task, walled: Ground, tmp_path: Path) -> None:
+async def test_a_skipped_test_did_not_pass(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     patch = kit.TEST_PATCH.replace(
         "+def test_one():\n+    assert total([7]) == 7", "+def test_one():\n+    import pytest; pytest.skip('no')"
     )
@@ -71,7 +73,9 @@ async def test_a_skipped_test_did_not_pass(shop: Task, walled: Ground, tmp_path:
     assert (found.reward, found.cases[kit.FAIL[1]]) == (0.0, "skipped")
 
 
-async def test_a_command_that_has_no_witness_is_judged_by_its_log(shop: Task, walled: Ground, tmp_path: Path) -> None:
+async def test_a_command_that_has_no_witness_is_judged_by_its_log(
+    shop: Task, walled: GradingEnvironment, tmp_path: Path
+) -> None:
     command = kit.PYTEST.replace("python3", 'PYTHONPATH="$HOME/deps" python3')
     found = await kit.graded(
         judged(shop, test_cmd=command), kit.worked(tmp_path / "w", {"shop/prices.py": kit.FIX}), walled
@@ -80,7 +84,7 @@ async def test_a_command_that_has_no_witness_is_judged_by_its_log(shop: Task, wa
     assert found.notes == ("there is no witness for the tests of this task: the log alone decides",)
 
 
-async def test_install_runs_after_the_work_is_laid_down(shop: Task, walled: Ground, tmp_path: Path) -> None:
+async def test_install_runs_after_the_work_is_laid_down(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
     task = judged(shop, install="cp shop/template shop/prices.py")
     found = await kit.graded(task, kit.worked(tmp_path / "a", {"shop/template": kit.FIX}), walled)
     assert found.reward == 1.0, found.message  # the control cannot be installed, and was not needed
@@ -110,7 +114,7 @@ def _hash(data: bytes) -> str:
     )
 
 
-async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: Ground, tmp_path: Path) -> None:
+async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: GradingEnvironment, tmp_path: Path) -> None:
     """The repository is a plain folder here: its base is what the task lays down."""
     blob = bytes(range(200))
     files = {**kit.REPO, "tests/crlf.txt": "one\r\ntwo\r\n"}
@@ -145,7 +149,7 @@ async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: Ground, tm
     ],
 )
 async def test_a_task_that_is_wrong_is_invalid_for_every_work(
-    fields: dict[str, object], why: str, shop: Task, walled: Ground, tmp_path: Path
+    fields: dict[str, object], why: str, shop: Task, walled: GradingEnvironment, tmp_path: Path
 ) -> None:
     found = await kit.graded(judged(shop, **fields), None, walled)
     assert (found.kind, found.reward) == ("invalid task", None) and why in found.message
@@ -156,7 +160,9 @@ async def test_a_task_that_is_wrong_is_invalid_for_every_work(
         assert (found.kind, found.reward) == ("invalid task", None) and why in found.message
 
 
-async def test_a_repository_where_everything_fails_at_first(shop: Task, walled: Ground, tmp_path: Path) -> None:
+async def test_a_repository_where_everything_fails_at_first(
+    shop: Task, walled: GradingEnvironment, tmp_path: Path
+) -> None:
     """Its tests cannot even be imported before the change: that is no fault of the task's."""
     patch = (
         "--- /dev/null\n+++ b/tests/test_new.py\n@@ -0,0 +1,3 @@\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from turngate.tasks.grading import witness
-from turngate.tasks.grading.witness_report import heard
+from turngate.tasks.grading.witness_report import parse_report
 
 KEY = b"k" * 48
 
@@ -23,15 +23,15 @@ def report(tmp_path: Path) -> bytes:
 
 
 def test_what_was_signed_is_heard(report: bytes) -> None:
-    found = heard(KEY, report)
+    found = parse_report(KEY, report)
     assert found.begun and found.ended and found.passed("a.py::test_x")
     assert not found.passed("a.py::test_y[1 2]") and found.knows("a.py::test_y[1") and not found.knows("a.py::test_z")
 
 
 def test_what_was_not_is_not(report: bytes) -> None:
     lines = report.splitlines(keepends=True)
-    assert not heard(b"another key", report).begun
-    assert not heard(KEY, b"".join(lines[:-1])).ended
+    assert not parse_report(b"another key", report).begun
+    assert not parse_report(KEY, b"".join(lines[:-1])).ended
     for changed in (
         report.replace(b"failed", b"passed"),
         b"".join((lines[0], lines[1], lines[3])),  # one was taken out
@@ -40,7 +40,7 @@ def test_what_was_not_is_not(report: bytes) -> None:
         b"",
         b"\xff\n" + report,
     ):
-        found = heard(KEY, changed)
+        found = parse_report(KEY, changed)
         assert not found.ended and not found.passed("a.py::test_x") and not found.passed("a.py::test_z")
 
 
@@ -49,4 +49,4 @@ def test_an_early_end_counts_only_what_was_before_it(tmp_path: Path) -> None:
     say(begin="9.0")
     say(end=0)
     say(test="a", outcome="passed")
-    assert not heard(KEY, (tmp_path / "report").read_bytes().rpartition(b"\n")[0] + b"\nx").passed("b")
+    assert not parse_report(KEY, (tmp_path / "report").read_bytes().rpartition(b"\n")[0] + b"\nx").passed("b")

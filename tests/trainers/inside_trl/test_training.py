@@ -64,7 +64,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RolloutSample]]:
 
 def wanted() -> tuple[Task, ...]:
     chance = Function(name=f"{Path(async_grpo.HERE) / 'chance.py'}:grade")
-    return tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read(str(TASK)))
+    return tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read_tasks(str(TASK)))
 
 
 async def recorded(stage: cpu.Stage) -> list[Any]:

@@ -15,8 +15,8 @@ from tests.rollout.kit import PRELUDE, Stage, staged
 from tests.sandboxes.kit import MAKE
 from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, following, none_left, rolled, same, taken, told
-from turngate.agents.install import Installed
-from turngate.agents.spec import find
+from turngate.agents.install import Installation
+from turngate.agents.spec import find_agent
 from turngate.client.feed import Feed, OtherFeed
 from turngate.client.gateway import GatewayClient, Refused
 from turngate.errors import ConfigError
@@ -241,8 +241,8 @@ def planned(stage: Stage, program: str, *, grader: str = "", **given: object) ->
     task = Task(id="t", instruction=PRELUDE + program, grader=Function(name=grader) if grader else None)
     plan = {
         "tasks": (task,),
-        "agent": find("shell").spec,
-        "installed": Installed(),
+        "agent": find_agent("shell").spec,
+        "installed": Installation(),
         "backend": MAKE["local"](stage.root),
         "model": "m",
         "folder": stage.folder / "batch",
@@ -314,8 +314,8 @@ def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> 
     task = Task(id="t", instruction="x")
     plan = BatchPlan(
         tasks=(task,),
-        agent=find("shell").spec,
-        installed=Installed(),
+        agent=find_agent("shell").spec,
+        installed=Installation(),
         backend=MAKE["local"](tmp_path),
         model="m",
         folder=tmp_path,

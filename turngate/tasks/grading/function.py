@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from turngate.errors import SandboxError, TaskError
-from turngate.sandboxes.base import Result, Sandbox
+from turngate.sandboxes.base import ExecResult, Sandbox
 from turngate.tasks.grading import sandbox as fresh
-from turngate.tasks.grading.result import Control, Found, Log, Undecided
-from turngate.tasks.grading.types import Grade, Ground, Work
-from turngate.tasks.grading.work import take, with_git
+from turngate.tasks.grading.result import Control, GraderLog, GraderResult, Undecided
+from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
+from turngate.tasks.grading.work import collect_work, needs_git
 from turngate.tasks.task import Function, Task
 
 
 class Subject:
     """What a grading function looks at. Nothing in it can be changed for another grader."""
 
-    def __init__(self, task: Task, work: Work, place: _Place) -> None:
+    def __init__(self, task: Task, work: Work, place: _SubjectSandbox) -> None:
         self._task, self._work, self._place = task, work, place
 
     @property
@@ -57,7 +57,7 @@ class Subject:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout_s: float = 60.0,
-    ) -> Result:
+    ) -> ExecResult:
         """In a fresh sandbox with the work laid down; the same one for all calls. Whatever a command leaves running is killed."""
         return await self._place.exec(command, env, stdin, timeout_s)
 
@@ -68,16 +68,18 @@ class Subject:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         timeout_s: float = 60.0,
-    ) -> Result:
+    ) -> ExecResult:
         """`exec`, for a function that is not async."""
         called = self._place.exec(command, env, stdin, timeout_s)
         return asyncio.run_coroutine_threadsafe(called, self._place.loop).result()
 
 
-class _Place:
+class _SubjectSandbox:
     """The sandbox of a subject, made when it is first asked for. A fault in it is remembered: no function can make a reward of that."""
 
-    def __init__(self, task: Task, work: Work | None, ground: Ground, life_s: float, log: Log) -> None:
+    def __init__(
+        self, task: Task, work: Work | None, ground: GradingEnvironment, life_s: float, log: GraderLog
+    ) -> None:
         self._task, self._work, self._ground, self._life_s, self._log = task, work, ground, life_s, log
         self.loop = asyncio.get_running_loop()
         self.fault: SandboxError | None = None
@@ -87,20 +89,22 @@ class _Place:
 
     async def sandbox(self) -> Sandbox:
         if self._sandbox is None:
-            opened = await self._stack.enter_async_context(fresh.opened(self._task, self._ground, life_s=self._life_s))
+            opened = await self._stack.enter_async_context(
+                fresh.open_sandbox(self._task, self._ground, life_s=self._life_s)
+            )
             if self._work is not None:
-                await fresh.lay(opened, self._work.folder)
+                await fresh.lay_work(opened, self._work.folder)
             self._sandbox = opened
         return self._sandbox
 
     async def exec(
         self, command: Sequence[str], env: Mapping[str, str] | None, stdin: bytes, timeout_s: float
-    ) -> Result:
+    ) -> ExecResult:
         async with self._one:
             try:
                 sandbox = await self.sandbox()
                 done = await sandbox.exec(
-                    command, env=env, stdin=stdin, timeout_s=timeout_s, keep=fresh.KEEP, leave=False
+                    command, env=env, stdin=stdin, timeout_s=timeout_s, keep=fresh.OUTPUT_LIMIT, leave=False
                 )
             except SandboxError as error:
                 self.fault = error
@@ -112,41 +116,45 @@ class _Place:
         await self._stack.aclose()
 
 
-async def attempt(task: Task, grader: Function, work: Work | None, ground: Ground, log: Log, control: Control) -> Found:
-    function = await asyncio.to_thread(_loaded, task, grader.name)
-    async with _subject(task, work, ground, grader.timeout_s, log) as (subject, place):
+async def run_grader(
+    task: Task, grader: Function, work: Work | None, ground: GradingEnvironment, log: GraderLog, control: Control
+) -> GraderResult:
+    function = await asyncio.to_thread(_load_function, task, grader.name)
+    async with _open_subject(task, work, ground, grader.timeout_s, log) as (subject, place):
         try:
             async with asyncio.timeout(grader.timeout_s):
-                said = await _called(function, subject)
+                said = await _call_function(function, subject)
         except TimeoutError:
-            raise _why(place, f"{grader.name} ran out of its {grader.timeout_s:.0f} s") from None
+            raise _fault_or_undecided(place, f"{grader.name} ran out of its {grader.timeout_s:.0f} s") from None
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the task's own code: anything may come out of it
-            raise _why(place, f"{grader.name} failed: {type(error).__name__}: {str(error)[:500]}") from error
+            raise _fault_or_undecided(
+                place, f"{grader.name} failed: {type(error).__name__}: {str(error)[:500]}"
+            ) from error
         if place.fault is not None:
             raise place.fault
-        return Found(grade=_grade(grader.name, said))
+        return GraderResult(grade=_to_grade(grader.name, said))
 
 
-def _why(place: _Place, otherwise: str) -> Exception:
+def _fault_or_undecided(place: _SubjectSandbox, otherwise: str) -> Exception:
     return place.fault if place.fault is not None else Undecided(otherwise)
 
 
 @asynccontextmanager
-async def _subject(
-    task: Task, work: Work | None, ground: Ground, life_s: float, log: Log
-) -> AsyncIterator[tuple[Subject, _Place]]:
-    place = _Place(task, work, ground, life_s, log)
-    async with fresh.scratch() as folder:
+async def _open_subject(
+    task: Task, work: Work | None, ground: GradingEnvironment, life_s: float, log: GraderLog
+) -> AsyncIterator[tuple[Subject, _SubjectSandbox]]:
+    place = _SubjectSandbox(task, work, ground, life_s, log)
+    async with fresh.scratch_folder() as folder:
         try:
-            found = work or await take(await place.sandbox(), folder / "work", git=with_git(task))
+            found = work or await collect_work(await place.sandbox(), folder / "work", git=needs_git(task))
             yield Subject(task, found, place), place
         finally:
             await place.close()
 
 
-async def _called(function: Callable[[Subject], Any], subject: Subject) -> object:
+async def _call_function(function: Callable[[Subject], Any], subject: Subject) -> object:
     """An async one here, another in a thread of its own: where its time is up it is left alone there, since no thread can be ended."""
     if inspect.iscoroutinefunction(function):
         return await function(subject)
@@ -173,7 +181,7 @@ async def _called(function: Callable[[Subject], Any], subject: Subject) -> objec
     return await said
 
 
-def file(task: Task, name: str) -> Path | None:
+def find_function_file(task: Task, name: str) -> Path | None:
     """Where the function is written, for one that is named by its file."""
     place, _, _ = name.rpartition(":")
     if not place.endswith(".py"):
@@ -181,10 +189,10 @@ def file(task: Task, name: str) -> Path | None:
     return Path(place) if Path(place).is_absolute() or not task.source else Path(task.source) / place
 
 
-def _loaded(task: Task, name: str) -> Callable[[Subject], Any]:
+def _load_function(task: Task, name: str) -> Callable[[Subject], Any]:
     place, _, attribute = name.rpartition(":")
     try:
-        if (at := file(task, name)) is not None:
+        if (at := find_function_file(task, name)) is not None:
             spec = importlib.util.spec_from_file_location(f"turngate_grader_{at.stem}", at)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
@@ -205,24 +213,24 @@ def _loaded(task: Task, name: str) -> Callable[[Subject], Any]:
     return function
 
 
-def _grade(name: str, said: object) -> Grade:
+def _to_grade(name: str, said: object) -> Grade:
     if isinstance(said, Grade):
-        if said.kind == "graded" and not _finite(said.reward):
+        if said.kind == "graded" and not _is_finite(said.reward):
             raise Undecided(f"{name} returned a grade without a finite reward")
         return said
-    if isinstance(said, int | float) and _finite(said):
+    if isinstance(said, int | float) and _is_finite(said):
         return Grade(kind="graded", reward=float(said))
-    raise Undecided(f"{name} returned {_shown(said)}, which is neither a finite number nor a Grade")
+    raise Undecided(f"{name} returned {_describe_value(said)}, which is neither a finite number nor a Grade")
 
 
-def _finite(said: object) -> bool:
+def _is_finite(said: object) -> bool:
     try:
         return isinstance(said, int | float) and math.isfinite(said)
     except OverflowError:
         return False
 
 
-def _shown(said: object) -> str:
+def _describe_value(said: object) -> str:
     try:
         return repr(said)[:80]
     except Exception:  # the task's own code, or a number too long to be written

@@ -25,14 +25,14 @@ from typing import Literal, NamedTuple
 
 from turngate.errors import ConfigError, TaskError
 from turngate.tasks.grading.result import Undecided
-from turngate.tasks.grading.types import Case
+from turngate.tasks.grading.types import CaseOutcome
 
-FOREIGN_S = 60.0  # for a parser of `swebench`
-LONGEST = 8192  # characters of a line that can be a result
-FOREIGN = ("swebench", "rebench")
+FOREIGN_TIMEOUT_S = 60.0  # for a parser of `swebench`
+MAX_LINE = 8192  # characters of a line that can be a result
+FOREIGN_KINDS = ("swebench", "rebench")
 
 # What pytest, unittest and `swebench` call an outcome. An unexpected pass (XPASS) is none of them, as in `swebench`: its test is missing.
-_CASES: dict[str, Case] = {
+_CASES: dict[str, CaseOutcome] = {
     "PASSED": "passed",
     "XFAIL": "passed",
     "FAILED": "failed",
@@ -42,26 +42,26 @@ _CASES: dict[str, Case] = {
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
-def parse(name: str, log: str) -> dict[str, Case]:
+def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
     """The outcome of every test that a log tells of. Blocks, for up to a minute: not for an event loop.
 
     `Undecided`, where a parser cannot read this log; a name that there is not is the task's fault.
     """
-    if name in _OWN:
-        return _OWN[name](_plain(log))
-    found = _foreign(name)
-    said = _ask(found.kind, found.name, log)
+    if name in _OWN_PARSERS:
+        return _OWN_PARSERS[name](_clean_lines(log))
+    found = _find_foreign_parser(name)
+    said = _run_foreign_parser(found.kind, found.name, log)
     return {test: _CASES[status] for test, status in said.items() if status in _CASES}
 
 
-def known(name: str) -> bool:
+def has_parser(name: str) -> bool:
     """Whether there is such a parser. That `swebench` is not installed is an error, since then nobody can tell."""
-    if name in _OWN:
+    if name in _OWN_PARSERS:
         return True
     kind, _, rest = name.partition(":")
-    if kind not in FOREIGN or not rest:
+    if kind not in FOREIGN_KINDS or not rest:
         return False
-    there = _there()
+    there = _list_swebench_parsers()
     return rest in there.parsers or (kind == "swebench" and rest.lower() in there.repos)
 
 
@@ -82,11 +82,13 @@ _AFTER = re.compile(r"(?: \(.*\)?)?(?: *\[ *\d+(?:%|/\d+)\])?")  # a reason, whi
 _ELSEWHERE = re.compile(r" <- \S+$")
 
 
-def _pytest(lines: Iterator[str]) -> dict[str, Case]:
+def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
     """The summary is believed before the progress lines. What tests printed stands between the two, and is not read."""
-    progress: dict[str, Case] = {}
-    summary: dict[str, Case] = {}
-    last: dict[str, Case] = {}  # the last summary of the run that is being read: a test may have printed one before it
+    progress: dict[str, CaseOutcome] = {}
+    summary: dict[str, CaseOutcome] = {}
+    last: dict[
+        str, CaseOutcome
+    ] = {}  # the last summary of the run that is being read: a test may have printed one before it
     part: Literal["progress", "reports", "summary"] = "progress"
     for line in lines:
         if _END.fullmatch(line):  # another run may follow
@@ -98,29 +100,29 @@ def _pytest(lines: Iterator[str]) -> dict[str, Case]:
             else:
                 part = "progress" if header[1] == _START else "reports"
         elif part == "summary":
-            if result := _summed(line):
+            if result := _parse_summary_line(line):
                 last[result[0]] = _worse(last.get(result[0]), result[1])
-        elif part == "progress" and (result := _progressed(line)):
+        elif part == "progress" and (result := _parse_progress_line(line)):
             progress[result[0]] = result[1]
     return {**progress, **summary, **last}
 
 
-def _worse(one: Case | None, other: Case) -> Case:
+def _worse(one: CaseOutcome | None, other: CaseOutcome) -> CaseOutcome:
     """A test that passed and then failed to clean up after itself has two lines, in the order that `-r` was given."""
     return one if one in ("failed", "error") and other not in ("failed", "error") else other
 
 
-def _summed(line: str) -> tuple[str, Case] | None:
+def _parse_summary_line(line: str) -> tuple[str, CaseOutcome] | None:
     found = _RESULT.fullmatch(line)
     if found is None or (found[1] == "SKIPPED" and _COUNTED.match(found[2])):
         return None
     if found[1] == "PASSED":  # there is nothing to say about it
         return found[2], "passed"
-    case: Case = "failed" if found[1].startswith("SUBFAIL") else _CASES[found[1]]
-    return _id(found[2]), case
+    case: CaseOutcome = "failed" if found[1].startswith("SUBFAIL") else _CASES[found[1]]
+    return _strip_reason(found[2]), case
 
 
-def _id(text: str) -> str:
+def _strip_reason(text: str) -> str:
     """`path::test[a - b] - why`, without the why. A parameter may hold anything, and ends with a bracket."""
     at = text.find(" - ")
     first = at
@@ -132,7 +134,7 @@ def _id(text: str) -> str:
     return text if first < 0 or text.endswith("]") else text[:first]
 
 
-def _progressed(line: str) -> tuple[str, Case] | None:
+def _parse_progress_line(line: str) -> tuple[str, CaseOutcome] | None:
     if found := _WORKER.fullmatch(line):
         return found[2], _CASES[found[1]]
     if "::" not in line:
@@ -150,9 +152,9 @@ _OUTCOME = re.compile(r"(ok|FAIL|ERROR|skipped .*|expected failure|unexpected su
 _AGAIN = re.compile(r"(FAIL|ERROR): (\w+ \([\w.<>]+\))")
 
 
-def _unittest(lines: Iterator[str]) -> dict[str, Case]:
+def _parse_unittest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
     """`test_x (module.Class.test_x) ... ok`, where what the test says of itself, or prints, may stand in between on lines of its own."""
-    cases: dict[str, Case] = {}
+    cases: dict[str, CaseOutcome] = {}
     test = ""
     for line in lines:
         if again := _AGAIN.match(line):  # the reports at the end; a failed subtest is told of nowhere else
@@ -168,28 +170,36 @@ def _unittest(lines: Iterator[str]) -> dict[str, Case]:
     return cases
 
 
-def _unittest_case(said: str) -> Case | None:
+def _unittest_case(said: str) -> CaseOutcome | None:
     if said.startswith("skipped"):
         return "skipped"
-    outcomes: dict[str, Case] = {"ok": "passed", "expected failure": "passed", "FAIL": "failed", "ERROR": "error"}
+    outcomes: dict[str, CaseOutcome] = {
+        "ok": "passed",
+        "expected failure": "passed",
+        "FAIL": "failed",
+        "ERROR": "error",
+    }
     return outcomes.get(said)  # an unexpected success is missing, as with pytest
 
 
-def _plain(log: str) -> Iterator[str]:
+def _clean_lines(log: str) -> Iterator[str]:
     """The lines that can be results, without colours."""
     for line in log.split("\n"):
-        if len(line) <= LONGEST:
+        if len(line) <= MAX_LINE:
             yield _ANSI.sub("", line).replace("\r", "").rstrip()
 
 
-_OWN: dict[str, Callable[[Iterator[str]], dict[str, Case]]] = {"pytest": _pytest, "unittest": _unittest}
+_OWN_PARSERS: dict[str, Callable[[Iterator[str]], dict[str, CaseOutcome]]] = {
+    "pytest": _parse_pytest,
+    "unittest": _parse_unittest,
+}
 
 
 # ---- swebench ----
 
 # Runs in a process of its own. The package's parsers need nothing but the standard library and `unidiff`, but its `harness` imports Docker,
 # Modal and data sets with them, for seconds: an empty module stands in for it.
-_INSIDE = """
+_SWEBENCH_SCRIPT = """
 import json, sys, types
 import swebench
 inside = types.ModuleType("swebench.harness")
@@ -213,28 +223,28 @@ sys.stdout.buffer.write(json.dumps(said).encode())
 """
 
 
-class There(NamedTuple):
+class SwebenchParsers(NamedTuple):
     """What `swebench` has."""
 
     parsers: tuple[str, ...]
     repos: tuple[str, ...]
 
 
-class Foreign(NamedTuple):
+class ForeignParser(NamedTuple):
     kind: str  # "repo" or "parser"
     name: str
 
 
-def _foreign(name: str) -> Foreign:
+def _find_foreign_parser(name: str) -> ForeignParser:
     kind, _, rest = name.partition(":")
-    if kind not in FOREIGN or not rest:
-        wanted = ", ".join([*_OWN, "swebench:<owner/repo>", "swebench:<parser>", "rebench:<parser>"])
+    if kind not in FOREIGN_KINDS or not rest:
+        wanted = ", ".join([*_OWN_PARSERS, "swebench:<owner/repo>", "swebench:<parser>", "rebench:<parser>"])
         raise TaskError(f"log_parser: no parser is called {name!r}; there are: {wanted}", param="log_parser")
-    there = _there()
+    there = _list_swebench_parsers()
     if rest in there.parsers:
-        return Foreign("parser", rest)
+        return ForeignParser("parser", rest)
     if kind == "swebench" and rest.lower() in there.repos:
-        return Foreign("repo", rest.lower())
+        return ForeignParser("repo", rest.lower())
     names = there.repos if kind == "swebench" and "/" in rest else there.parsers
     raise TaskError(
         f"log_parser: swebench has no parser for {rest!r}; it has: {', '.join(names)}. pytest's output is also read by 'pytest'",
@@ -243,31 +253,31 @@ def _foreign(name: str) -> Foreign:
 
 
 @cache
-def _there() -> There:
+def _list_swebench_parsers() -> SwebenchParsers:
     if find_spec("swebench") is None:
         raise ConfigError(
             "log_parser: parsers by the name of swebench:… and rebench:… need the swebench package: pip install 'turngate[swe]'",
             param="log_parser",
         )
-    said = _inside([], b"")
-    return There(tuple(said["parsers"]), tuple(said["repos"]))
+    said = _run_swebench([], b"")
+    return SwebenchParsers(tuple(said["parsers"]), tuple(said["repos"]))
 
 
-def _ask(kind: str, name: str, log: str) -> dict[str, str]:
+def _run_foreign_parser(kind: str, name: str, log: str) -> dict[str, str]:
     # Colours stay: some of these parsers look for them. A line that is far too long is no result anywhere.
-    text = "\n".join(line for line in log.split("\n") if len(line) <= LONGEST)
-    said = _inside([kind, name], text.encode("utf-8", "replace"))
+    text = "\n".join(line for line in log.split("\n") if len(line) <= MAX_LINE)
+    said = _run_swebench([kind, name], text.encode("utf-8", "replace"))
     return {str(test): str(status) for test, status in said.items()}
 
 
-def _inside(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
+def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
     """Where a log cannot be read the work may have seen to that: the control says whose fault it is."""
-    command = [sys.executable, "-I", "-c", _INSIDE, *arguments]
+    command = [sys.executable, "-I", "-c", _SWEBENCH_SCRIPT, *arguments]
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_S, check=False)  # noqa: S603
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_TIMEOUT_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
         what = f"parser for {arguments[-1]} read the log" if arguments else "parsers were imported"
-        raise Undecided(f"swebench's {what} for {FOREIGN_S:g} s and came to no end") from None
+        raise Undecided(f"swebench's {what} for {FOREIGN_TIMEOUT_S:g} s and came to no end") from None
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         if arguments:

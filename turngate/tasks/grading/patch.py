@@ -9,7 +9,7 @@ _OCTAL = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
 _PLAIN = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\", b"a": b"\a", b"b": b"\b"}
 
 
-def touched(patch: str) -> tuple[str, ...]:
+def find_touched_files(patch: str) -> tuple[str, ...]:
     """The paths of all files that a patch changes, adds, removes or renames; of a rename, both."""
     paths: dict[str, None] = {}
     old = new = 0  # lines of a hunk that are still to come
@@ -20,36 +20,36 @@ def touched(patch: str) -> tuple[str, ...]:
         if hunk := _HUNK.match(line):
             old, new = (int(count) if count is not None else 1 for count in hunk.groups())
             continue
-        for path in _header(line.removesuffix("\r")):
+        for path in _paths_in_header(line.removesuffix("\r")):
             paths[path] = None
     return tuple(paths)
 
 
-def _header(line: str) -> list[str]:
+def _paths_in_header(line: str) -> list[str]:
     for start in ("--- ", "+++ "):
         if line.startswith(start):
-            name = _name(line[len(start) :])
+            name = _unquote_name(line[len(start) :])
             return [] if name == "/dev/null" else [name.partition("/")[2]] if "/" in name else []
     for start in ("rename from ", "rename to ", "copy to "):
         if line.startswith(start):
-            return [_name(line[len(start) :])]
+            return [_unquote_name(line[len(start) :])]
     if line.startswith("diff --git "):
-        return _both(line.removeprefix("diff --git "))
+        return _paths_in_git_header(line.removeprefix("diff --git "))
     return []
 
 
-def _both(words: str) -> list[str]:
+def _paths_in_git_header(words: str) -> list[str]:
     """`a/x b/x`: the only line with the names where there is no text to change (a new mode, an empty or a binary file)."""
     if words.startswith('"'):
         end = re.match(r'"(?:[^"\\]|\\.)*"', words)
-        return [_name(end[0]).partition("/")[2]] if end else []
+        return [_unquote_name(end[0]).partition("/")[2]] if end else []
     half = len(words) // 2
     if words[half : half + 1] == " " and words[:half].partition("/")[2] == words[half + 1 :].partition("/")[2]:
         return [words[:half].partition("/")[2]]
     return []  # a rename: other lines tell
 
 
-def _name(text: str) -> str:
+def _unquote_name(text: str) -> str:
     """A name as git writes it: in quotes where it is odd; what follows a tab is a date."""
     if not text.startswith('"'):
         return text.partition("\t")[0].rstrip()

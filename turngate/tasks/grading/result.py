@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 
 from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone
-from turngate.tasks.grading.types import Case, Grade
-from turngate.tasks.grading.witness_report import Testimony
+from turngate.tasks.grading.types import CaseOutcome, Grade
+from turngate.tasks.grading.witness_report import WitnessReport
 
-TAIL = 8000  # characters of a log that a grade carries
+TAIL_CHARS = 8000  # characters of a log that a grade carries
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE)  # the end of a variable's name
 
-_HOST = (
+_HOST_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EIO,
@@ -32,41 +32,41 @@ class Undecided(Exception):
     """The grader gave no reward. Whose fault that is, the control says."""
 
 
-class Spoiled(SandboxError):
+class OutputUnreadable(SandboxError):
     """What ran in the grader's sandbox left something there that cannot be read. Under a work, twice, that is the work's doing."""
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def reading_output() -> Iterator[None]:
     """Around what is read after code of the work has run: that it fails need not be the sandbox's fault."""
     try:
         yield
-    except (SandboxGone, SandboxFileMissing, Spoiled):
+    except (SandboxGone, SandboxFileMissing, OutputUnreadable):
         raise
     except SandboxError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _HOST:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _HOST_ERRORS:
             raise
-        raise Spoiled(error.message) from error
+        raise OutputUnreadable(error.message) from error
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """What a run of tests showed, by its log and by its witness."""
 
-    cases: Mapping[str, Case]
-    testimony: Testimony
+    cases: Mapping[str, CaseOutcome]
+    testimony: WitnessReport
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class GraderResult(msgspec.Struct, frozen=True, kw_only=True):
     """A grader's decision. `seen`: where tests decided."""
 
     grade: Grade
-    seen: Seen | None = None
+    seen: RunEvidence | None = None
 
 
-Control = Callable[[], Awaitable[Found]]  # the same grader on the untouched task; run at most once
+Control = Callable[[], Awaitable[GraderResult]]  # the same grader on the untouched task; run at most once
 
 
-class Log:
+class GraderLog:
     """What graders printed. Values of secret variables are not in it."""
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class Log:
         self._parts.append(f"── {heading} ──\n".encode() + said + (b"" if said.endswith(b"\n") or not said else b"\n"))
 
     def tail(self) -> str:
-        whole = b"".join(self._parts[-4:])[-4 * TAIL :]
-        return whole.decode("utf-8", "replace")[-TAIL:]
+        whole = b"".join(self._parts[-4:])[-4 * TAIL_CHARS :]
+        return whole.decode("utf-8", "replace")[-TAIL_CHARS:]
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from turngate.tasks.task import Part, Rubric
 _WORST: tuple[Class, ...] = ("infrastructure fault", "invalid task", "agent failed")
 
 
-async def graded(rubric: Rubric, one: Callable[[Part], Awaitable[Grade]]) -> Grade:
+async def grade_rubric(rubric: Rubric, one: Callable[[Part], Awaitable[Grade]]) -> Grade:
     """`one` grades a part. All of them are, also after one has failed: what each said is kept."""
     total = sum(part.weight for part in rubric.parts)
     if not 0 < total < math.inf or any(part.weight < 0 for part in rubric.parts):

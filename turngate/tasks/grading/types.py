@@ -14,7 +14,7 @@ import msgspec
 from turngate.sandboxes.base import Backend, Resources
 from turngate.store.outcome import Class as Class
 
-Case = Literal["passed", "failed", "error", "skipped", "missing"]
+CaseOutcome = Literal["passed", "failed", "error", "skipped", "missing"]
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[Mapping[str, object], ...] = ()  # calls of host tools: {"tool": …, "arguments": …}, in order
 
 
-class Ground(msgspec.Struct, frozen=True, kw_only=True):
+class GradingEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """Where to grade. Never a sandbox that an agent has touched: the backend makes a fresh one."""
 
     backend: Backend
@@ -50,7 +50,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     kind: Class
     reward: float | None = None
     resolved: bool | None = None
-    cases: Mapping[str, Case] = {}  # per test, where the grader runs tests
+    cases: Mapping[str, CaseOutcome] = {}  # per test, where the grader runs tests
     parts: tuple[PartGrade, ...] = ()
     message: str = ""  # why there is no reward, or what was odd about it
     notes: tuple[str, ...] = ()  # what of the work was set aside before grading

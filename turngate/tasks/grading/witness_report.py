@@ -9,24 +9,24 @@ from typing import Literal
 
 import msgspec
 
-Seen = Literal["passed", "failed", "skipped", "xfailed"]
+WitnessOutcome = Literal["passed", "failed", "skipped", "xfailed"]
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _ReportLine(msgspec.Struct, frozen=True):
     begin: str = ""
     test: str = ""
-    outcome: Seen = "failed"
+    outcome: WitnessOutcome = "failed"
     other: bool = False
     odd: str = ""
     end: int = -1
 
 
-class Testimony(msgspec.Struct, frozen=True, kw_only=True):
+class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
     """`ended`: the run came to its end before the eyes of the witness. Without that, nothing passed."""
 
     begun: bool = False
     ended: bool = False
-    outcomes: Mapping[str, Seen] = {}
+    outcomes: Mapping[str, WitnessOutcome] = {}
     others: frozenset[str] = frozenset()  # tests in whose place something else ran
     odd: frozenset[str] = frozenset()  # what of pytest's own was changed while it ran
 
@@ -44,10 +44,10 @@ class Testimony(msgspec.Struct, frozen=True, kw_only=True):
         return [case] if case in self.outcomes else [t for t in self.outcomes if t.split(maxsplit=1)[:1] == [case]]
 
 
-def heard(key: bytes, report: bytes) -> Testimony:
+def parse_report(key: bytes, report: bytes) -> WitnessReport:
     """The lines of a report, up to the first that is not signed in its place."""
     last, begun, ended = b"", False, False
-    outcomes: dict[str, Seen] = {}
+    outcomes: dict[str, WitnessOutcome] = {}
     odd: set[str] = set()
     others: set[str] = set()
     for raw in report.split(b"\n"):
@@ -56,7 +56,7 @@ def heard(key: bytes, report: bytes) -> Testimony:
             break
         last = mac
         try:
-            line = msgspec.json.decode(text, type=_Line)
+            line = msgspec.json.decode(text, type=_ReportLine)
         except msgspec.DecodeError:
             break
         begun = begun or bool(line.begin)
@@ -67,4 +67,4 @@ def heard(key: bytes, report: bytes) -> Testimony:
             odd.add(line.odd)
         if line.end >= 0:
             ended = line.end == len(outcomes)
-    return Testimony(begun=begun, ended=ended, outcomes=outcomes, others=frozenset(others), odd=frozenset(odd))
+    return WitnessReport(begun=begun, ended=ended, outcomes=outcomes, others=frozenset(others), odd=frozenset(odd))

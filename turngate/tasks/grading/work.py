@@ -23,7 +23,7 @@ _OPEN = 'PATH="/usr/bin:/bin:$PATH"; [ -L "$1" ] || chmod -R u+rwX -- "$1" 2>/de
 _OPEN_S = 120.0
 
 
-async def take(
+async def collect_work(
     sandbox: Sandbox, folder: Path, *, git: bool = False, answers: Sequence[Mapping[str, object]] = ()
 ) -> Work:
     """Copy the working folder into `folder`, which is made. `git`: with its `.git`.
@@ -41,22 +41,22 @@ async def take(
         lost = f"the agent left more in its working folder than can be taken: {error.message}"
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-    return Work(folder=folder, left_out=named(left), lost=lost, answers=tuple(answers))
+    return Work(folder=folder, left_out=format_names(left), lost=lost, answers=tuple(answers))
 
 
-def with_git(task: Task) -> bool:
+def needs_git(task: Task) -> bool:
     """Whether the agent's own `.git` is part of a task's work."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     return any(isinstance(grader, Script) and grader.git for grader in graders)
 
 
-def spelled(text: str) -> str:
+def make_encodable(text: str) -> str:
     """Text that others wrote, in characters that can be written down: file names may be any bytes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def named(lines: Sequence[str]) -> tuple[str, ...]:
+def format_names(lines: Sequence[str]) -> tuple[str, ...]:
     """Names for people: not too many, none too long, none that a terminal would take for a command."""
-    short = [spelled("".join(c if c.isprintable() else "�" for c in line[:300])) for line in lines[:_MOST_NAMED]]
+    short = [make_encodable("".join(c if c.isprintable() else "�" for c in line[:300])) for line in lines[:_MOST_NAMED]]
     more = [f"and {len(lines) - _MOST_NAMED} more"] if len(lines) > _MOST_NAMED else []
     return (*short, *more)

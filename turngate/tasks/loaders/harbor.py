@@ -35,8 +35,8 @@ from turngate.tasks.task import (
     Script,
     Solution,
     Task,
-    checked,
-    named,
+    check_instruction,
+    to_task_id,
 )
 from turngate.trace.host_tools import HostTool
 from turngate.trace.host_tools import checked as checked_tools
@@ -78,7 +78,7 @@ class _Solution(msgspec.Struct, frozen=True):
     env: Mapping[str, str] = {}
 
 
-class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _RubricLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of [[turngate.rubric]]."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
@@ -87,7 +87,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function: str = ""
 
 
-class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TurngateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The table [turngate]: what Harbor has no word for."""
 
     setup_timeout_sec: Seconds = 900.0
@@ -95,7 +95,7 @@ class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decides: Literal["reward file", "exit code"] = "reward file"
     git: bool = False  # the agent's own .git is part of its work
     grader: str = ""
-    rubric: list[_Line] = []
+    rubric: list[_RubricLine] = []
     tools: tuple[HostTool, ...] = ()
 
 
@@ -108,34 +108,36 @@ class _TaskFile(msgspec.Struct, frozen=True):
     solution: _Solution = _Solution()
     metadata: Mapping[str, Json] = {}
     steps: list[Json] = []
-    turngate: _Own = _Own()
+    turngate: _TurngateTable = _TurngateTable()
 
 
-ROWS = (".jsonl", ".ndjson", ".json", ".parquet")  # files that `read.py` takes apart
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")  # files that `read.py` takes apart
 
 
-def load(path: Path) -> Task:
+def load_task(path: Path) -> Task:
     """One task: a folder, or a text file whose content is what is asked."""
-    if path.is_file() and path.suffix in ROWS:
+    if path.is_file() and path.suffix in ROW_SUFFIXES:
         raise TaskError(
             f"task: {path} holds rows, not one task; `turngate batch --tasks {path}` runs them", param="task"
         )
     if path.is_file():
-        return Task(id=named(path.stem), instruction=checked(text(path), str(path)), source=str(path))
+        return Task(
+            id=to_task_id(path.stem), instruction=check_instruction(read_text(path), str(path)), source=str(path)
+        )
     if not path.is_dir():
         raise TaskError(f"task: there is no {path}; give a folder with an instruction.md, or a text file", param="task")
     instruction = path / "instruction.md"
     if not instruction.is_file():
         raise TaskError(f"task: {path} has no instruction.md, which says what is asked", param="task")
-    settings = _settings(path / "task.toml")
-    _possible(path, settings)
+    settings = _load_settings(path / "task.toml")
+    _check_supported(path, settings)
     environment, own = settings.environment, settings.turngate
     setup, files, dockerfile = path / "setup.sh", path / "files", path / "environment" / "Dockerfile"
     return Task(
-        id=named(path.absolute().name),
-        instruction=checked(text(instruction), str(instruction)),
+        id=to_task_id(path.absolute().name),
+        instruction=check_instruction(read_text(instruction), str(instruction)),
         files=files if files.is_dir() else None,
-        setup=text(setup) if setup.is_file() else "",
+        setup=read_text(setup) if setup.is_file() else "",
         setup_timeout_s=own.setup_timeout_sec,
         image=environment.docker_image or "",
         dockerfile=dockerfile.parent if dockerfile.is_file() else None,
@@ -146,28 +148,28 @@ def load(path: Path) -> Task:
         grader=_grader(path, settings),
         solution=_solution(path, settings),
         tools=_tools(path, own),
-        env=_resolved(path, "environment.env", environment.env),
+        env=_resolve_env(path, "environment.env", environment.env),
         metadata=msgspec.to_builtins(settings.metadata),
         source=str(path),
     )
 
 
-def _settings(path: Path) -> _TaskFile:
+def _load_settings(path: Path) -> _TaskFile:
     if not path.is_file():
         return _TaskFile()
     try:
-        return msgspec.convert(tomllib.loads(text(path)), _TaskFile)
+        return msgspec.convert(tomllib.loads(read_text(path)), _TaskFile)
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"task: {path} is not valid TOML: {error}", param="task") from None
     except msgspec.ValidationError as error:
         raise TaskError(f"task: {path}: {explain(error, _TaskFile, 'setting')[0]}", param="task") from None
 
 
-def _wrong(folder: Path, field: str, what: str) -> TaskError:
+def _field_error(folder: Path, field: str, what: str) -> TaskError:
     return TaskError(f"task: {folder / 'task.toml'}: {field}: {what}", param=field)
 
 
-def _possible(folder: Path, settings: _TaskFile) -> None:
+def _check_supported(folder: Path, settings: _TaskFile) -> None:
     """Refuse what we cannot do and may not leave out: without it the agent would be asked, or graded, something else."""
     environment = settings.environment
     asked = {
@@ -187,7 +189,7 @@ def _possible(folder: Path, settings: _TaskFile) -> None:
     }
     for field, (is_asked, what) in asked.items():
         if is_asked:
-            raise _wrong(folder, field, what)
+            raise _field_error(folder, field, what)
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (folder / "environment" / name).is_file():
             raise TaskError(
@@ -198,7 +200,7 @@ def _possible(folder: Path, settings: _TaskFile) -> None:
 
 def _workdir(folder: Path, workdir: str) -> str:
     if workdir and not PurePosixPath(workdir).is_absolute():
-        raise _wrong(folder, "workdir", f"{workdir!r} is not an absolute path in the image")
+        raise _field_error(folder, "workdir", f"{workdir!r} is not an absolute path in the image")
     return workdir
 
 
@@ -207,42 +209,46 @@ def _memory(folder: Path, environment: _Environment) -> int | None:
         return environment.memory_mb
     size = _SIZE.fullmatch(environment.memory.strip())
     if size is None:
-        raise _wrong(folder, "environment.memory", f"{environment.memory!r} is no size such as '2G' or '512M'")
+        raise _field_error(folder, "environment.memory", f"{environment.memory!r} is no size such as '2G' or '512M'")
     found = int(float(size[1]) * _MEGABYTES[size[2].upper()])
     if environment.memory_mb not in (None, found):
-        raise _wrong(folder, "environment.memory", f"{found} megabytes, and memory_mb says {environment.memory_mb}")
+        raise _field_error(
+            folder, "environment.memory", f"{found} megabytes, and memory_mb says {environment.memory_mb}"
+        )
     if found < 16:
-        raise _wrong(folder, "environment.memory", f"{environment.memory!r} is less than 16 megabytes")
+        raise _field_error(folder, "environment.memory", f"{environment.memory!r} is less than 16 megabytes")
     return found
 
 
-def _resolved(folder: Path, field: str, env: Mapping[str, str]) -> Mapping[str, str]:
+def _resolve_env(folder: Path, field: str, env: Mapping[str, str]) -> Mapping[str, str]:
     """Variables, with `${NAME}` and `${NAME:-default}` taken from the host, as Harbor has it."""
-    return {name: _value(folder, f"{field}.{name}", value) for name, value in env.items()}
+    return {name: _resolve_value(folder, f"{field}.{name}", value) for name, value in env.items()}
 
 
-def _value(folder: Path, field: str, value: str) -> str:
+def _resolve_value(folder: Path, field: str, value: str) -> str:
     asked = _FROM_HOST.fullmatch(value)
     if asked is None:
         return value
     if asked[1].startswith("TURNGATE_"):
-        raise _wrong(folder, field, f"{asked[1]} is the gateway's own and no task's")
+        raise _field_error(folder, field, f"{asked[1]} is the gateway's own and no task's")
     found = os.environ.get(asked[1], asked[2])
     if found is None:
-        raise _wrong(folder, field, f"the environment variable {asked[1]} is not set here; set it, or give a default")
+        raise _field_error(
+            folder, field, f"the environment variable {asked[1]} is not set here; set it, or give a default"
+        )
     return found
 
 
 def _grader(folder: Path, settings: _TaskFile) -> Grader | None:
     own, tests = settings.turngate, folder / "tests"
     if own.grader and own.rubric:
-        raise _wrong(folder, "turngate.grader", "there is a rubric, too; give one of the two")
+        raise _field_error(folder, "turngate.grader", "there is a rubric, too; give one of the two")
     if own.grader:
         return _function(folder, "turngate.grader", own.grader, settings)
     if own.rubric:
         names = [line.name for line in own.rubric]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise _wrong(folder, "turngate.rubric", f"two lines are called {twice!r}")
+            raise _field_error(folder, "turngate.rubric", f"two lines are called {twice!r}")
         return Rubric(parts=tuple(_part(folder, line, settings) for line in own.rubric))
     if not tests.is_dir():
         return None
@@ -260,32 +266,32 @@ def _script(folder: Path, name: str, settings: _TaskFile) -> Script:
         decides=settings.turngate.decides,
         git=settings.turngate.git,
         timeout_s=settings.verifier.timeout_sec,
-        env=_resolved(folder, "verifier.env", settings.verifier.env),
+        env=_resolve_env(folder, "verifier.env", settings.verifier.env),
     )
 
 
 def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Function:
     """`module:name`, or `file.py:name` with the file in the task's folder."""
     if not _FUNCTION.fullmatch(name):
-        raise _wrong(folder, field, f"{name!r} is neither module:function nor file.py:function")
+        raise _field_error(folder, field, f"{name!r} is neither module:function nor file.py:function")
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         file = (folder / place).absolute()
         if not file.is_file():
-            raise _wrong(folder, field, f"there is no file {file}")
+            raise _field_error(folder, field, f"there is no file {file}")
         name = f"{file}:{attribute}"
     return Function(name=name, timeout_s=settings.verifier.timeout_sec)
 
 
-def _part(folder: Path, line: _Line, settings: _TaskFile) -> Part:
+def _part(folder: Path, line: _RubricLine, settings: _TaskFile) -> Part:
     field = f"turngate.rubric ({line.name})"
     if bool(line.script) == bool(line.function):
-        raise _wrong(folder, field, "give either script (a file in tests/) or function")
+        raise _field_error(folder, field, "give either script (a file in tests/) or function")
     if line.function:
         return Part(name=line.name, weight=line.weight, grader=_function(folder, field, line.function, settings))
     script = PurePosixPath(line.script)
     if script.is_absolute() or ".." in script.parts or not (folder / "tests" / script).is_file():
-        raise _wrong(folder, field, f"there is no file {line.script!r} in {folder / 'tests'}")
+        raise _field_error(folder, field, f"there is no file {line.script!r} in {folder / 'tests'}")
     return Part(name=line.name, weight=line.weight, grader=_script(folder, str(script), settings))
 
 
@@ -295,18 +301,18 @@ def _solution(folder: Path, settings: _TaskFile) -> Solution | None:
         return None
     if not (place / "solve.sh").is_file():
         raise TaskError(f"task: {place} has no solve.sh, which does what is asked", param="solution")
-    return Solution(files=place, env=_resolved(folder, "solution.env", settings.solution.env))
+    return Solution(files=place, env=_resolve_env(folder, "solution.env", settings.solution.env))
 
 
-def _tools(folder: Path, own: _Own) -> tuple[HostTool, ...]:
+def _tools(folder: Path, own: _TurngateTable) -> tuple[HostTool, ...]:
     try:
         checked_tools(own.tools)
     except BadRequest as error:
-        raise _wrong(folder, f"turngate.{error.param}", error.message.removeprefix(f"{error.param}: ")) from None
+        raise _field_error(folder, f"turngate.{error.param}", error.message.removeprefix(f"{error.param}: ")) from None
     return own.tools
 
 
-def text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

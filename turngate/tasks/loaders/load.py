@@ -25,7 +25,7 @@ import msgspec
 
 from turngate.errors import TaskError, TurngateError
 from turngate.tasks.loaders import harbor, rows, swe
-from turngate.tasks.task import Task, named
+from turngate.tasks.task import Task, to_task_id
 from turngate.types import Json
 
 HUB = "hf://"
@@ -34,10 +34,10 @@ _ROWS = (*_LINES, *_WHOLE, *_COLUMNS)
 _FUNCTION = re.compile(r"(?:(?P<file>.+\.py)|(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)):(?P<name>[A-Za-z_]\w*)")
 _DATA_SET = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<split>[\w./-]+))?")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
-_AT_ONCE = 64  # rows that are decoded together
+_BATCH_ROWS = 64  # rows that are decoded together
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedTask(msgspec.Struct, frozen=True, kw_only=True):
     """One task, or what is wrong with it."""
 
     id: str  # as far as it is known
@@ -54,28 +54,28 @@ class Candidate(NamedTuple):
     make: Callable[[], Task]
 
 
-def read(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
+def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
     """The tasks of a place, in its order. The first that is wrong raises, and so does an id that comes twice."""
-    for found in look(where, only=only, limit=limit):
+    for found in scan_tasks(where, only=only, limit=limit):
         if found.error is not None:
             raise found.error
         assert found.task is not None
         yield found.task
 
 
-def look(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Found]:
+def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
     """The same, with those that are wrong among them. `only`: patterns (`django__*`) of ids; `limit`: at most so many of these."""
     if limit is not None and limit < 1:
         raise TaskError(f"limit: {limit} is not 1 or more", param="limit")
     seen: dict[str, str] = {}
     count = 0
-    for candidate in _everything(where):
+    for candidate in _find_candidates(where):
         if only and not any(fnmatch.fnmatchcase(candidate.id, pattern) for pattern in only):
             continue
-        found = _made(candidate)
+        found = _load_candidate(candidate)
         if found.error is None and found.id in seen:
             error = TaskError(f"task: {found.id} is in {seen[found.id]} and in {found.source}; ids have to differ")
-            found = Found(id=found.id, source=found.source, error=error)
+            found = LoadedTask(id=found.id, source=found.source, error=error)
         seen.setdefault(found.id, found.source)
         yield found
         count += 1
@@ -85,16 +85,16 @@ def look(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> I
         raise TaskError(f"task: nothing in {where} matches {', '.join(only)}" if only else f"task: {where} is empty")
 
 
-def _everything(where: str) -> Iterator[Candidate]:
+def _find_candidates(where: str) -> Iterator[Candidate]:
     if where.startswith(HUB):
-        return _hub(where)
+        return _hub_candidates(where)
     path = Path(where).expanduser()
     if path.is_dir():
-        return _folder(path)
+        return _folder_candidates(path)
     if path.is_file():
-        return _file(path)
+        return _file_candidates(path)
     if (called := _FUNCTION.fullmatch(where)) is not None:
-        return _called(where, called)
+        return _function_candidates(where, called)
     raise TaskError(
         f"task: there is no {where}; give a task folder, a folder of them, a .jsonl or .parquet file, hf://org/name, or "
         "module:function",
@@ -102,92 +102,92 @@ def _everything(where: str) -> Iterator[Candidate]:
     )
 
 
-def _made(candidate: Candidate) -> Found:
+def _load_candidate(candidate: Candidate) -> LoadedTask:
     try:
         task = candidate.make()
     except TaskError as error:
-        return Found(id=candidate.id, source=candidate.source, error=error)
-    return Found(id=task.id, source=task.source or candidate.source, task=task)
+        return LoadedTask(id=candidate.id, source=candidate.source, error=error)
+    return LoadedTask(id=task.id, source=task.source or candidate.source, task=task)
 
 
 # ── folders and files ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _folder(path: Path) -> Iterator[Candidate]:
+def _folder_candidates(path: Path) -> Iterator[Candidate]:
     if (path / "instruction.md").exists() or (path / "task.toml").exists():
-        yield _loaded(path)
+        yield _harbor_candidate(path)
         return
     inner = sorted(place for place in path.iterdir() if place.is_dir() and not place.name.startswith("."))
     tasks = [place for place in inner if (place / "instruction.md").exists() or (place / "task.toml").exists()]
     for place in tasks:
-        yield _loaded(place)
+        yield _harbor_candidate(place)
     if tasks:
         return
-    files = _row_files(path)
+    files = _find_row_files(path)
     if not files:
         raise TaskError(
             f"task: {path} has no instruction.md, no folders with one, and no .jsonl or .parquet files", param="tasks"
         )
     for file in files:
-        yield from _file(file)
+        yield from _file_candidates(file)
 
 
-def _loaded(path: Path) -> Candidate:
+def _harbor_candidate(path: Path) -> Candidate:
     return Candidate(
-        named(path.stem if path.is_file() else path.absolute().name), str(path), partial(harbor.load, path)
+        to_task_id(path.stem if path.is_file() else path.absolute().name), str(path), partial(harbor.load_task, path)
     )
 
 
-def _row_files(path: Path) -> list[Path]:
+def _find_row_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (*_LINES, *_COLUMNS) and file.is_file())
 
 
-def _file(path: Path, called: str = "") -> Iterator[Candidate]:
+def _file_candidates(path: Path, called: str = "") -> Iterator[Candidate]:
     """`called`: what the file is called in messages, if not by its path."""
     if path.suffix not in _ROWS:
-        yield _loaded(path)
+        yield _harbor_candidate(path)
         return
-    read_rows = _parquet if path.suffix in _COLUMNS else _json_lines if path.suffix in _LINES else _json
+    read_rows = _read_parquet if path.suffix in _COLUMNS else _read_json_lines if path.suffix in _LINES else _read_json
     for number, row in read_rows(path):
         where = f"{called or path}, row {number}"
-        yield _row(row, where, path.parent)
+        yield _row_candidate(row, where, path.parent)
 
 
-def _row(row: object, where: str, beside: Path | None) -> Candidate:
+def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
     name = ""
     if isinstance(row, Mapping):
         name = next((value for key in ("instance_id", "id") if isinstance(value := row.get(key), str)), "")
-    return Candidate(named(name) if name else "?", where, partial(made, row, where, beside))
+    return Candidate(to_task_id(name) if name else "?", where, partial(task_from_row, row, where, beside))
 
 
-def made(row: object, where: str, beside: Path | None = None) -> Task:
+def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
     """The task of a row of either kind."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if not isinstance(row, Mapping):
         raise TaskError(f"task: {where}: a row has to be an object", param="row")
-    return swe.task(row, where) if swe.is_row(row) else rows.task(row, where, beside)
+    return swe.build_task(row, where) if swe.is_swe_row(row) else rows.build_task(row, where, beside)
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
+def _read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield number, _decoded(line)
+                    yield number, _decode_json(line)
     except OSError as error:
         raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
 
 
-def _json(path: Path) -> Iterator[tuple[int, object]]:
+def _read_json(path: Path) -> Iterator[tuple[int, object]]:
     try:
-        whole = _decoded(path.read_bytes())
+        whole = _decode_json(path.read_bytes())
     except OSError as error:
         raise TaskError(f"task: {path} cannot be read ({error.strerror})", param="tasks") from None
     yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
 
 
-def _decoded(data: bytes) -> object:
+def _decode_json(data: bytes) -> object:
     """The value, or the error that it is none: the rows after it are looked at all the same."""
     try:
         return msgspec.json.decode(data)
@@ -195,32 +195,32 @@ def _decoded(data: bytes) -> object:
         return error
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, object]]:
+def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     if find_spec("pyarrow") is None:
         raise TaskError(f"task: {path}: reading parquet needs pyarrow: pip install 'turngate[parquet]'", param="tasks")
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_AT_ONCE):
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _given(row)
+                    yield number, _drop_nulls(row)
     except (arrow.ArrowException, OSError) as error:
         raise TaskError(f"task: {path} is no parquet file that can be read: {error}", param="tasks") from None
 
 
-def _given(value: Json) -> Json:
+def _drop_nulls(value: Json) -> Json:
     """Without what is null: in a table every row has every column, and every object every field that any of them has."""
     if isinstance(value, dict):
-        return {key: _given(item) for key, item in value.items() if item is not None}
-    return [_given(item) for item in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 # ── the hub ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _hub(where: str) -> Iterator[Candidate]:
+def _hub_candidates(where: str) -> Iterator[Candidate]:
     asked = _DATA_SET.fullmatch(where.removeprefix(HUB))
     if asked is None:
         raise TaskError(f"task: {where} is not of the form hf://org/name or hf://org/name@split", param="tasks")
@@ -233,14 +233,14 @@ def _hub(where: str) -> Iterator[Candidate]:
         place = Path(snapshot_download(asked["repo"], repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # whatever its HTTP client, its cache and its checks of names raise
         raise TaskError(f"task: {where} cannot be had: {type(error).__name__}: {error}", param="tasks") from None
-    for file in _of_split(place, where, asked["split"] or ""):
-        yield from _file(file, f"{where}/{file.relative_to(place).as_posix()}")
+    for file in _select_split(place, where, asked["split"] or ""):
+        yield from _file_candidates(file, f"{where}/{file.relative_to(place).as_posix()}")
 
 
-def _of_split(place: Path, where: str, split: str) -> list[Path]:
+def _select_split(place: Path, where: str, split: str) -> list[Path]:
     """The files of one split, going by their names: `data/train-00000-of-00002.parquet`, `train.jsonl`, `config/train/0.parquet`."""
     by_split: dict[str, list[Path]] = {}
-    for file in _row_files(place):
+    for file in _find_row_files(place):
         inside = file.relative_to(place)
         stem = _SHARD.sub("", inside.stem)
         parts = [part for part in inside.parent.parts if part != "data"]
@@ -257,22 +257,22 @@ def _of_split(place: Path, where: str, split: str) -> list[Path]:
 # ── functions ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _called(where: str, asked: re.Match[str]) -> Iterator[Candidate]:
-    for number, item in enumerate(_yielded(where, _function(where, asked)), 1):
+def _function_candidates(where: str, asked: re.Match[str]) -> Iterator[Candidate]:
+    for number, item in enumerate(_call_function(where, _load_function(where, asked)), 1):
         source = f"{where}, item {number}"
         if isinstance(item, Task):
-            yield Candidate(item.id, source, partial(_sourced, item, source))
+            yield Candidate(item.id, source, partial(_with_source, item, source))
         else:
-            yield _row(item, source, Path(asked["file"]).parent if asked["file"] else None)
+            yield _row_candidate(item, source, Path(asked["file"]).parent if asked["file"] else None)
 
 
-def _sourced(task: Task, source: str) -> Task:
+def _with_source(task: Task, source: str) -> Task:
     return task if task.source else msgspec.structs.replace(task, source=source)
 
 
-def _function(where: str, asked: re.Match[str]) -> Callable[[], Iterable[object]]:
+def _load_function(where: str, asked: re.Match[str]) -> Callable[[], Iterable[object]]:
     try:
-        module = _from_file(Path(asked["file"])) if asked["file"] else import_module(asked["module"])
+        module = _import_file(Path(asked["file"])) if asked["file"] else import_module(asked["module"])
     except TurngateError:
         raise
     except Exception as error:  # it is somebody's code
@@ -283,7 +283,7 @@ def _function(where: str, asked: re.Match[str]) -> Callable[[], Iterable[object]
     return function  # type: ignore[no-any-return]
 
 
-def _from_file(path: Path) -> object:
+def _import_file(path: Path) -> object:
     spec = spec_from_file_location(f"turngate_tasks_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise TaskError(f"task: there is no file {path}", param="tasks")
@@ -292,7 +292,7 @@ def _from_file(path: Path) -> object:
     return module
 
 
-def _yielded(where: str, function: Callable[[], Iterable[object]]) -> Iterator[object]:
+def _call_function(where: str, function: Callable[[], Iterable[object]]) -> Iterator[object]:
     try:
         given = function()
         if inspect.isawaitable(given) or isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):

@@ -18,10 +18,21 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.agents.install import cache
+from turngate.agents.install import cache_folder
 from turngate.common.validation import explain
 from turngate.errors import BadRequest, TaskError
-from turngate.tasks.task import Function, Grader, Part, Rubric, Script, Solution, Swe, Task, checked, named
+from turngate.tasks.task import (
+    Function,
+    Grader,
+    Part,
+    Rubric,
+    Script,
+    Solution,
+    Swe,
+    Task,
+    check_instruction,
+    to_task_id,
+)
 from turngate.trace.host_tools import HostTool
 from turngate.trace.host_tools import checked as checked_tools
 from turngate.types import Json
@@ -95,7 +106,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Mapping[str, Json] = {}
 
 
-def task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
+def build_task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
     """The task of a row; `where` names the file and the row in messages. Functions in files are looked for `beside` the row's file."""
     try:
         row = msgspec.convert(fields, _Row)
@@ -106,9 +117,9 @@ def task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> 
         raise TaskError(f"task: {where}{who}: {what}", param=field) from None
     here = f"{where} ({row.id})"
     return Task(
-        id=named(row.id),
-        instruction=checked(row.instruction, f"{here}: instruction"),
-        files=laid(row.files, f"{here}: files"),
+        id=to_task_id(row.id),
+        instruction=check_instruction(row.instruction, f"{here}: instruction"),
+        files=store_files(row.files, f"{here}: files"),
         setup=row.setup,
         setup_timeout_s=row.setup_timeout_s,
         image=row.image,
@@ -131,14 +142,16 @@ def _grader(given: _Script | _Function | _Swe | _Rubric, here: str, beside: Path
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise TaskError(f"task: {here}.parts: two are called {twice!r}", param="grader")
         parts = (
-            Part(name=part.name, weight=part.weight, grader=_single(part.grader, f"{here} ({part.name})", beside))
+            Part(
+                name=part.name, weight=part.weight, grader=_single_grader(part.grader, f"{here} ({part.name})", beside)
+            )
             for part in given.parts
         )
         return Rubric(parts=tuple(parts))
-    return _single(given, here, beside)
+    return _single_grader(given, here, beside)
 
 
-def _single(given: _Script | _Function | _Swe, here: str, beside: Path | None) -> Script | Function | Swe:
+def _single_grader(given: _Script | _Function | _Swe, here: str, beside: Path | None) -> Script | Function | Swe:
     match given:
         case _Swe():
             return Swe(**msgspec.structs.asdict(given))
@@ -151,7 +164,7 @@ def _single(given: _Script | _Function | _Swe, here: str, beside: Path | None) -
                 raise TaskError(f"task: {here}.command: is empty", param="grader")
             if given.command == ("bash", "/tests/test.sh") and "test.sh" not in given.files:
                 raise TaskError(f"task: {here}.files: there is no test.sh; give one, or a command", param="grader")
-            return Script(**{**msgspec.structs.asdict(given), "files": laid(given.files, f"{here}.files")})
+            return Script(**{**msgspec.structs.asdict(given), "files": store_files(given.files, f"{here}.files")})
 
 
 def _solution(given: _Solution, here: str) -> Solution:
@@ -159,7 +172,7 @@ def _solution(given: _Solution, here: str) -> Solution:
         raise TaskError(f"task: {here}: give either patch or files", param="solution")
     if given.files and "solve.sh" not in given.files:
         raise TaskError(f"task: {here}.files: there is no solve.sh, which does what is asked", param="solution")
-    return Solution(patch=given.patch, files=laid(given.files, f"{here}.files"), env=given.env)
+    return Solution(patch=given.patch, files=store_files(given.files, f"{here}.files"), env=given.env)
 
 
 def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
@@ -173,44 +186,44 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def laid(files: Files, here: str) -> Path | None:
+def store_files(files: Files, here: str) -> Path | None:
     """A folder of the host with these files, named after their content: `$TURNGATE_CACHE/tasks/<digest>`. None for none."""
     if not files:
         return None
     for name in files:
-        _checked_name(name, here)
+        _check_file_name(name, here)
     digest = hashlib.sha256(msgspec.json.encode(sorted(files.items()))).hexdigest()
-    place = cache() / "tasks" / digest
+    place = cache_folder() / "tasks" / digest
     try:
-        if not _as_said(place, files):
-            _make(place, files)
+        if not _holds_exactly(place, files):
+            _write_folder(place, files)
     except OSError as error:
         raise TaskError(f"task: {here}: {error.filename or place} cannot be written ({error.strerror})") from None
     return place
 
 
-def _checked_name(name: str, here: str) -> None:
+def _check_file_name(name: str, here: str) -> None:
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
         raise TaskError(f"task: {here}: {name!r} is no plain relative path", param="files")
 
 
-def _as_said(place: Path, files: Files) -> bool:
+def _holds_exactly(place: Path, files: Files) -> bool:
     """Whether the folder holds just these. Looked at each time: what runs on this machine may have written there, and graders lie there."""
     if not place.is_dir():
         return False
     found = [path for path in place.rglob("*") if path.is_symlink() or not path.is_dir()]
     return {path.relative_to(place).as_posix() for path in found} == set(files) and all(
-        not path.is_symlink() and path.is_file() and path.read_bytes() == _bytes(files, path.relative_to(place))
+        not path.is_symlink() and path.is_file() and path.read_bytes() == _encode_file(files, path.relative_to(place))
         for path in found
     )
 
 
-def _bytes(files: Files, name: Path) -> bytes:
+def _encode_file(files: Files, name: Path) -> bytes:
     return files[name.as_posix()].encode("utf-8", "surrogatepass")
 
 
-def _make(place: Path, files: Files) -> None:
+def _write_folder(place: Path, files: Files) -> None:
     """Written beside and moved there, so that nobody sees half of it."""
     place.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
@@ -226,7 +239,7 @@ def _make(place: Path, files: Files) -> None:
         try:
             new.rename(place)
         except OSError:
-            if not _as_said(place, files):  # another process was faster, with the same content
+            if not _holds_exactly(place, files):  # another process was faster, with the same content
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -16,13 +16,13 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import TaskError
-from turngate.tasks.task import Solution, Swe, Task, checked, named
+from turngate.tasks.task import Solution, Swe, Task, check_instruction, to_task_id
 from turngate.types import Json
 
 DataSet = Literal["swe-gym", "swe-bench", "swe-rebench", "swe-rebench-v2"]
 
 # How the repositories of SWE-Gym are tested; its rows do not say.
-GYM: Mapping[str, str] = {
+GYM_COMMANDS: Mapping[str, str] = {
     "python/mypy": "pytest -n0 -rA",
     "getmoto/moto": "pytest -n0 -rA",
     "conan-io/conan": "pytest -n0 -rA",
@@ -35,10 +35,14 @@ GYM: Mapping[str, str] = {
     "pandas-dev/pandas": "pytest -rA --tb=long",
     "facebookresearch/hydra": "pytest -rA --tb=long",
 }
-_BY_NAME = ("python/mypy",)  # its cases lie in data files, which pytest takes for no tests: they are chosen by name
+_SELECTED_BY_NAME = (
+    "python/mypy",
+)  # its cases lie in data files, which pytest takes for no tests: they are chosen by name
 
 # Only where the image has it.
-CONDA = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate; conda activate testbed; fi"
+ACTIVATE_CONDA = (
+    "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate; conda activate testbed; fi"
+)
 
 INSTRUCTION = """\
 Your working folder is a checkout of the repository {repo}. This was reported about it:
@@ -55,8 +59,8 @@ When you are done, stop: your working folder is looked at as you leave it.
 _COMMIT = re.compile(r"[0-9a-fA-F]{7,64}")
 _REPO = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _ID = re.compile(r"[A-Za-z0-9_.-]+")
-_TOUCHED = re.compile(r"^diff --git a/(.+) b/(.+)$", re.MULTILINE)
-_NO_TESTS = (
+_DIFF_HEADER = re.compile(r"^diff --git a/(.+) b/(.+)$", re.MULTILINE)
+_NON_TEST_SUFFIXES = (
     ".json",
     ".png",
     "csv",
@@ -73,7 +77,7 @@ _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 
 # What a checkout knows of times after `base_commit` is taken out of it. Runs with `sh`, as whoever owns the sandbox; git only where there
 # is a repository. That nothing is left is looked at in the end, not taken for granted.
-HIDE = r"""
+HIDE_HISTORY = r"""
 set -eu
 [ -e .git ] || exit 0
 [ -d .git ] || { echo "setup: .git is no folder, so its history cannot be hidden" >&2; exit 1; }
@@ -131,7 +135,7 @@ rm -f .git/turngate-*
 """
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
+class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the tests of a row are run and read."""
 
     test_cmd: str
@@ -140,7 +144,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     before: str = ""
 
 
-class Row:
+class SweRow:
     """A row's fields, each with its type. What is wrong is told with the file, the row, the instance and the field."""
 
     def __init__(self, fields: Mapping[str, Json], where: str) -> None:
@@ -162,7 +166,7 @@ class Row:
                 raise self.wrong(field, "is missing")
             return default
         if not isinstance(value, str):
-            raise self.wrong(field, f"has to be a string, and is {_kind(value)}")
+            raise self.wrong(field, f"has to be a string, and is {_type_name(value)}")
         if not value.strip() and default is None:
             raise self.wrong(field, "is empty")
         if pattern is not None and not pattern.fullmatch(value):
@@ -180,12 +184,12 @@ class Row:
             except ValueError:
                 raise self.wrong(field, f"{value[:80]!r} is no JSON; give a list of test names") from None
         if not isinstance(value, list | tuple):
-            raise self.wrong(field, f"has to be a list of test names, and is {_kind(value)}")
+            raise self.wrong(field, f"has to be a list of test names, and is {_type_name(value)}")
         if odd := [item for item in value if not isinstance(item, str) or not item]:
-            raise self.wrong(field, f"holds {_kind(odd[0])}, and not only test names")
+            raise self.wrong(field, f"holds {_type_name(odd[0])}, and not only test names")
         return tuple(value)
 
-    def table(self, field: str) -> Row | None:
+    def table(self, field: str) -> SweRow | None:
         """An object, or a JSON string of one. Its fields are named with the field before them."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
@@ -196,9 +200,9 @@ class Row:
         if value in (None, "", {}):
             return None
         if not isinstance(value, Mapping):
-            raise self.wrong(field, f"has to be an object, and is {_kind(value)}")
+            raise self.wrong(field, f"has to be an object, and is {_type_name(value)}")
         inner = {f"{field}.{name}": item for name, item in value.items()}
-        return Row({**inner, "instance_id": self.id}, self.where)
+        return SweRow({**inner, "instance_id": self.id}, self.where)
 
     def commands(self, field: str) -> tuple[str, ...]:
         """A shell command, or a list of them. () where there is none."""
@@ -207,14 +211,14 @@ class Row:
             return ()
         found = (value,) if isinstance(value, str) else value
         if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
-            raise self.wrong(field, f"has to be a command or a list of commands, and is {_kind(value)}")
+            raise self.wrong(field, f"has to be a command or a list of commands, and is {_type_name(value)}")
         return tuple(line for line in found if line.strip())
 
     def is_list(self, field: str) -> bool:
         return isinstance(self._fields.get(field), list | tuple)
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     names = {
         dict: "an object",
         list: "a list",
@@ -226,14 +230,14 @@ def _kind(value: object) -> str:
     return names.get(type(value), "nothing" if value is None else type(value).__name__)
 
 
-def is_row(fields: Mapping[str, Json]) -> bool:
+def is_swe_row(fields: Mapping[str, Json]) -> bool:
     """Whether a row is one of such a data set, going by its fields."""
     return "instance_id" in fields and "problem_statement" in fields
 
 
-def task(fields: Mapping[str, Json], where: str) -> Task:
+def build_task(fields: Mapping[str, Json], where: str) -> Task:
     """The task of a row; `where` names the file and the row in messages."""
-    row = Row(fields, where)
+    row = SweRow(fields, where)
     row.text("instance_id", pattern=_ID)
     repo = row.text("repo", pattern=_REPO)
     base = row.text("base_commit", pattern=_COMMIT)
@@ -242,14 +246,14 @@ def task(fields: Mapping[str, Json], where: str) -> Task:
     if not fail_to_pass:
         raise row.wrong("FAIL_TO_PASS", "is empty: without a test that has to change, doing nothing would solve it")
     pass_to_pass = row.names("PASS_TO_PASS")
-    kind = data_set(row, repo)
-    way = _way(row, kind, repo, (*fail_to_pass, *pass_to_pass))
+    kind = detect_data_set(row, repo)
+    way = _eval_config(row, kind, repo, (*fail_to_pass, *pass_to_pass))
     patch = row.text("patch", "")
     issue = row.text("problem_statement").strip()
     return Task(
-        id=named(row.id),
-        instruction=checked(INSTRUCTION.format(repo=repo, issue=issue), f"{where}: problem_statement"),
-        setup=HIDE.replace("@BASE@", base),
+        id=to_task_id(row.id),
+        instruction=check_instruction(INSTRUCTION.format(repo=repo, issue=issue), f"{where}: problem_statement"),
+        setup=HIDE_HISTORY.replace("@BASE@", base),
         image=_image(row, kind),
         workdir=f"/{repo.split('/')[1]}" if kind == "swe-rebench-v2" else "/testbed",
         grader=Swe(
@@ -274,14 +278,14 @@ def task(fields: Mapping[str, Json], where: str) -> Task:
     )
 
 
-def data_set(row: Row, repo: str) -> DataSet:
+def detect_data_set(row: SweRow, repo: str) -> DataSet:
     """Which data set a row is of, going by the fields that only one of them has."""
     if row.has("install_config"):
         return "swe-rebench-v2" if row.has("language") else "swe-rebench"
-    return "swe-gym" if repo.lower() in GYM else "swe-bench"
+    return "swe-gym" if repo.lower() in GYM_COMMANDS else "swe-bench"
 
 
-def _image(row: Row, kind: DataSet) -> str:
+def _image(row: SweRow, kind: DataSet) -> str:
     """The column wins; otherwise the data set's rule. No registry takes two underscores in a name, so each has its own sign for them."""
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):
@@ -301,32 +305,34 @@ def _image(row: Row, kind: DataSet) -> str:
 # ── how the tests are run ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _way(row: Row, kind: DataSet, repo: str, cases: Sequence[str]) -> Way:
+def _eval_config(row: SweRow, kind: DataSet, repo: str, cases: Sequence[str]) -> EvalConfig:
     if (config := row.table("install_config")) is not None:
-        return _configured(row, config, kind)
+        return _config_from_row(row, config, kind)
     if row.has("eval_script"):
-        return _scripted(row, repo)
+        return _config_from_script(row, repo)
     if kind == "swe-gym":
-        return _gym(row, repo, cases)
-    return _from_package(row, repo)
+        return _config_for_gym(row, repo, cases)
+    return _config_from_swebench(row, repo)
 
 
-def _configured(row: Row, config: Row, kind: DataSet) -> Way:
+def _config_from_row(row: SweRow, config: SweRow, kind: DataSet) -> EvalConfig:
     """SWE-rebench says it in the row. In V2 the image is built and the command whole; in the first, files to test are added to it."""
     commands = config.commands("install_config.test_cmd")
     if not commands:
         raise row.wrong("install_config.test_cmd", "is missing; give the command that runs the tests")
     parser = config.text("install_config.log_parser")
     whole = kind == "swe-rebench-v2" or config.is_list("install_config.test_cmd")
-    return Way(
-        test_cmd="\n".join(commands) if whole else with_files(commands[0], files_tested(row.text("test_patch"))),
+    return EvalConfig(
+        test_cmd="\n".join(commands) if whole else append_files(commands[0], find_test_files(row.text("test_patch"))),
         parser=f"rebench:{parser}" if parser.startswith("parse_log_") else parser,
-        install="" if kind == "swe-rebench-v2" else _again("\n".join(config.commands("install_config.install"))),
-        before="" if kind == "swe-rebench-v2" else CONDA,
+        install=""
+        if kind == "swe-rebench-v2"
+        else _reinstall_command("\n".join(config.commands("install_config.install"))),
+        before="" if kind == "swe-rebench-v2" else ACTIVATE_CONDA,
     )
 
 
-def _scripted(row: Row, repo: str) -> Way:
+def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
     """SWE-bench since its version 5 has a whole script in the row. What lies between its marks runs the tests, what comes before the first
     patch prepares that; resetting and patching the tests is the grader's own business."""
     if row.text("eval_type", "pass_and_fail") != "pass_and_fail":
@@ -343,21 +349,21 @@ def _scripted(row: Row, repo: str) -> Way:
         if not line.startswith(("#!", "set -", "git ", "cd ")) and line.strip():
             before.append(line)
     parser = row.text("log_parser", repo)
-    return Way(test_cmd="\n".join(lines[start + 1 : end]), parser=f"swebench:{parser}", before="\n".join(before))
+    return EvalConfig(test_cmd="\n".join(lines[start + 1 : end]), parser=f"swebench:{parser}", before="\n".join(before))
 
 
-def _gym(row: Row, repo: str, cases: Sequence[str]) -> Way:
-    command = GYM[repo.lower()]
-    if repo.lower() in _BY_NAME:
+def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
+    command = GYM_COMMANDS[repo.lower()]
+    if repo.lower() in _SELECTED_BY_NAME:
         names = dict.fromkeys(case.rpartition("::")[2].partition("[")[0] for case in cases)
         command = f"{command} -k {shlex.quote(' or '.join(names))}"
     else:
-        command = with_files(command, files_tested(row.text("test_patch")))
+        command = append_files(command, find_test_files(row.text("test_patch")))
     path = "\nexport PYTHONPATH=${PYTHONPATH:-}:$(pwd)" if repo == "conan-io/conan" else ""
-    return Way(test_cmd=command, parser="pytest", before=CONDA + path)
+    return EvalConfig(test_cmd=command, parser="pytest", before=ACTIVATE_CONDA + path)
 
 
-def _from_package(row: Row, repo: str) -> Way:
+def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
     """Older rows of SWE-bench say nothing about it: up to its version 4 the `swebench` package knows."""
     missing = (
         f"there is no install_config and no eval_script, so nothing says how {repo} is tested; use a data set that has one of them "
@@ -374,17 +380,19 @@ def _from_package(row: Row, repo: str) -> Way:
     command = spec["test_cmd"]
     if isinstance(command, str):
         choose = vars(import_module("swebench.harness.test_spec.python"))["get_test_directives"]
-        command = with_files(command, choose({"repo": repo, "test_patch": row.text("test_patch")}))
+        command = append_files(command, choose({"repo": repo, "test_patch": row.text("test_patch")}))
     install = spec.get("install", "")
-    return Way(
+    return EvalConfig(
         test_cmd=command if isinstance(command, str) else "\n".join(command),
         parser=f"swebench:{repo}",
-        install=_again(install if isinstance(install, str) else "\n".join([*install, *spec.get("build", [])])),
-        before="\n".join([CONDA, *spec.get("eval_commands", [])]),
+        install=_reinstall_command(
+            install if isinstance(install, str) else "\n".join([*install, *spec.get("build", [])])
+        ),
+        before="\n".join([ACTIVATE_CONDA, *spec.get("eval_commands", [])]),
     )
 
 
-def _again(install: str) -> str:
+def _reinstall_command(install: str) -> str:
     """Installed once more, after the work. As in the data sets' own harnesses that may fail: the image has it all installed, and what pip
     fetches to build is out of reach here."""
     if not install.strip():
@@ -393,17 +401,17 @@ def _again(install: str) -> str:
     return f"{settings}\n(\n{install}\n) || echo 'Installing it again failed: what the image has is tested.'"
 
 
-def files_tested(patch: str) -> tuple[str, ...]:
+def find_test_files(patch: str) -> tuple[str, ...]:
     """The files that a test patch leaves behind, without those that no test runner takes."""
-    parts = _TOUCHED.split(patch)
+    parts = _DIFF_HEADER.split(patch)
     files = {}
     for new, rest in zip(parts[2::3], parts[3::3], strict=True):
-        if "\n+++ /dev/null" not in rest and "\ndeleted file mode" not in rest and not new.endswith(_NO_TESTS):
+        if "\n+++ /dev/null" not in rest and "\ndeleted file mode" not in rest and not new.endswith(_NON_TEST_SUFFIXES):
             files[new] = True
     return tuple(files)
 
 
-def with_files(command: str, files: Sequence[str]) -> str:
+def append_files(command: str, files: Sequence[str]) -> str:
     """A command that is told which files to run, unless it names one of them already."""
     if any(file in command for file in files):
         return command

@@ -21,8 +21,8 @@ import msgspec
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolResult, TrainingTrace, VerifyResult
 
 from turngate import tasks
-from turngate.agents.install import Installed, ensure
-from turngate.agents.spec import AgentSpec, find
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.spec import AgentSpec, find_agent
 from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
@@ -30,7 +30,7 @@ from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import EndPolicy, Order, Outcome
 from turngate.rollout.plan import TIMEOUT_S
 from turngate.rollout.rollout import Rollout
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Network
 from turngate.tasks.task import Task
 from turngate.trainers.trl.retry import patiently
@@ -137,9 +137,9 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self.config = config
         self._tasks = _by_instruction(config)
         self._sampling = _own(sampling or {})
-        self._spec: AgentSpec = find(config.agent).spec
-        self._installed: Installed = ensure(self._spec)
-        self._backend: Backend = backend(config.sandbox)
+        self._spec: AgentSpec = find_agent(config.agent).spec
+        self._installed: Installation = ensure_installed(self._spec)
+        self._backend: Backend = get_backend(config.sandbox)
         self._key = admin_key_given()
         self._thread = LoopThread("turngate-sessions")
         self._lock = threading.Lock()
@@ -255,7 +255,7 @@ async def _ended(running: asyncio.Task[Outcome]) -> None:
 
 def _by_instruction(config: SessionsConfig) -> dict[str, Task]:
     found: dict[str, Task] = {}
-    for task in tasks.read(config.tasks):
+    for task in tasks.read_tasks(config.tasks):
         if task.instruction in found:
             raise ConfigError(
                 f"tasks: {task.id!r} and {found[task.instruction].id!r} ask for the same in the same words; TRL could not tell them apart",

@@ -24,18 +24,18 @@ import msgspec
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from turngate.agents.install import ensure
-from turngate.agents.launch import Limits as Told
-from turngate.agents.spec import find
+from turngate.agents.install import ensure_installed
+from turngate.agents.launch import ModelLimits as Told
+from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.common.aio import run_to_completion
 from turngate.errors import Boundary, TurngateError
 from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome
 from turngate.rollout.rollout import Rollout
-from turngate.sandboxes import backend
+from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Network
-from turngate.tasks import Task, read
+from turngate.tasks import Task, read_tasks
 from turngate.trainers.verifiers.gateway import gateway_url
 from turngate.trainers.verifiers.graft import graft, turns_of
 from turngate.types import Json, Sampling
@@ -90,7 +90,7 @@ class TurngateTaskset(vf.Taskset[TurngateTask, TurngateTasksetConfig]):
         if not self.config.tasks:
             raise ValueError("taskset.tasks: is not set; it has to say where the tasks are")
         where = _whole(self.config.tasks)
-        for task in read(where):
+        for task in read_tasks(where):
             data = TurngateData(id=task.id, name=task.id, prompt=task.instruction, tasks=where, task=task.id)
             yield TurngateTask(data, self.config.task)
 
@@ -102,7 +102,7 @@ def _whole(where: str) -> str:
 
 @lru_cache(maxsize=1024)
 def asked(where: str, task: str) -> Task:
-    return next(iter(read(where, only=[task])))
+    return next(iter(read_tasks(where, only=[task])))
 
 
 # ── one rollout ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,12 +205,12 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
     def _order(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str) -> Order:
         config = self.config
         task = msgspec.structs.replace(asked(data.tasks, data.task), instruction=prompt)
-        spec = find(config.agent).spec
+        spec = find_agent(config.agent).spec
         return Order(
             task=task,
             agent=spec,
-            installed=ensure(spec, lambda line: None),
-            backend=backend(config.sandbox),
+            installed=ensure_installed(spec, lambda line: None),
+            backend=get_backend(config.sandbox),
             model=ctx.model,
             timeout_s=config.timeout_s or task.timeout_s or 1800.0,
             image=config.image,
