@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-from turngate.telemetry.logs import about
-from turngate.telemetry.metrics import Asked, Measured, Metrics
-from turngate.telemetry.spans import tracing
+from turngate.telemetry.logs import set_log_context
+from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
+from turngate.telemetry.spans import current_tracer
 
 ROUNDS, TURNS = 20, 2000
 FACTS = {"rollout": "task-7/2", "group": "task-7"}
@@ -18,20 +18,20 @@ FACTS = {"rollout": "task-7/2", "group": "task-7"}
 
 def turn(metrics: Metrics, chunks: int) -> None:
     """The calls of one turn, in the order in which the gateway makes them."""
-    about("0123456789abcdef", FACTS)
-    measured = Measured(time.perf_counter())
-    if tracing() is not None:
+    set_log_context("0123456789abcdef", FACTS)
+    timing = CallTiming(time.perf_counter())
+    if current_tracer() is not None:
         raise SystemExit("spans are to be off here")
-    asked = Asked(metrics, measured)
+    timer = EngineTimer(metrics, timing)
     for _ in range(chunks - 1):
-        asked.came()
-        asked.waits()
-    asked.came()
-    asked.over("stop", 1000, 64)
+        timer.mark_received()
+        timer.mark_waiting()
+    timer.mark_received()
+    timer.finish("stop", 1000, 64)
     began = time.perf_counter()
-    metrics.commit.add(time.perf_counter() - began)
-    metrics.recorded("chat", "exact", "stop", 1000, 64)
-    metrics.served("chat", measured, time.perf_counter())
+    metrics.commit.observe(time.perf_counter() - began)
+    metrics.count_turn("chat", "exact", "stop", 1000, 64)
+    metrics.observe_call("chat", timing, time.perf_counter())
 
 
 def main() -> None:

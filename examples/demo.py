@@ -26,7 +26,7 @@ from tools import parts
 from turngate import tasks
 from turngate.agents.install import ensure_installed
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import one_line, say
+from turngate.cli.terminal import sanitize_line, say
 from turngate.cli.train import Came, Place, Run, Watching, carried_out, kept, ready, side_by_side, summed_up
 from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.concurrency import Bounds
@@ -106,9 +106,9 @@ async def _transcript(place: Place, session: str, reward: float | None) -> str:
     words = []
     for node in trace["nodes"]:
         if node["kind"] == "sampled":
-            words.append("$ " + one_line(node["message"].get("content", "").strip()))
+            words.append("$ " + sanitize_line(node["message"].get("content", "").strip()))
         else:
-            words += [one_line(said["content"]) for said in node["messages"] if said["role"] != "system"]
+            words += [sanitize_line(said["content"]) for said in node["messages"] if said["role"] != "system"]
     return "\n".join([*words, f"reward {reward}"])
 
 

@@ -21,7 +21,7 @@ gc.set_threshold(50_000, 50, 50)  # by default, garbage collection took a sixth 
 @pytest.fixture(autouse=True)
 def _forget_secrets_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs redact the secrets of this test only."""
-    monkeypatch.setattr(logs, "_kept_out", set(logs._kept_out))
+    monkeypatch.setattr(logs, "_secrets", set(logs._secrets))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turngate.config import ServeConfig, load
+from turngate.config import ServeConfig, load_config
 from turngate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _look_at(file: Path, content: bytes, secrets: dict[str, str]) -> None:
 
 def _checked_config(file: Path, secrets: dict[str, str]) -> ServeConfig:
     try:
-        config = load(file, {})
+        config = load_config(file, {})
     except ConfigError as error:
         raise Refused(f"{file}: {error.message}") from None
     wrong = {

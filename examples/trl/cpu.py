@@ -29,7 +29,7 @@ from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.errors import Gone
 from turngate.render import BUILTIN_TOKENIZER
-from turngate.server.run import embedded
+from turngate.server.run import run_embedded
 
 CONTEXT = 8192
 AT_ONCE = 2  # calls that are answered beside each other
@@ -168,7 +168,7 @@ def stage(model: Path, name: str) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="turngate-trl-") as data:
         policy, gate = Policy(model), Gate(model=name, max_context=CONTEXT)
         config = ServeConfig(data=data, port=0, model=name, tokenizer=str(model), engine="gate").check()
-        running = embedded(config, engine=gate)
+        running = run_embedded(config, engine=gate)
         thread.start()
         try:
             address = thread.run(running.__aenter__())

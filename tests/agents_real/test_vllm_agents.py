@@ -22,7 +22,7 @@ from turngate.rollout.connection import WayOut
 from turngate.rollout.outcome import Order, Outcome
 from turngate.rollout.rollout import Rollout
 from turngate.sandboxes.base import Backend
-from turngate.server.run import embedded
+from turngate.server.run import run_embedded
 from turngate.tasks.task import Task
 from turngate.types import Json
 
@@ -67,7 +67,7 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         folder=folder / "rollouts",
     )
     async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(embedded(config))
+        address = await stack.enter_async_context(run_embedded(config))
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         wayout = await stack.enter_async_context(WayOut(address.url))
         outcome = await Rollout(order, gateway, wayout).run()

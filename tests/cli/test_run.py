@@ -23,7 +23,7 @@ from tests.cli.kit import NAP, ROOT, process, ran, refused
 from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
-from turngate.server.bind import Serving
+from turngate.server.bind import RunningGateway
 from turngate.store.sqlite import Store
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
@@ -333,7 +333,7 @@ def test_an_address_that_a_killed_gateway_left_behind_is_not_believed(data: Path
     data.mkdir(mode=0o700)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (data / "gateway.json").write_bytes(msgspec.json.encode(Serving(f"http://127.0.0.1:{port}", os.getpid())))
+    (data / "gateway.json").write_bytes(msgspec.json.encode(RunningGateway(f"http://127.0.0.1:{port}", os.getpid())))
     done = ran(*shell(data, ONCE))
     assert done.exit_code == 0 and "serves" not in done.stdout
 

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.speed import scaled
-from turngate.config import load
+from turngate.config import load_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -49,7 +49,7 @@ def of_kind(kind: str) -> Any:
 
 @pytest.mark.parametrize("folder", ["docker", "kubernetes", "systemd", "space"])
 def test_the_settings_are_ones_that_the_gateway_takes(folder: str) -> None:
-    settings = load(DEPLOY / folder / "serve.toml", {})
+    settings = load_config(DEPLOY / folder / "serve.toml", {})
     assert settings.host == ("127.0.0.1" if folder == "systemd" else "0.0.0.0")
     assert settings.port == (7860 if folder == "space" else 8700)
     assert settings.data == ("/var/lib/turngate" if folder == "systemd" else "/data")
@@ -93,7 +93,7 @@ def test_the_compose_file_publishes_the_gateway_alone_and_asks_for_the_right_log
     words = vllm["command"]
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     given: dict[str, Any] = {**flags(gateway["command"])}
-    settings = load(DEPLOY / "docker" / "serve.toml", given)
+    settings = load_config(DEPLOY / "docker" / "serve.toml", given)
     assert settings.engine_url == ["http://vllm:8000"] and settings.model == words[0]
 
 

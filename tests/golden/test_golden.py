@@ -19,7 +19,7 @@ from tests.golden.replay import Played, play, said, shape
 from turngate.agents.spec import load_catalog
 from turngate.dialects import DIALECTS, Wire
 from turngate.errors import BadRequest
-from turngate.server.model_calls import Found, Paths
+from turngate.server.model_calls import DialectRoutes, RouteMatch
 from turngate.types import Call, Done, Message, Usage
 
 # The role of each call, in the order in which the agent made them.
@@ -66,7 +66,7 @@ FIELDS = {
 }
 
 recorded = pytest.mark.parametrize("name", NAMES)
-_paths = Paths(DIALECTS)
+_paths = DialectRoutes(DIALECTS)
 
 
 def exchanges(name: str) -> list[Json]:
@@ -74,7 +74,7 @@ def exchanges(name: str) -> list[Json]:
     return found
 
 
-def route(request: Json) -> Found:
+def route(request: Json) -> RouteMatch:
     found = _paths.find(request["path"].partition("?")[0])
     assert found is not None, f"nobody listens at {request['path']}"
     return found

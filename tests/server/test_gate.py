@@ -30,7 +30,7 @@ from turngate.errors import ConfigError, Conflict, Gone, NotFound, Unauthorized
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server import run
 from turngate.server.gate import MAX_WAIT_S, Answer, Take, Taken
-from turngate.server.run import embedded
+from turngate.server.run import run_embedded
 
 
 def words(text: str) -> list[int]:
@@ -413,14 +413,14 @@ async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path, monkeypatch
 
     A gateway that stops does not wait for a trainer that waits for a call; one that did would wait for a minute here.
     """
-    settings = run.settings
+    settings = run.uvicorn_config
 
     def patient(app: Any) -> Any:
         config = settings(app)
         config.timeout_graceful_shutdown = 3600
         return config
 
-    monkeypatch.setattr(run, "settings", patient)
+    monkeypatch.setattr(run, "uvicorn_config", patient)
     monkeypatch.setattr(trainers_gate, "_POLL_S", MAX_WAIT_S)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -429,7 +429,7 @@ async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path, monkeypatch
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(openai.DefaultAsyncHttpxClient(verify=False, trust_env=False))
         gate, loop = Gate(), asyncio.get_running_loop()
-        async with asyncio.timeout(None) as stopping, embedded(config, engine=gate) as address:
+        async with asyncio.timeout(None) as stopping, run_embedded(config, engine=gate) as address:
             client = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
             far = await stack.enter_async_context(RemoteGate(client))
             session = await client.open({})
@@ -443,7 +443,7 @@ async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path, monkeypatch
             stopping.reschedule(loop.time() + min(scaled(5), MAX_WAIT_S / 2))
         with pytest.raises(openai.InternalServerError, match="being stopped"):
             await asking
-        async with embedded(config):
+        async with run_embedded(config):
             asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))
             [call] = await waiting  # since before the gateway stopped
             with pytest.raises(NotFound, match="started again"):

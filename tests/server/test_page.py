@@ -18,7 +18,7 @@ from tests import kit, page_kit
 from tests.kit import gateway, say, user
 from tests.speed import scaled
 from turngate.server.web import login, routes
-from turngate.server.web.files import SHIELD, Files
+from turngate.server.web.files import SECURITY_HEADERS, StaticFiles
 from turngate.store.outcome import Recorded
 
 OWN = {"x-turngate-page": "1"}
@@ -109,7 +109,7 @@ async def test_a_cookie_ends_is_signed_and_can_be_given_back(tmp_path: Path, mon
             assert g.app.page.login.opens(cookie) is None
         assert g.app.page.login.opens("") is None and g.app.page.login.opens("ä" * 86) is None
         with monkeypatch.context() as clock:
-            late = time.time() + login.LASTS_S + 1
+            late = time.time() + login.COOKIE_LIFETIME_S + 1
             clock.setattr(login.time, "time", lambda: late)
             assert g.app.page.login.opens(kept) is None
     async with gateway(data=tmp_path) as g:  # a restart is no reason to log in again
@@ -185,7 +185,7 @@ async def test_everything_is_sent_behind_the_shield_and_no_data_as_html(tmp_path
             "/page",
             "/page/",
         ]
-        paths += [f"/page/{name}" for name in Files()]
+        paths += [f"/page/{name}" for name in StaticFiles()]
         paths += [
             "/page/%2e%2e/app.py",
             "/page/..%2fserver/app.py",
@@ -194,7 +194,7 @@ async def test_everything_is_sent_behind_the_shield_and_no_data_as_html(tmp_path
         ]
         for path in paths:
             response = await client.get(path)
-            for name, value in SHIELD.items():
+            for name, value in SECURITY_HEADERS.items():
                 assert response.headers.get_list(name) == [value], (path, name)
             if not (path in ("/page", "/page/") or path.endswith(".html")) or response.status_code >= 400:
                 assert "html" not in response.headers.get("content-type", ""), path

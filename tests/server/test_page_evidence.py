@@ -17,7 +17,7 @@ from tests.kit import gateway, say, tool, user
 from tests.server.test_observe import SCRIPT, converse, scene
 from tests.server.test_page import entered, told
 from turngate.render import Tokenizer
-from turngate.server.web.view_cache import read_with
+from turngate.server.web.view_cache import load_decoder
 from turngate.store.outcome import Recorded
 from turngate.trace.pass_at_k import pass_at_k
 from turngate.trainers.export import Choices, Wanted, export
@@ -95,7 +95,7 @@ def test_pieces_and_runs_are_the_bytes_of_the_tokens(ids: list[int]) -> None:
 
 @pytest.mark.needs("tokenizers")
 def test_text_comes_back_whole() -> None:
-    tokenizer = read_with(kit.real_tokenizer("qwen3"))
+    tokenizer = load_decoder(kit.real_tokenizer("qwen3"))
     text = "naïve 漢字 🙂👩‍👩‍👧‍👦 ไทย العربية \U0001f9ea ½ end"
     found = pieces(tokenizer, array(tokenizer.encode(text)))
     runs = {first: told for first, _, told in found.runs}

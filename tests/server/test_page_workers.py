@@ -10,8 +10,8 @@ import pytest
 from tests.server.test_page import OWN, entered, events, told
 from tests.server.test_siblings import crew
 from tests.speed import scaled
-from turngate.common.sharding import NAMED, hinted
-from turngate.server.web.files import SHIELD
+from turngate.common.sharding import SESSION_PATH, slot_from_head
+from turngate.server.web.files import SECURITY_HEADERS
 
 
 async def test_one_login_opens_the_page_at_every_worker() -> None:
@@ -32,7 +32,7 @@ async def test_one_login_opens_the_page_at_every_worker() -> None:
         stranger = await c[0].http().get(f"/page/api/rollouts/{other.id}")
         assert stranger.status_code == 401 and stranger.headers["x-content-type-options"] == "nosniff"
         passed_on = await client.get(f"/page/api/rollouts/{other.id}")
-        assert all(passed_on.headers.get_list(name) == [value] for name, value in SHIELD.items())
+        assert all(passed_on.headers.get_list(name) == [value] for name, value in SECURITY_HEADERS.items())
         assert (await client.get("/admin/sessions")).status_code == 401
         await client.post("/page/logout", headers=OWN)
         for worker in c.workers:
@@ -77,5 +77,7 @@ async def test_a_batch_hears_of_a_retry_at_whatever_worker_it_listens() -> None:
 
 
 def test_a_connection_of_the_page_goes_where_its_rollout_is() -> None:
-    assert NAMED.match(b"/page/api/rollouts/abc/tree") and not NAMED.match(b"/page/api/rollouts?limit=5")
-    assert hinted(b"GET /page/api/rollouts/abc HTTP/1.1\r\n") == hinted(b"GET /admin/sessions/abc HTTP/1.1\r\n")
+    assert SESSION_PATH.match(b"/page/api/rollouts/abc/tree") and not SESSION_PATH.match(b"/page/api/rollouts?limit=5")
+    assert slot_from_head(b"GET /page/api/rollouts/abc HTTP/1.1\r\n") == slot_from_head(
+        b"GET /admin/sessions/abc HTTP/1.1\r\n"
+    )

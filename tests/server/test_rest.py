@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tests.kit import Gated, Running, calls, gateway, result, say, tool, until, user
-from turngate.config import load
+from turngate.config import load_config
 from turngate.errors import ConfigError, NotFound
 from turngate.gateway.eviction import give_back
 from turngate.trace.host_tools import LONGEST_WAIT_S
@@ -395,9 +395,9 @@ async def test_zero_means_never(tmp_path: Path) -> None:
         await g.ask(session.key, HI)
         assert await rest(g) == 0
     with pytest.raises(ConfigError, match=r"rest_s: -1\.0 must be 0"):
-        load(None, {"rest_s": -1})
+        load_config(None, {"rest_s": -1})
     with pytest.raises(ConfigError, match="rest_s"):
-        load(None, {"rest_s": float("nan")})
+        load_config(None, {"rest_s": float("nan")})
 
 
 def test_free_memory_can_be_given_back_any_number_of_times() -> None:

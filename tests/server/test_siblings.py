@@ -24,15 +24,15 @@ from tests import kit
 from tests.kit import Gated, Opened, Running, say, until, user
 from tests.sdk_agents import DIALECTS, agent
 from tests.speed import scaled
-from turngate.common.sharding import Place, hinted, slot
+from turngate.common.sharding import Shard, slot_from_head, slot_of
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted
 from turngate.errors import BadRequest
 from turngate.server.app import Gateway
 from turngate.server.http import read_cursor
 from turngate.server.workers import forwarding
-from turngate.server.workers.forwarding import socket_of
-from turngate.server.workers.worker import Worker
+from turngate.server.workers.forwarding import socket_path
+from turngate.server.workers.worker import WorkerGateway
 from turngate.store.lock import lock
 from turngate.trace.host_tools import LONGEST_WAIT_S
 
@@ -54,7 +54,7 @@ class Crew:
 
     async def open_at(self, owner: int, **config: Any) -> Opened:
         """A session of this worker."""
-        return await self[owner].open(id=Place(owner, len(self)).new_id(), **config)
+        return await self[owner].open(id=Shard(owner, len(self)).new_session_id(), **config)
 
 
 @asynccontextmanager
@@ -70,10 +70,10 @@ async def crew(
         (folder / "admin-key").chmod(0o600)
         workers = []
         for number, engine in enumerate(engines):
-            place = Place(number, len(engines))
+            shard = Shard(number, len(engines))
             settings = ServeConfig(data=str(folder), workers=len(engines), **config).check()
             worker = await stack.enter_async_context(
-                _working(Gateway(settings, engine=engine, place=place), place, run)
+                _working(Gateway(settings, engine=engine, shard=shard), shard, run)
             )
             port = await stack.enter_async_context(kit._served(worker.outside))  # type: ignore[arg-type]
             root = f"http://127.0.0.1:{port}"
@@ -82,13 +82,13 @@ async def crew(
 
 
 @asynccontextmanager
-async def _working(gateway: Gateway, place: Place, run: str) -> AsyncIterator[Worker]:
+async def _working(gateway: Gateway, shard: Shard, run: str) -> AsyncIterator[WorkerGateway]:
     """A worker whose private socket is served."""
     folder = Path(gateway.config.data)
-    worker = Worker(gateway, place, folder, run)
+    worker = WorkerGateway(gateway, shard, folder, run)
     await worker.start()
     config = uvicorn.Config(worker.inside, http="httptools", lifespan="off", access_log=False, log_config=None)
-    config.uds = socket_of(folder, place.number)
+    config.uds = socket_path(folder, shard.number)
     server = uvicorn.Server(config)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
@@ -121,7 +121,7 @@ async def _working(gateway: Gateway, place: Place, run: str) -> AsyncIterator[Wo
     ],
 )
 def test_a_path_tells_whose_session_it_is(head: bytes) -> None:
-    assert hinted(head + b"host: x\r\n\r\n") == slot("task-1")
+    assert slot_from_head(head + b"host: x\r\n\r\n") == slot_of("task-1")
 
 
 def test_a_secret_tells_it_wherever_a_dialect_puts_it() -> None:
@@ -129,11 +129,11 @@ def test_a_secret_tells_it_wherever_a_dialect_puts_it() -> None:
 
     secret = new_secret("task-1").encode()
     line = b"POST /v1/chat/completions HTTP/1.1\r\n"
-    assert hinted(line + b"Authorization: Bearer " + secret + b"\r\n\r\n") == slot("task-1")
-    assert hinted(line + b"x-api-key: " + secret + b"\r\n\r\n") == slot("task-1")
-    assert hinted(b"POST /v1beta/models/m:generateContent?key=" + secret + b"&alt=sse HTTP/1.1\r\n\r\n") == slot(
-        "task-1"
-    )
+    assert slot_from_head(line + b"Authorization: Bearer " + secret + b"\r\n\r\n") == slot_of("task-1")
+    assert slot_from_head(line + b"x-api-key: " + secret + b"\r\n\r\n") == slot_of("task-1")
+    assert slot_from_head(
+        b"POST /v1beta/models/m:generateContent?key=" + secret + b"&alt=sse HTTP/1.1\r\n\r\n"
+    ) == slot_of("task-1")
 
 
 @pytest.mark.parametrize(
@@ -150,18 +150,18 @@ def test_a_secret_tells_it_wherever_a_dialect_puts_it() -> None:
     ],
 )
 def test_a_head_that_tells_nothing(head: bytes) -> None:
-    assert hinted(head) is None
+    assert slot_from_head(head) is None
 
 
 async def test_sessions_are_spread_evenly_and_known_by_their_secrets() -> None:
     async with crew() as c:
         opened = [await c[0].open() for _ in range(8)] + [await c[1].open() for _ in range(8)]
-        owners = [slot(session.id) % 2 for session in opened]
+        owners = [slot_of(session.id) % 2 for session in opened]
         assert owners.count(0) == owners.count(1) == 8
         for session in opened:
-            assert session.key.startswith(f"tg-{slot(session.id):04x}") and len(session.key) == 3 + 4 + 43
-            assert session.id in c[slot(session.id) % 2].app.control._live
-            assert session.id not in c[1 - slot(session.id) % 2].app.control._live
+            assert session.key.startswith(f"tg-{slot_of(session.id):04x}") and len(session.key) == 3 + 4 + 43
+            assert session.id in c[slot_of(session.id) % 2].app.control._live
+            assert session.id not in c[1 - slot_of(session.id) % 2].app.control._live
 
 
 async def test_an_id_that_is_taken_is_taken_wherever_one_asks() -> None:
@@ -289,7 +289,7 @@ async def test_what_is_refused_is_refused_in_the_caller_s_words() -> None:
 
 
 async def test_an_owner_that_does_not_come_back_is_told_as_something_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "RETURN_S", 0.2)
+    monkeypatch.setattr(forwarding, "RESTART_WAIT_S", 0.2)
     async with crew() as c:
         session = await c.open_at(1)
         (Path(c[0].app.config.data) / "1").rename(Path(c[0].app.config.data) / "gone")
@@ -434,7 +434,7 @@ async def test_a_worker_that_starts_in_the_middle_of_a_pause_is_paused(tmp_path:
 
 
 async def test_a_fence_that_does_not_reach_everyone_is_not_said_to_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "RETURN_S", 0.1)
+    monkeypatch.setattr(forwarding, "RESTART_WAIT_S", 0.1)
     async with crew() as c:
         own = Path(c[0].app.config.data) / "1"
         own.rename(own.with_name("gone"))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from turngate.server.asgi import ANSWERED, Receive, Scope, Send, respond
-from turngate.server.run import guarded
+from turngate.server.asgi import GATEWAY_HEADER, Receive, Scope, Send, respond
+from turngate.server.run import answer_when_stopping
 
 SCOPE = {"type": "http", "method": "PUT", "path": "/admin/sessions/a/outcome", "headers": [], "query_string": b""}
 
@@ -32,7 +32,7 @@ class Sent:
 
 
 async def cancelled(app: Any, scope: Scope, sent: Sent) -> None:
-    task = asyncio.ensure_future(guarded(app)(scope, nothing, sent))
+    task = asyncio.ensure_future(answer_when_stopping(app)(scope, nothing, sent))
     await asyncio.sleep(0)
     task.cancel()
     await task
@@ -45,7 +45,7 @@ async def test_a_call_that_is_cut_short_is_told_to_come_again_by_a_gateway() -> 
     sent = Sent()
     await cancelled(slow, SCOPE, sent)
     start, body = sent.messages
-    assert start["status"] == 503 and ANSWERED in start["headers"]
+    assert start["status"] == 503 and GATEWAY_HEADER in start["headers"]
     assert json.loads(body["body"])["error"]["code"] == "gateway_stopping"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from turngate.client.gateway import GatewayClient
 from turngate.errors import BadRequest, ConfigError
-from turngate.server.app import engine_key
+from turngate.server.app import read_engine_key
 from turngate.service.catalog import Catalog, Choice, Endpoint
 from turngate.service.config import load
 from turngate.service.gateways import Gateways
@@ -224,4 +224,4 @@ def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "key").write_text(SECRET)
     choice = catalog.choose("openai://m")
     settings = choice.endpoint.serves(choice.mode, "/data")
-    assert catalog.show()[0].key_is_set and settings is not None and engine_key(settings) == SECRET
+    assert catalog.show()[0].key_is_set and settings is not None and read_engine_key(settings) == SECRET

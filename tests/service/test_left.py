@@ -10,7 +10,7 @@ import pytest
 from turngate.service.artifacts import logs, tail, workdir
 from turngate.service.config import Clamp
 from turngate.service.truncation import Cut
-from turngate.telemetry.logs import keep_out
+from turngate.telemetry.logs import register_secrets
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
 
 
 def test_a_file_with_a_secret_in_it_is_not_told_as_cut(tmp_path: Path) -> None:
-    keep_out("a-very-secret-key-of-many-characters")
+    register_secrets("a-very-secret-key-of-many-characters")
     (tmp_path / "a").write_text("key: a-very-secret-key-of-many-characters")
     (tmp_path / "b").write_text("é" * 30)
     cut = Cut(Clamp(file=25))

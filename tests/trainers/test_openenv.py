@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.kit import Gated, Json, Running, calls, gateway, result, say, tool, until, user, whole
-from turngate.common.sharding import hinted, new_secret, slot
+from turngate.common.sharding import new_secret, slot_from_head, slot_of
 from turngate.engines.scripted import Turn
 from turngate.errors import Conflict
 from turngate.views.training_trace import training_trace
@@ -286,4 +286,4 @@ def test_a_secret_leads_to_the_worker_of_its_session() -> None:
     """Several workers: a path that has a session's secret goes where one goes that has its id."""
     secret = new_secret("rollout-1")
     heads = [f"GET /sessions/{name}/rollout HTTP/1.1\r\n\r\n".encode() for name in (secret, "rollout-1")]
-    assert hinted(heads[0]) == hinted(heads[1]) == slot(secret) == slot("rollout-1")
+    assert slot_from_head(heads[0]) == slot_from_head(heads[1]) == slot_of(secret) == slot_of("rollout-1")

@@ -17,7 +17,7 @@ from tests import kit
 from tests.exact.agent import Agent, World
 from tests.exact.test_rows import SYSTEM, talk, user
 from tests.speed import scaled
-from turngate.config import load
+from turngate.config import load_config
 from turngate.errors import ConfigError, StoreError
 from turngate.gateway.events import Event
 from turngate.views.verdict import Apart
@@ -103,4 +103,4 @@ async def test_the_process_is_begun_again_if_it_was_killed(tmp_path: Path) -> No
 
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="verify_every: -1 must be 0"):
-        load(None, {"verify_every": -1})
+        load_config(None, {"verify_every": -1})

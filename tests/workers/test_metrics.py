@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.speed import scaled
-from tests.test_metrics import plain, read, turns
+from tests.telemetry.test_metrics import plain, read, turns
 from tests.workers.test_processes import Serving, served, wait_for
 from turngate.server.workers.coordinator import _METRICS_S
 

@@ -26,7 +26,7 @@ from tests.cli.test_serve import slow_engine
 from tests.crash.storm import children, storm
 from tests.kit import MEMORY, gateway, until, user
 from tests.speed import scaled
-from turngate.common.sharding import slot
+from turngate.common.sharding import slot_of
 from turngate.render import BUILTIN_TOKENIZER
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.full]
@@ -66,7 +66,7 @@ class Serving:
     def open(self, owner: int | None = None, **config: Any) -> Any:
         while True:
             opened = self.ask("POST", "/admin/sessions", json=config)
-            if owner is None or slot(opened["id"]) % 2 == owner:
+            if owner is None or slot_of(opened["id"]) % 2 == owner:
                 return opened
 
     def say(self, key: str, messages: Any = HI) -> str:
@@ -162,7 +162,7 @@ def test_it_serves_stops_and_leaves_nothing_behind(data: Path) -> None:
         note = json.loads((data / "gateway.json").read_bytes())
         assert note == {"url": s.url, "pid": s.process.pid}
         sessions = [s.open() for _ in range(4)]
-        assert sorted(slot(o["id"]) % 2 for o in sessions) == [0, 0, 1, 1]
+        assert sorted(slot_of(o["id"]) % 2 for o in sessions) == [0, 0, 1, 1]
         for opened in sessions:
             assert [s.say(opened["api_key"]), s.say(opened["api_key"])] == ["Hello.", "And again."]
         key = s.admin["authorization"].removeprefix("Bearer ")

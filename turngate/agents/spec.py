@@ -18,7 +18,7 @@ import jmespath
 import msgspec
 
 from turngate.agents import placeholders
-from turngate.common.validation import explain, suggestion
+from turngate.common.validation import explain_error, suggestion
 from turngate.errors import AgentError
 from turngate.trace import signals as told
 from turngate.trace.signals import Signals
@@ -201,7 +201,7 @@ def parse_spec(text: str, where: str) -> AgentSpec:
     except tomllib.TOMLDecodeError as error:
         raise AgentError(f"{where}: is not valid TOML: {error}", param="agent") from None
     except msgspec.ValidationError as error:
-        message, field = explain(error, AgentSpec)
+        message, field = explain_error(error, AgentSpec)
         raise AgentError(f"{where}: {message}", param=field) from None
     for field, wrong in _faults(spec):
         raise AgentError(f"{where}: {field}: {wrong}", param=field)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 import msgspec
 
-from turngate.common.validation import explain, suggestion
+from turngate.common.validation import explain_error, suggestion
 from turngate.errors import BadRequest
 from turngate.service.config import ServiceConfig
 
@@ -110,7 +110,7 @@ def read(given: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
-        message, field = explain(error, kind, "argument")
+        message, field = explain_error(error, kind, "argument")
         raise BadRequest(message, param=field) from None
 
 

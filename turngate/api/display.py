@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate.api.result import Result, Results, Turn
-from turngate.common.safe_text import one_line, safe
+from turngate.common.safe_text import sanitize, sanitize_line
 from turngate.errors import BadRequest
 from turngate.trace.sample import Sample
 from turngate.types import Json
@@ -112,7 +112,7 @@ def _framed(inside: str) -> str:
 
 def _said(text: str) -> str:
     """Text of others, for HTML. The only way in."""
-    return html.escape(safe(text), quote=True)
+    return html.escape(sanitize(text), quote=True)
 
 
 def _cut(text: str, full: bool) -> str:
@@ -168,8 +168,8 @@ def _error(result: Result) -> list[str]:
 
 def _why(result: Result) -> str:
     if result.error is not None:
-        return one_line(f"{result.error.boundary}: {result.error.message}")
-    return one_line(result.stop)
+        return sanitize_line(f"{result.error.boundary}: {result.error.message}")
+    return sanitize_line(result.stop)
 
 
 # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,7 +227,7 @@ def _headline(turn: Turn) -> str:
         facts.append(f"policy {turn.version_start}{moved}")
     facts += [turn.cause] if turn.cause else []
     facts += [f"not trained: {turn.untrained}"] if turn.untrained else []
-    return one_line(" · ".join(fact for fact in facts if fact))
+    return sanitize_line(" · ".join(fact for fact in facts if fact))
 
 
 def _coloured(turn: Turn, room: int) -> str:
@@ -284,7 +284,8 @@ def _texts(title: str, texts: Mapping[str, str], full: bool) -> str:
         return ""
     most = None if full else _FILES
     parts = [
-        f'<details class="tg-turn"><summary>{_said(one_line(name))}</summary><div class="tg-text">{_said(_cut(text, full))}</div></details>'
+        f'<details class="tg-turn"><summary>{_said(sanitize_line(name))}</summary>'
+        f'<div class="tg-text">{_said(_cut(text, full))}</div></details>'
         for name, text in islice(texts.items(), most)
     ]
     left = len(texts) - len(parts)
@@ -304,12 +305,12 @@ def text(
     reward = "reward not known" if result.reward is None else f"reward {result.reward:g}"
     lines = [
         Text.assemble(
-            (one_line(result.task_id), "bold"),
+            (sanitize_line(result.task_id), "bold"),
             "  ",
-            (one_line(result.status), f"bold {style}"),
+            (sanitize_line(result.status), f"bold {style}"),
             f"  {reward}  {result.wall_s:.1f} s",
         ),
-        _line("ran", one_line(" · ".join(word for word in (result.agent, result.model, result.mode) if word))),
+        _line("ran", sanitize_line(" · ".join(word for word in (result.agent, result.model, result.mode) if word))),
         _line(
             "turns",
             f"{len(result.turns)}, {result.sampled_tokens:,} sampled tokens, "
@@ -318,14 +319,14 @@ def text(
     ]
     if result.error is not None:
         where = f"{result.error.boundary}, in stage {result.error.stage}: " if result.error.stage else ""
-        lines.append(_line("error", safe(where + _cut(result.error.message, False)), "red"))
+        lines.append(_line("error", sanitize(where + _cut(result.error.message, False)), "red"))
     if result.files:
-        names = [one_line(name) for name in islice(result.files, 8)]
+        names = [sanitize_line(name) for name in islice(result.files, 8)]
         left = len(result.files) - len(names)
         lines.append(_line("files", ", ".join(names) + (f" and {left} more" if left else "")))
     if result.session:
-        lines.append(_line("session", one_line(result.session), "dim"))
-    lines += [_line("note", one_line(note), "yellow") for note in result.notes]
+        lines.append(_line("session", sanitize_line(result.session), "dim"))
+    lines += [_line("note", sanitize_line(note), "yellow") for note in result.notes]
     shown, left = _fitting(chosen, full)
     for place, turn in enumerate(shown):
         if left and place == len(shown) // 2:
@@ -336,16 +337,18 @@ def text(
 
 def _spelled(turn: Turn, tokens: bool, full: bool) -> list[Text]:
     lines = [
-        Text.assemble((one_line(str(message.get("role", ""))), "bold blue"), f" {safe(_cut(_words(message), full))}")
+        Text.assemble(
+            (sanitize_line(str(message.get("role", ""))), "bold blue"), f" {sanitize(_cut(_words(message), full))}"
+        )
         for message in turn.heard
     ]
     lines.append(Text(_headline(turn), style="bold green"))
     if not tokens or not len(turn.ids):
-        return [*lines, Text(safe(_cut(_spoken(turn), full)))]
+        return [*lines, Text(sanitize(_cut(_spoken(turn), full)))]
     said = Text()
     most = None if full else _TOKENS
     for _, piece, logprob in islice(_tokens(turn), most):
-        said.append(safe(piece), style="underline" if logprob is None else _ink(logprob))
+        said.append(sanitize(piece), style="underline" if logprob is None else _ink(logprob))
     return [*lines, said]
 
 
@@ -366,7 +369,7 @@ def text_table(results: Results) -> RenderableType:
     for place, one in enumerate(islice(results, _LINES)):
         reward = "?" if one.reward is None else f"{one.reward:g}"
         counts = (f"{len(one.turns)}", f"{one.sampled_tokens:,}", f"{one.wall_s:.1f}")
-        cells = (str(place), one_line(one.task_id), reward, one_line(one.status), *counts, _why(one)[:200])
+        cells = (str(place), sanitize_line(one.task_id), reward, sanitize_line(one.status), *counts, _why(one)[:200])
         shown.add_row(*map(Text, cells))
     return shown
 

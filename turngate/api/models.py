@@ -21,12 +21,12 @@ import msgspec
 
 from turngate.agents.spec import find_agent, load_catalog
 from turngate.client.gateway import GatewayClient, admin_key_given
-from turngate.common.validation import explain, refuse_credentials, suggestion
+from turngate.common.validation import explain_error, reject_credentials, suggestion
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import find as find_tokenizer
 from turngate.service.catalog import KINDS, Endpoint
 from turngate.service.config import ServiceConfig, load
-from turngate.telemetry.logs import clean
+from turngate.telemetry.logs import redact
 
 _WRITTEN = re.compile(r"(?P<kind>[a-z-]+)://(?P<name>.*?)(?:@(?P<url>https?://.+))?")
 # Where the providers' own SDKs look for their keys.
@@ -88,7 +88,7 @@ def _with(base: ServiceConfig, changed: Mapping[str, Any], entry: Endpoint | Non
         whole = msgspec.structs.replace(base, **changed, endpoints=endpoints)
         return msgspec.convert(msgspec.to_builtins(whole), ServiceConfig).check()
     except msgspec.ValidationError as error:
-        message, field = explain(error, ServiceConfig, "setting")
+        message, field = explain_error(error, ServiceConfig, "setting")
         raise ConfigError(message, param=field) from None
     except ConfigError as error:
         # Whoever reads it has written no catalog.
@@ -98,7 +98,7 @@ def _with(base: ServiceConfig, changed: Mapping[str, Any], entry: Endpoint | Non
 def _gateway(url: str, model: str | Endpoint) -> Endpoint:
     if isinstance(model, Endpoint):
         raise BadRequest("model: the gateway has its own; give the name of one, or leave it out", param="model")
-    refuse_credentials(url, "gateway", "its key comes from TURNGATE_ADMIN_KEY")
+    reject_credentials(url, "gateway", "its key comes from TURNGATE_ADMIN_KEY")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise BadRequest(f"gateway: {url!r} is not an http(s) URL such as http://127.0.0.1:8700", param="gateway")
@@ -109,7 +109,7 @@ def _written(model: str, wanted: Wanted, known: list[str]) -> Endpoint:
     found = _WRITTEN.fullmatch(model)
     if found is None or found["kind"] not in KINDS or not found["name"]:
         there = f"; the catalog has {', '.join(known)}{suggestion(model, known)}" if known else ""
-        what = f"{clean(model)!r} is neither a key of the catalog nor KIND://MODEL" if model else "is missing"
+        what = f"{redact(model)!r} is neither a key of the catalog nor KIND://MODEL" if model else "is missing"
         raise BadRequest(f"model: {what}: give one {_EXAMPLE} (kinds: {', '.join(KINDS)}){there}", param="model")
     kind, name, url = found["kind"], found["name"], found["url"] or ""
     if kind == "scripted":

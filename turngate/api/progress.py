@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from turngate.api import display
-from turngate.common.safe_text import one_line
+from turngate.common.safe_text import sanitize_line
 from turngate.service.result import RolloutState
 
 _LINES = 12  # of rollouts that run, at most
@@ -69,7 +69,7 @@ class Board:
         if state.reward is not None:
             facts.append(f"reward {state.reward:g}")
         facts += [state.task_id] if self.wanted > 1 else []
-        return one_line("  ".join(facts))
+        return sanitize_line("  ".join(facts))
 
 
 def _clock(seconds: float) -> str:

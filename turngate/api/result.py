@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from turngate.client.feed import Row
-from turngate.common.safe_text import one_line
+from turngate.common.safe_text import sanitize_line
 from turngate.errors import BadRequest
 from turngate.rollout.summary import pass_at_k
 from turngate.service.result import Trouble
@@ -59,7 +59,7 @@ class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return float(self.logprobs.mean())
 
     def __repr__(self) -> str:
-        return one_line(f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})")
+        return sanitize_line(f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})")
 
 
 class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -137,7 +137,7 @@ class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def __repr__(self) -> str:
         reward = "reward not known" if self.reward is None else f"reward {self.reward:g}"
         turns = "1 turn" if len(self.turns) == 1 else f"{len(self.turns)} turns"
-        return one_line(f"Result({self.task_id}: {self.status}, {reward}, {turns}, {self.wall_s:.1f} s)")
+        return sanitize_line(f"Result({self.task_id}: {self.status}, {reward}, {turns}, {self.wall_s:.1f} s)")
 
     def _repr_html_(self) -> str:
         from turngate.api import display

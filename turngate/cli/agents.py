@@ -16,7 +16,7 @@ from turngate.agents.install import ensure_installed, explain_missing
 from turngate.agents.spec import AgentSpec, find_agent, load_catalog
 from turngate.cli.run import Watching, stoppable
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import safe, say
+from turngate.cli.terminal import sanitize, say
 from turngate.errors import AgentError
 from turngate.rollout.agent_check import Report, Staging
 from turngate.rollout.agent_check import check as checked
@@ -30,7 +30,7 @@ def listing() -> None:
     notes = []
     for name, found in load_catalog().items():
         spec = found.spec
-        table.add_row(name, safe(spec.title), spec.install.version or "–", spec.dialect, _here(spec))
+        table.add_row(name, sanitize(spec.title), spec.install.version or "–", spec.dialect, _here(spec))
         if found.shadows is not None:
             notes.append(f"{name}: {found.file} takes the place of {found.shadows}")
     console = new_console()
@@ -93,7 +93,7 @@ def _tell(report: Report, console: Console) -> None:
         table.add_column(heading, overflow="fold")
     for finding in report.findings:
         mark = Text("yes", style="green") if finding.ok else Text("NO", style="bold red")
-        table.add_row(mark, finding.what, Text(safe(finding.detail)))
+        table.add_row(mark, finding.what, Text(sanitize(finding.detail)))
     console.print(table)
     verdict = "Captured whole." if report.whole else "NOT captured whole."
     console.print(verdict, style="bold green" if report.whole else "bold red")

@@ -33,7 +33,7 @@ from turngate.cli.run import (
     stoppable,
     writable,
 )
-from turngate.cli.terminal import Showing, one_line, say
+from turngate.cli.terminal import Showing, sanitize_line, say
 from turngate.cli.terminal import console as new_console
 from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
@@ -227,7 +227,7 @@ class Watching(Showing):
     def see(self, tally: Tally) -> None:
         self._tally = tally
         for note in tally.notes[self._noted :]:
-            say(self._console, one_line(note), "yellow")
+            say(self._console, sanitize_line(note), "yellow")
         self._noted = len(tally.notes)
         if self._live is None and time.monotonic() - self._told > _OFTEN:
             self._told = time.monotonic()
@@ -287,7 +287,7 @@ def tell(result: BatchResult, console: Console) -> None:
     )
     for kind, said in summary.messages.items():
         for message, count in said:
-            say(console, f"  {count} × {kind}: {one_line(message)}", _STYLES.get(kind, ""))
+            say(console, f"  {count} × {kind}: {sanitize_line(message)}", _STYLES.get(kind, ""))
     _odd(console, "without signal (every reward is the same)", summary.no_signal, lambda g: f"{g.reward:g}")
     _odd(console, "shrunken (fewer rewards than rollouts)", summary.shrunken, lambda g: f"{g.graded} of {g.wanted}")
     console.print()
@@ -297,7 +297,7 @@ def tell(result: BatchResult, console: Console) -> None:
         for line in bars:
             say(console, line)
     if result.stopped:
-        say(console, f"stopped early: {one_line(result.stopped)}", "red")
+        say(console, f"stopped early: {sanitize_line(result.stopped)}", "red")
 
 
 def _table(summary: Summary, *, wide: bool) -> Table:
@@ -309,7 +309,7 @@ def _table(summary: Summary, *, wide: bool) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("without a reward", overflow="fold")
     for task in summary.tasks[:_MOST_TASKS]:
-        table.add_row(one_line(task.task), *_cells(task, ks, wide=wide))
+        table.add_row(sanitize_line(task.task), *_cells(task, ks, wide=wide))
     if (more := len(summary.tasks) - _MOST_TASKS) > 0:
         table.add_row(Text(f"… and {more} more, in summary.json", style="dim"))
     table.add_section()
@@ -357,7 +357,7 @@ def _odd(console: Console, what: str, groups: Sequence[Odd], shown: Callable[[Od
     if not groups:
         return
     named: Iterable[str] = (
-        f"{one_line(group.task)}{f'@{group.round}' if group.round else ''} ({shown(group)})"
+        f"{sanitize_line(group.task)}{f'@{group.round}' if group.round else ''} ({shown(group)})"
         for group in groups[:_MOST_ODD]
     )
     more = f" and {len(groups) - _MOST_ODD} more" if len(groups) > _MOST_ODD else ""

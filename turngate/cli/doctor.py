@@ -16,11 +16,11 @@ from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import say
 from turngate.client.gateway import GatewayClient, admin_key_given
 from turngate.common.validation import suggestion
-from turngate.config import ServeConfig, load
+from turngate.config import ServeConfig, load_config
 from turngate.doctor import CHECKS, Finding, State, Subject, examine
 from turngate.errors import ConfigError
 from turngate.sandboxes import BACKENDS
-from turngate.server.app import engine_key
+from turngate.server.app import read_engine_key
 from turngate.telemetry import logs
 
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}
@@ -39,7 +39,9 @@ def examined(given: Mapping[str, Any]) -> bool:
     """Print the findings; False if one is a failure."""
     subject = _subject(given)
     only = _only(given)
-    with logs.begun("text", logging.ERROR):  # what is wrong is a finding; the parts' own warnings would say it twice
+    with logs.log_to_stderr(
+        "text", logging.ERROR
+    ):  # what is wrong is a finding; the parts' own warnings would say it twice
         findings = asyncio.run(examine(subject, only))
     passed = not any(finding.state == "failure" for finding in findings)
     if given["as_json"]:
@@ -83,8 +85,8 @@ def _subject(given: Mapping[str, Any]) -> Subject:
         GatewayClient(gateway, key)  # says what is wrong with it
         config = ServeConfig()
     else:
-        config = load(given["config"], settings)
-        engine_key(config)  # an environment variable that is not set is told at once
+        config = load_config(given["config"], settings)
+        read_engine_key(config)  # an environment variable that is not set is told at once
     return Subject(
         config,
         gateway=gateway,

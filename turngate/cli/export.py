@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import one_line, say
+from turngate.cli.terminal import sanitize_line, say
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
 from turngate.trainers.export import Choices, Exported, Wanted, export
@@ -62,7 +62,7 @@ def tell(done: Exported) -> None:
     for note in done.notes:
         say(console, f"  note      {note}", "yellow")
     for why, count in done.left_out.items():
-        say(console, f"  left out  {count} × {one_line(why)}", "yellow")
+        say(console, f"  left out  {count} × {sanitize_line(why)}", "yellow")
     for what in done.lost:
         say(console, f"  lost      {what}", "dim")
 

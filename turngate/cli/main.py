@@ -124,16 +124,16 @@ def serve(
     """Start the gateway."""
     overrides = {name: value for name, value in locals().items() if name != "config"}
     overrides["engine_url"] = engine_url or None
-    from turngate.config import load
+    from turngate.config import load_config
     from turngate.telemetry import logs
 
-    settings = _or_exit(lambda: load(config, overrides))
+    settings = _or_exit(lambda: load_config(config, overrides))
     if settings.workers > 1:
         from turngate.server.workers.front import run
     else:
         from turngate.server.run import run
 
-    with logs.begun(settings.log_format):
+    with logs.log_to_stderr(settings.log_format):
         _or_exit(lambda: run(settings))
 
 
@@ -565,13 +565,17 @@ def _told(log_format: str, asked: bool) -> Iterator[None]:
 
     if log_format not in ("text", "json"):
         raise ConfigError(f"log_format: {log_format!r} is neither text nor json", param="log_format")
-    with logs.begun("json", logging.INFO) if log_format == "json" else logs.begun("text", logging.WARNING):
-        if spans.wanted(asked):
-            spans.begin("turngate-runner")
+    with (
+        logs.log_to_stderr("json", logging.INFO)
+        if log_format == "json"
+        else logs.log_to_stderr("text", logging.WARNING)
+    ):
+        if spans.is_enabled(asked):
+            spans.start_tracing("turngate-runner")
         try:
             yield
         finally:
-            spans.end()
+            spans.stop_tracing()
 
 
 def _or_exit(action: Callable[[], T]) -> T:

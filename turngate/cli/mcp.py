@@ -15,7 +15,7 @@ from turngate.cli.run import stoppable
 from turngate.cli.terminal import console, say
 from turngate.errors import ConfigError, DataInUse, TurngateError
 from turngate.server.auth import given_key, own_key
-from turngate.server.bind import allow_many_connections
+from turngate.server.bind import raise_file_limit
 from turngate.service.config import ServiceConfig, load
 from turngate.service.rollouts import Rollouts
 
@@ -38,7 +38,7 @@ def ordered(given: Mapping[str, Any]) -> None:
         )
     place = None if given["http"] is None else _place(config, given)
     rollouts = Rollouts(config)
-    allow_many_connections()
+    raise_file_limit()
     to = console(stderr=True)
     if place is None and sys.stdin.isatty():
         say(

@@ -23,10 +23,10 @@ from turngate import tasks
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec, find_agent
-from turngate.cli.terminal import Showing, one_line, safe, say
+from turngate.cli.terminal import Showing, sanitize_line, sanitize, say
 from turngate.cli.terminal import console as new_console
 from turngate.client.gateway import GatewayClient, Unreachable, admin_key_given
-from turngate.config import ServeConfig, load
+from turngate.config import ServeConfig, load_config
 from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError, DataInUse, Unauthorized
 from turngate.rollout.connection import WayOut
@@ -35,8 +35,8 @@ from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Resources
 from turngate.server.auth import ADMIN_KEY, given_key, kept_key
-from turngate.server.bind import serving
-from turngate.server.run import Address, embedded
+from turngate.server.bind import find_running_gateway
+from turngate.server.run import GatewayAddress, run_embedded
 from turngate.types import Json
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ async def reached(config: ServeConfig, gateway: Named, console: Console) -> Asyn
             await client.check()  # a wrong key is told before anything is made
             yield client, False
         return
-    if (found := serving(data)) is not None:
+    if (found := find_running_gateway(data)) is not None:
         key = given_key(ADMIN_KEY) or kept_key(data) or ""
         async with GatewayClient(found.url, key) as client:
             if await _answers(client, config.data):
@@ -182,10 +182,10 @@ async def _answers(client: GatewayClient, data: str) -> bool:
 
 
 @asynccontextmanager
-async def _own(config: ServeConfig) -> AsyncIterator[Address]:
+async def _own(config: ServeConfig) -> AsyncIterator[GatewayAddress]:
     async with AsyncExitStack() as stack:
         try:
-            address = await stack.enter_async_context(embedded(config))
+            address = await stack.enter_async_context(run_embedded(config))
         except DataInUse:
             raise ConfigError(
                 f"data: {config.data} is in use by another turngate; for several runs at once start "
@@ -272,13 +272,13 @@ def tell(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
     say(console, Text.assemble((outcome.status, f"bold {style}"), head))
     if outcome.fault is not None:
         fault = outcome.fault
-        _line(console, "fault", f"{fault.boundary}, in stage {fault.stage}: {safe(fault.message)}")
+        _line(console, "fault", f"{fault.boundary}, in stage {fault.stage}: {sanitize(fault.message)}")
     if outcome.stop and outcome.status in ("limit", "cancelled"):
-        _line(console, "limit" if outcome.status == "limit" else "why", one_line(outcome.stop.replace("_", " ")))
+        _line(console, "limit" if outcome.status == "limit" else "why", sanitize_line(outcome.stop.replace("_", " ")))
     if outcome.status == "failed":
         said = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
         for last in said.splitlines()[-_LAST_WORDS:]:
-            _line(console, "said", one_line(last)[:300])
+            _line(console, "said", sanitize_line(last)[:300])
     if outcome.kind is not None:
         _grade(outcome, console)
     if outcome.session:
@@ -294,11 +294,11 @@ def tell(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
         wishes = ", ".join(outcome.not_enforced)
         _line(console, "open", f"not closed off in the {outcome.sandbox} sandbox: {wishes}", "dim")
     for text in outcome.collected.missing:
-        _line(console, "missing", one_line(text), "yellow")
+        _line(console, "missing", sanitize_line(text), "yellow")
     for text in outcome.collected.differences:
-        _line(console, "differs", one_line(text), "yellow")
+        _line(console, "differs", sanitize_line(text), "yellow")
     for text in outcome.notes:
-        _line(console, "note", one_line(text), "yellow")
+        _line(console, "note", sanitize_line(text), "yellow")
 
 
 def _grade(outcome: Outcome, console: Console) -> None:
@@ -314,12 +314,14 @@ def _grade(outcome: Outcome, console: Console) -> None:
     for part in grade.parts:
         reward = "none" if part.reward is None else f"{part.reward:g}"
         _line(
-            console, "", f"{one_line(part.name)}: {reward} (weight {part.weight:g}) {one_line(part.message)}".rstrip()
+            console,
+            "",
+            f"{sanitize_line(part.name)}: {reward} (weight {part.weight:g}) {sanitize_line(part.message)}".rstrip(),
         )
     if grade.message:
-        _line(console, "why", one_line(grade.message))
+        _line(console, "why", sanitize_line(grade.message))
     for text in grade.notes:
-        _line(console, "aside", one_line(text), "yellow")
+        _line(console, "aside", sanitize_line(text), "yellow")
 
 
 def _line(console: Console, name: str, text: str, style: str = "") -> None:
@@ -377,7 +379,9 @@ def gateway_config(given: Mapping[str, Any]) -> ServeConfig:
         _refuse_own(named(given).flags, given["gateway"])
         GatewayClient(given["gateway"], admin_key_given())  # so that a wrong one is told before anything is made
     # A gateway of our own listens where there is room; a port is for `turngate serve`.
-    return load(given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0})
+    return load_config(
+        given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0}
+    )
 
 
 def named(given: Mapping[str, Any]) -> Named:

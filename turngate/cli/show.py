@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import one_line, safe, say
+from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.client.gateway import GatewayClient, Refused, admin_key_given
 from turngate.dialects import recorded
 from turngate.errors import ConfigError, NotFound
@@ -202,7 +202,7 @@ def _head(view: View, console: Console) -> None:
     ]
     for name, value in lines:
         if value:
-            say(console, Text.assemble((f"{name:8}", "dim"), one_line(str(value))))
+            say(console, Text.assemble((f"{name:8}", "dim"), sanitize_line(str(value))))
 
 
 def _outcome(outcome: Json) -> str:
@@ -261,7 +261,7 @@ class _Printer:
             where = f"after turn {turn}" if turn else "from the beginning"
             title = f"{role} · branch {where}{cause}"
         self._console.print()
-        self._console.rule(Text(safe(title), style="bold"), align="left", style="dim")
+        self._console.rule(Text(sanitize(title), style="bold"), align="left", style="dim")
 
     def _node(self, node: NodeView) -> None:
         if node.kind == "sampled":
@@ -281,7 +281,7 @@ class _Printer:
         if message.content:
             say(self._console, Text(self._short(message.content)))
         for call in message.tool_calls:
-            name, arguments = one_line(call.name), self._short(call.arguments)
+            name, arguments = sanitize_line(call.name), self._short(call.arguments)
             say(self._console, Text.assemble(("→ ", "cyan"), (name, "bold cyan"), f" {arguments}"))
 
     def _turn_head(self, node: NodeView) -> Text:
@@ -300,7 +300,7 @@ class _Printer:
             facts.append(f"captured as {node.capture}")
         line = " · ".join(facts) + _told(node.cause, node.role)
         return Text.assemble(
-            (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {one_line(line)}", "dim")
+            (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {sanitize_line(line)}", "dim")
         )
 
     def _tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
@@ -311,7 +311,7 @@ class _Printer:
         for token, (piece, logprob) in zip(
             node.ids, zip(_pieces(tokenizer, node.ids), logprobs, strict=True), strict=True
         ):
-            shown = safe(piece) if piece else f"⟨{token}⟩"
+            shown = sanitize(piece) if piece else f"⟨{token}⟩"
             if node.kind == "context":
                 text.append(shown, style="bright_black")
             elif plain:
@@ -321,7 +321,7 @@ class _Printer:
         return text
 
     def _short(self, text: str) -> str:
-        text = safe(text)
+        text = sanitize(text)
         if self._full or len(text) <= _LONG:
             return text
         return (

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate.cli.run import stoppable
-from turngate.cli.terminal import Showing, one_line, safe, say
+from turngate.cli.terminal import Showing, sanitize, sanitize_line, say
 from turngate.cli.terminal import console as new_console
 from turngate.errors import ConfigError, TurngateError
 from turngate.sandboxes import get_backend
@@ -47,15 +47,15 @@ def listing(where: str, only: Sequence[str], limit: int | None, as_json: bool) -
     if as_json:
         print(msgspec.json.encode([_read(one) for one in found]).decode())
         return all(one.error is None for one in found)
-    table = Table(title=f"Tasks of {safe(where)}: {len(found)}", title_justify="left")
+    table = Table(title=f"Tasks of {sanitize(where)}: {len(found)}", title_justify="left")
     for heading in ("id", "asks", "where it runs", "grader", "solution"):
         table.add_column(heading, overflow="fold")
     for one in found:
         if one.task is None:
-            table.add_row(one_line(one.id), Text(_why(one), style="red"), "", "", "")
+            table.add_row(sanitize_line(one.id), Text(_why(one), style="red"), "", "", "")
         else:
             table.add_row(
-                one_line(one.id), _first(one.task), _place(one.task), graded_by(one.task), _solved_by(one.task)
+                sanitize_line(one.id), _first(one.task), _place(one.task), graded_by(one.task), _solved_by(one.task)
             )
     new_console().print(table)
     return all(one.error is None for one in found)
@@ -168,17 +168,17 @@ def _proven(line: Checked, proof: Proof) -> Checked:
 
 def _why(found: LoadedTask) -> str:
     assert found.error is not None
-    return one_line(found.error.message.removeprefix("task: "))
+    return sanitize_line(found.error.message.removeprefix("task: "))
 
 
 def _first(task: Task) -> str:
     asked = task.instruction.partition("<issue>")[2] or task.instruction  # what all SWE tasks begin with says nothing
     line = next(line for line in asked.splitlines() if line.strip())
-    return one_line(line if len(line) <= 70 else f"{line[:69]}…")
+    return sanitize_line(line if len(line) <= 70 else f"{line[:69]}…")
 
 
 def _place(task: Task) -> str:
-    return one_line(task.image or ("its Dockerfile" if task.dockerfile is not None else "any sandbox"))
+    return sanitize_line(task.image or ("its Dockerfile" if task.dockerfile is not None else "any sandbox"))
 
 
 def _solved_by(task: Task) -> str:
@@ -194,11 +194,11 @@ def graded_by(task: Task) -> str:
         case Script(probe=probe):
             return "script, probe and judge" if probe else "script"
         case Function(name=name):
-            return one_line(f"function {name.rpartition('/')[2]}")
+            return sanitize_line(f"function {name.rpartition('/')[2]}")
         case Swe(fail_to_pass=fail, pass_to_pass=keep):
             return f"tests: {len(fail)} to mend, {len(keep)} to keep"
         case Rubric(parts=parts):
-            return one_line(f"rubric: {', '.join(part.name for part in parts)}")
+            return sanitize_line(f"rubric: {', '.join(part.name for part in parts)}")
 
 
 class _Watching(Showing):
@@ -213,7 +213,10 @@ class _Watching(Showing):
         self._done += 1
         self._bad += line.verdict not in _GOOD
         if self._live is None:
-            say(self._console, f"{self._done}/{self._whole}  {line.verdict}  {one_line(line.id)}  {line.seconds:.1f} s")
+            say(
+                self._console,
+                f"{self._done}/{self._whole}  {line.verdict}  {sanitize_line(line.id)}  {line.seconds:.1f} s",
+            )
 
     def _picture(self) -> Text:
         bad = (f"  {self._bad} not in order", "red") if self._bad else ("", "")
@@ -222,12 +225,12 @@ class _Watching(Showing):
 
 def _tell(lines: Sequence[Checked], asked: Check, console: Console) -> None:
     where = f" in the {asked.sandbox} sandbox" if asked.proves else ""
-    table = Table(title=f"Tasks of {safe(asked.where)}{where}", title_justify="left")
+    table = Table(title=f"Tasks of {sanitize(asked.where)}{where}", title_justify="left")
     for heading in ("task", "verdict", "solution", "no change", "seconds", "grader"):
         table.add_column(heading, overflow="fold")
     for line in lines:
         table.add_row(
-            one_line(line.id),
+            sanitize_line(line.id),
             Text(line.verdict, style=_STYLE.get(line.verdict, "bold red")),
             _number(line.solved),
             _number(line.untouched),
@@ -238,7 +241,7 @@ def _tell(lines: Sequence[Checked], asked: Check, console: Console) -> None:
     for line in lines:
         if line.message:
             style = "dim" if line.verdict in _GOOD else "red"
-            say(console, Text.assemble((f"{one_line(line.id)}: ", "bold"), (one_line(line.message), style)))
+            say(console, Text.assemble((f"{sanitize_line(line.id)}: ", "bold"), (sanitize_line(line.message), style)))
     bad = sum(line.verdict not in _GOOD for line in lines)
     proven = sum(line.verdict == "proven" for line in lines)
     if bad:

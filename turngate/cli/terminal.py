@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from turngate.common.safe_text import one_line, safe
+from turngate.common.safe_text import sanitize, sanitize_line
 
-__all__ = ["Showing", "console", "one_line", "safe", "say"]
+__all__ = ["Showing", "console", "sanitize", "sanitize_line", "say"]
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from turngate.agents.spec import find_agent as find_agent
 from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import one_line, safe, say
-from turngate.common.validation import refuse_credentials
+from turngate.cli.terminal import sanitize, sanitize_line, say
+from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
 from turngate.render import find
 from turngate.rollout.transcript_diff import differences
@@ -169,7 +169,7 @@ def _one_of(reasons: Counter[str]) -> str:
         return ""
     [(why, _)] = reasons.most_common(1)
     more = len(reasons) - 1
-    return f"{one_line(why)} (and {_n(more, 'other reason')})" if more else one_line(why)
+    return f"{sanitize_line(why)} (and {_n(more, 'other reason')})" if more else sanitize_line(why)
 
 
 def _totals(verdicts: list[Verdict], console: Console) -> None:
@@ -257,7 +257,7 @@ def _scorer(asked: Asked) -> Scorer | None:
         case "vllm":
             if not asked.engine_url or not asked.model:
                 raise ConfigError("engine: vllm needs --engine-url and --model", param="engine_url")
-            refuse_credentials(asked.engine_url, "engine_url", "name an environment variable with --engine-key-env")
+            reject_credentials(asked.engine_url, "engine_url", "name an environment variable with --engine-key-env")
             if not _is_url(asked.engine_url):
                 raise ConfigError(f"engine_url: {asked.engine_url!r} is not an http(s) URL", param="engine_url")
             return VLLM(asked.engine_url, asked.model, key=_key(asked.engine_key_env))
@@ -290,17 +290,24 @@ def show(verdict: Verdict, console: Console, *, brief: bool = False, requested: 
     mark = (f"✓ {_word(verdict, requested)}", "bold green") if verdict.ok else ("✗ wrong", "bold red")
     say(
         console,
-        Text.assemble(mark, f"  {one_line(verdict.session)}  ", (f"{one_line(verdict.status)}, {facts}", "dim")),
+        Text.assemble(
+            mark, f"  {sanitize_line(verdict.session)}  ", (f"{sanitize_line(verdict.status)}, {facts}", "dim")
+        ),
     )
     if brief:
         return
     _parts(verdict, console)
     for finding in verdict.wrong:
         where = f" ({finding.where})" if finding.where else ""
-        say(console, Text.assemble(("  ✗ ", "red"), (f"{finding.check}  ", "bold"), safe(finding.what), (where, "dim")))
+        say(
+            console,
+            Text.assemble(("  ✗ ", "red"), (f"{finding.check}  ", "bold"), sanitize(finding.what), (where, "dim")),
+        )
     for note in verdict.notes:
         where = f" (node {note.node})" if note.node is not None else ""
-        say(console, Text.assemble(("  ! ", "yellow"), (f"{note.check}  ", "bold"), safe(note.what), (where, "dim")))
+        say(
+            console, Text.assemble(("  ! ", "yellow"), (f"{note.check}  ", "bold"), sanitize(note.what), (where, "dim"))
+        )
     _forks(verdict, console)
     _differences(verdict, console)
 
@@ -330,7 +337,7 @@ def _parts(verdict: Verdict, console: Console) -> None:
         say(console, line)
     whole = _missing(verdict)
     for name, why in dict.fromkeys((u.part if u.part in whole else u.check, u.why) for u in verdict.unchecked):
-        say(console, Text(f"  – {name} was not looked at: {one_line(why)}", "dim"))
+        say(console, Text(f"  – {name} was not looked at: {sanitize_line(why)}", "dim"))
     if verdict.replay is not None:
         r = verdict.replay
         say(
@@ -353,7 +360,7 @@ def _forks(verdict: Verdict, console: Console) -> None:
         cause = fork.cause + (f" ({fork.detail})" if fork.detail else "")
         left = "" if fork.left is None else f"left node {fork.left} "
         before = _short(fork.before, end=True)
-        say(console, Text.assemble(f"  {f'node {fork.node}':<7} ", (one_line(cause), "bold")))
+        say(console, Text.assemble(f"  {f'node {fork.node}':<7} ", (sanitize_line(cause), "bold")))
         say(console, f"{_UNDER}{left}at token {fork.token} · {_price((fork,))}")
         say(console, Text.assemble(_UNDER, ("was ", "dim"), (before, "dim"), "▸", _short(fork.was)))
         say(console, Text.assemble(_UNDER, ("now ", "dim"), (before, "dim"), "▸", _short(fork.now)))
@@ -382,7 +389,7 @@ def _differences(verdict: Verdict, console: Console) -> None:
 
 def _apart(sent: str, template: str) -> str:
     """Both, cut around the first character in which they differ."""
-    sent, template = one_line(sent), one_line(template)
+    sent, template = sanitize_line(sent), sanitize_line(template)
     if sent == template:
         return f"both {_short(sent)}"  # other ids for the same words
     shorter = min(len(sent), len(template))
@@ -392,5 +399,5 @@ def _apart(sent: str, template: str) -> str:
 
 
 def _short(text: str, *, end: bool = False) -> str:
-    text = one_line(text)
+    text = sanitize_line(text)
     return text if len(text) <= _LONG else (f"…{text[-_LONG:]}" if end else f"{text[:_LONG]}…")

@@ -13,13 +13,13 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
-from turngate.common.validation import refuse_credentials
+from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError, TurngateError, Unauthorized
 from turngate.gateway.feeds import FeedConfig, FeedView, Page
 from turngate.gateway.fence import Pause
 from turngate.server.auth import ADMIN_KEY, given_key
 from turngate.store.outcome import Recorded
-from turngate.telemetry.logs import keep_out
+from turngate.telemetry.logs import register_secrets
 from turngate.telemetry.spans import TRACEPARENT
 from turngate.types import Json
 
@@ -54,12 +54,12 @@ class Refused(TurngateError):
 
 class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
     def __init__(self, url: str, admin_key: str) -> None:
-        refuse_credentials(url, "gateway", f"the key comes from {ADMIN_KEY}")
+        reject_credentials(url, "gateway", f"the key comes from {ADMIN_KEY}")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
         self.url = url.rstrip("/")
         self._key = admin_key
-        keep_out(admin_key)
+        register_secrets(admin_key)
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GatewayClient:

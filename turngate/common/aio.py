@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for work that must not be left half done, however often the waiting task is cancelled; then be cancelled."""
+    """Await work that must not be left half done. A cancellation takes effect only after it has finished."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -20,6 +20,6 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
             cancelled = True
     if cancelled:
         if not task.cancelled():
-            task.exception()  # seen
+            task.exception()  # mark it as retrieved
         raise asyncio.CancelledError
     return task.result()

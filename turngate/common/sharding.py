@@ -1,7 +1,4 @@
-"""Which worker has a session. A session's id gives its slot, and the slot its owner, so nobody has to be asked.
-
-Used by `control.py` (ids and secrets of new sessions), by the front (where a connection goes) and by the workers themselves.
-"""
+"""Assign sessions to workers. A session's id determines its slot, and the slot its worker, so no lookup is needed."""
 
 from __future__ import annotations
 
@@ -13,53 +10,53 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-# A path that names a session, and a secret that carries its session's slot.
-NAMED = re.compile(rb"/(?:s|rollout|v1/rollouts|admin/sessions|sessions|page/api/rollouts)/([^/?#\s]+)")
-_SECRET = re.compile(rb"(?<![\w-])tg-([0-9a-f]{4})[\w-]{43}(?![\w-])", re.ASCII)
+# A path that names a session.
+SESSION_PATH = re.compile(rb"/(?:s|rollout|v1/rollouts|admin/sessions|sessions|page/api/rollouts)/([^/?#\s]+)")
+_SECRET_WITH_SLOT = re.compile(rb"(?<![\w-])tg-([0-9a-f]{4})[\w-]{43}(?![\w-])", re.ASCII)
 
 
-def slot(name: str) -> int:
-    """Of a session, by its id, or by its secret where a path has that (OpenEnv's sessions)."""
-    spelled = name.encode("utf-8", "surrogatepass")
-    if name.startswith("tg-") and (carried := _SECRET.fullmatch(spelled)):
-        return int(carried[1], 16)
-    return zlib.crc32(spelled) & 0xFFFF
+def slot_of(name: str) -> int:
+    """Return the slot of a session, given its id or its secret (OpenEnv's paths hold the secret)."""
+    raw = name.encode("utf-8", "surrogatepass")
+    if name.startswith("tg-") and (match := _SECRET_WITH_SLOT.fullmatch(raw)):
+        return int(match[1], 16)
+    return zlib.crc32(raw) & 0xFFFF
 
 
 def new_secret(session_id: str) -> str:
-    """32 random bytes. The slot before them tells nothing that the id does not, and is only a hint."""
-    return f"tg-{slot(session_id):04x}{secrets.token_urlsafe(32)}"
+    """Return a secret of 32 random bytes, prefixed with the slot. The slot is only a hint and reveals no more than the id."""
+    return f"tg-{slot_of(session_id):04x}{secrets.token_urlsafe(32)}"
 
 
-def hinted(head: bytes) -> int | None:
-    """The slot of the session that a request speaks for, as far as its head tells. None: it does not."""
+def slot_from_head(head: bytes) -> int | None:
+    """Return the slot of the session that a request's head names, or None if it names none."""
     line = head.partition(b"\r\n")[0]
     target = line.partition(b" ")[2]
-    if named := NAMED.match(target):
-        return slot(unquote_to_bytes(named[1]).decode("utf-8", "replace"))
-    if carried := _SECRET.search(head):
-        return int(carried[1], 16)
+    if match := SESSION_PATH.match(target):
+        return slot_of(unquote_to_bytes(match[1]).decode("utf-8", "replace"))
+    if match := _SECRET_WITH_SLOT.search(head):
+        return int(match[1], 16)
     return None
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Which worker this is, and of how many."""
+class Shard(msgspec.Struct, frozen=True):
+    """One worker's share of the sessions: its number, and the number of workers."""
 
     number: int = 0
     workers: int = 1
 
     def owner(self, session_id: str) -> int:
-        return slot(session_id) % self.workers
+        return slot_of(session_id) % self.workers
 
     def owns(self, session_id: str) -> bool:
         return self.owner(session_id) == self.number
 
-    def new_id(self) -> str:
-        """An id that is this worker's."""
+    def new_session_id(self) -> str:
+        """Return a new id that belongs to this shard."""
         while True:
             session_id = uuid.uuid4().hex
             if self.owns(session_id):
                 return session_id
 
 
-ALONE = Place()
+SINGLE_SHARD = Shard()

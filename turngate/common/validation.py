@@ -1,7 +1,4 @@
-"""Turns a decoder's complaint into a sentence that names the field and what it may be. For settings and request bodies.
-
-And refuses the one mistake whose value cannot be named: a URL with a secret in it.
-"""
+"""Turn validation errors of settings and request bodies into messages that name the field and its valid values."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ import msgspec
 
 from turngate.errors import ConfigError
 
-_AT = re.compile(r" - at `\$\.?([^`]*)`$")
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_FIELD_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 
-def explain(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
-    """The sentence, and the path of the field it is about, for an error from decoding `kind`."""
+def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
+    """Return a message for an error from decoding `kind`, and the path of the field it is about."""
     text = str(error)
-    found = _AT.search(text)
-    path = found[1] if found else ""
-    reason = text[: found.start()] if found else text
-    where = _field_type(kind, path)
-    if unknown := _UNKNOWN.search(reason):
+    match = _FIELD_PATH.search(text)
+    path = match[1] if match else ""
+    reason = text[: match.start()] if match else text
+    field_type = _field_type(kind, path)
+    if unknown := _UNKNOWN_FIELD.search(reason):
         field = ".".join(part for part in (path, unknown[1]) if part)
-        return f"{field}: there is no such {noun}{suggestion(unknown[1], _fields(where))}", field
-    if reason.startswith("Invalid enum value") and (values := _literals(where)):
+        return f"{field}: there is no such {noun}{suggestion(unknown[1], _field_names(field_type))}", field
+    if reason.startswith("Invalid enum value") and (values := _literal_values(field_type)):
         wrong = reason.removeprefix("Invalid enum value ")
         return f"{path}: {wrong} is not one of {', '.join(map(str, values))}", path
     if missing := re.search(r"missing required field `([^`]*)`", reason):
@@ -38,24 +35,26 @@ def explain(error: Exception, kind: type, noun: str = "field") -> tuple[str, str
 
 
 def suggestion(name: str, known: list[str]) -> str:
+    """Return "; did you mean …?" with the closest known name, or the list of known names."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"
     return f"; there are {', '.join(known)}" if known else ""
 
 
-def refuse_credentials(url: str, field: str, instead: str) -> None:
-    """A URL with a user or a password in it is refused, and not repeated: URLs are in logs, process lists and errors."""
-    if "@" in url:  # anywhere: a password may hold a slash, and a path has %40
+def reject_credentials(url: str, field: str, instead: str) -> None:
+    """Reject a URL that contains a user name or password. The error does not repeat the URL."""
+    if "@" in url:  # anywhere: a password may contain a slash, and a path would contain %40
         raise ConfigError(
-            f"{field}: the URL holds a user or a password, which others would see; {instead}", param=field
+            f"{field}: the URL contains a user name or password, which logs and process lists would show; {instead}",
+            param=field,
         )
 
 
 def _field_type(kind: Any, path: str) -> Any:
-    """The type at a path such as `limits.turns` or `policy.roles[0]`; None where it cannot be told."""
+    """Return the type at a path such as `limits.turns` or `policy.roles[0]`, or None if unknown."""
     for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
-        kind = _plain(kind)
+        kind = _unwrap(kind)
         if part.startswith("["):
             arguments = get_args(kind)
             kind = arguments[0] if arguments else None
@@ -63,24 +62,24 @@ def _field_type(kind: Any, path: str) -> Any:
             kind = get_type_hints(kind, include_extras=True).get(part)
         else:
             return None
-    return _plain(kind)
+    return _unwrap(kind)
 
 
-def _plain(kind: Any) -> Any:
-    """Without annotations and without `| None`."""
+def _unwrap(kind: Any) -> Any:
+    """Strip `Annotated` and `| None` from a type."""
     if get_origin(kind) is Annotated:
-        return _plain(get_args(kind)[0])
+        return _unwrap(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):
-        rest = [k for k in get_args(kind) if k is not type(None)]
-        return _plain(rest[0]) if len(rest) == 1 else kind
+        others = [k for k in get_args(kind) if k is not type(None)]
+        return _unwrap(others[0]) if len(others) == 1 else kind
     return kind
 
 
-def _literals(kind: Any) -> tuple[Any, ...]:
+def _literal_values(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
-def _fields(kind: Any) -> list[str]:
+def _field_names(kind: Any) -> list[str]:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return [field.name for field in msgspec.structs.fields(kind)]
     return []

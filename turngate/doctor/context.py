@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 
-from turngate.config import OBSERVED, ServeConfig
+from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.engines.base import Engine, Health, Relay
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
-from turngate.server.app import engine_of
+from turngate.server.app import build_engine
 
 EXACT = ("vllm", "sglang", "scripted")  # engines that a small call can be made to, at no cost
 
@@ -61,8 +61,8 @@ class Subject:
 
     async def _made(self, url: str) -> tuple[Engine | None, Relay | None]:
         one = msgspec.structs.replace(self.config, engine_url=[url] if url else [])
-        renderer = None if self.config.engine in OBSERVED else (await self.renderer())[0]
-        return engine_of(one, renderer)
+        renderer = None if self.config.engine in OBSERVED_ENGINES else (await self.renderer())[0]
+        return build_engine(one, renderer)
 
     async def health(self) -> list[tuple[str, Health]]:
         """Every engine, asked once: its URL and what it said."""

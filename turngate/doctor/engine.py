@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from turngate.config import OBSERVED
+from turngate.config import OBSERVED_ENGINES
 from turngate.doctor.context import EXACT, Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.engines.base import Chunk, Engine, Generate
@@ -76,7 +76,11 @@ async def call(subject: Subject) -> list[Seen]:
     """Ids in, ids with log-probabilities out, and the prompt that it saw."""
     config = subject.config
     if config.engine not in EXACT:
-        why = "a call to a hosted endpoint may cost money" if config.engine in OBSERVED else "it is made when serving"
+        why = (
+            "a call to a hosted endpoint may cost money"
+            if config.engine in OBSERVED_ENGINES
+            else "it is made when serving"
+        )
         return [unchecked(why, "turngate run --prompt 'say hello' … makes one")]
     found = []
     for url, health in await subject.health():

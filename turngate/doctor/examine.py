@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from turngate.common.safe_text import one_line
+from turngate.common.safe_text import sanitize_line
 from turngate.doctor import agents_and_sandboxes, engine, gateway, machine, tokenizer
 from turngate.doctor.context import Subject
 from turngate.doctor.finding import Check, Finding, Seen, failure
 from turngate.errors import TurngateError
-from turngate.telemetry.logs import clean
+from turngate.telemetry.logs import redact
 
 CHECKS = (
     Check(name="python", where="anywhere", within_s=5, look=machine.python, about="Python 3.11 or newer, on Linux."),
@@ -186,7 +186,7 @@ def _finding(check: Check, seen: Seen, seconds: float) -> Finding:
     return Finding(
         check=check.name,
         state=seen.state,
-        seen=clean(one_line(seen.what)),
-        mend=clean(one_line(seen.mend)),
+        seen=redact(sanitize_line(seen.what)),
+        mend=redact(sanitize_line(seen.mend)),
         seconds=round(seconds, 3),
     )

@@ -23,9 +23,9 @@ from turngate.doctor.context import Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.errors import ConfigError
 from turngate.server.auth import ADMIN_KEY, METRICS_KEY, given_key, kept_key, metrics_key
-from turngate.server.bind import serving
+from turngate.server.bind import find_running_gateway
 from turngate.store.sqlite import Store
-from turngate.telemetry.spans import wanted
+from turngate.telemetry.spans import is_enabled
 
 # What a module's presence says about an extra.
 EXTRAS = {
@@ -64,7 +64,7 @@ async def extras(subject: Subject) -> list[Seen]:
     there = {extra for extra, module in EXTRAS.items() if _has(module)}
     needed = {
         "local": subject.config.engine == "local",
-        "otel": wanted(subject.config.spans),
+        "otel": is_enabled(subject.config.spans),
         "families": subject.config.family not in ("auto", "template"),
         "e2b": "e2b" in subject.sandboxes,
         "huggingface": "huggingface" in subject.sandboxes,
@@ -154,7 +154,7 @@ def _log(folder: Path) -> Seen:
 
 def _store(folder: Path, kind: str) -> Seen:
     said = f"{folder}: can be written, locks hold, SQLite's write-ahead log works" + (f", {kind}" if kind else "")
-    if (running := serving(folder)) is not None:
+    if (running := find_running_gateway(folder)) is not None:
         said += f"; the gateway at {running.url} serves it (process {running.pid})"
     if not (folder / "turngate.db").exists():
         return ok(said + "; nothing is recorded yet")
@@ -235,7 +235,7 @@ async def port(subject: Subject) -> list[Seen]:
             else "--host has to be an address of this machine"
         )
         return [failure(f"{where}: {wrong.strerror}", mend)]
-    running = serving(Path(config.data))
+    running = find_running_gateway(Path(config.data))
     if running is not None and running.url.endswith(f":{config.port}"):
         return [ok(f"{where} is this data folder's own gateway's (process {running.pid})")]
     who = await asyncio.to_thread(_listener, config.port)

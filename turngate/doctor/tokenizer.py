@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from turngate.config import OBSERVED
+from turngate.config import OBSERVED_ENGINES
 from turngate.doctor.context import Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.engines.http import Client
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Renderer, TemplateRenderer
 from turngate.render.certify import CASES, Case
-from turngate.server.app import engine_key
+from turngate.server.app import read_engine_key
 from turngate.types import Message
 
 _WITHIN_S = 10.0
@@ -38,7 +38,7 @@ class _Text(msgspec.Struct):
 
 async def template(subject: Subject) -> list[Seen]:
     """Whether extending the sampled ids says what the template would say."""
-    if subject.config.engine in OBSERVED:
+    if subject.config.engine in OBSERVED_ENGINES:
         return [unchecked("the endpoint renders by itself; nothing is tokenised here")]
     renderer, certificate = await subject.renderer()
     how = "fast encoder" if renderer.tokenizer.fast else "plain encoder"
@@ -65,7 +65,7 @@ async def agreement(subject: Subject) -> list[Seen]:
             found.append(unchecked(f"{config.engine} at {url} is not usable"))
             continue
         root = url.rstrip("/").removesuffix("/v1")
-        client = Client(config.engine, root, key=engine_key(config), direct=False)
+        client = Client(config.engine, root, key=read_engine_key(config), direct=False)
         await client.start()
         try:
             found += await _compared(

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from turngate.common.sharding import ALONE, Place, new_secret
-from turngate.common.validation import explain
+from turngate.common.sharding import SINGLE_SHARD, Shard, new_secret
+from turngate.common.validation import explain_error
 from turngate.engines.weights import Load
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TurngateError
 from turngate.gateway.events import Events
@@ -27,7 +27,7 @@ from turngate.gateway.host_tools import HostTools
 from turngate.store.beside import NewEvent, happened
 from turngate.store.outcome import DAMAGED, Recorded
 from turngate.store.sqlite import SessionRow, Store
-from turngate.telemetry.logs import hidden
+from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.host_tools import checked
 from turngate.trace.roles import roles
@@ -64,7 +64,7 @@ class Control:
         event_days: float = 0.0,
         log_turns: bool = False,
         release: Callable[[str], None] = lambda session_id: None,
-        place: Place = ALONE,
+        shard: Shard = SINGLE_SHARD,
         ended: Callable[[str], None] = lambda session_id: None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -82,14 +82,14 @@ class Control:
         self._event_s = event_days * 86400
         self._log_turns = log_turns
         self._release = release
-        self._place = place  # other workers' sessions are theirs alone
+        self._shard = shard  # other workers' sessions are theirs alone
         self._ended = ended
         self._metrics = metrics or Metrics()
         self._started = time.time()
         self._live: dict[str, Session] = {}
         self.rest = Rest(store, self._live, rest_s)
         self._by_secret: dict[bytes, str] = {
-            secret: session_id for session_id, secret, _ in store.open_sessions() if place.owns(session_id)
+            secret: session_id for session_id, secret, _ in store.open_sessions() if shard.owns(session_id)
         }
         self._secret_of: dict[str, bytes] = {session_id: secret for secret, session_id in self._by_secret.items()}
 
@@ -121,7 +121,7 @@ class Control:
                 f"mode: {config.mode!r} is not served here, only {' and '.join(self._modes)}", param="mode"
             )
         if session_id is None:
-            session_id = self._place.new_id()
+            session_id = self._shard.new_session_id()
         elif not _SESSION_ID.fullmatch(session_id):
             raise BadRequest(
                 "id: must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
@@ -184,7 +184,7 @@ class Control:
         session = self._live.get(session_id)
         if session is None:
             session = self._store.load(self._row(session_id))
-            if session.status == "open" and self._place.owns(session_id):
+            if session.status == "open" and self._shard.owns(session_id):
                 # Idle time counts from now: the gateway may have been down for longer than any agent is idle.
                 session.last_used = time.time()
                 self._live[session_id] = session
@@ -274,7 +274,7 @@ class Control:
         if before is not None and before != written and not replace:
             raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")
         if before is None:
-            self._metrics.outcome(outcome.kind, outcome.reward)
+            self._metrics.count_outcome(outcome.kind, outcome.reward)
         self.events.wake(session_id)
         self.feeds.wake()
 
@@ -363,7 +363,7 @@ class Control:
         while True:
             await asyncio.sleep(min(self.rest.every_s, self._idle_s / 4))
             await self.rest.sweep(time.time())
-            if self._event_s and self._place.number == 0 and time.time() - pruned > _PRUNE_S:
+            if self._event_s and self._shard.number == 0 and time.time() - pruned > _PRUNE_S:
                 pruned = time.time()
                 self._prune(pruned - self._event_s)
             for session_id in self.idle(time.time()):
@@ -507,7 +507,7 @@ class Control:
     def _row(self, session_id: str) -> SessionRow:
         row = self._store.find(session_id)
         if row is None:
-            raise NotFound(f"there is no session {hidden(session_id)!r}")
+            raise NotFound(f"there is no session {redact_known(session_id)!r}")
         return row
 
     def _summary(self, row: SessionRow, outcome: bytes | None, damaged: str) -> dict[str, Json]:
@@ -540,5 +540,5 @@ def _check_sampling(config: SessionConfig) -> None:
     try:
         msgspec.convert(config.sampling, Sampling)
     except msgspec.ValidationError as error:
-        message, field = explain(error, Sampling)
+        message, field = explain_error(error, Sampling)
         raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None

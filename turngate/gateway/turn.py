@@ -43,7 +43,7 @@ from turngate.render import Reader, Renderer
 from turngate.store.beside import happened
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
-from turngate.telemetry.metrics import Asked, Measured, Metrics
+from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
 from turngate.trace import fork_cause
 from turngate.trace.message_equality import argument_sizes, exact_digest, meaning, reasoning_digest
 from turngate.trace.session import CallError, LimitMet, Session, farewell
@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True):
 class Draft:
     """The turn while it is being sampled."""
 
-    def __init__(self, version: int, measured: Measured) -> None:
+    def __init__(self, version: int, measured: CallTiming) -> None:
         self.measured = measured
         self.ids: list[int] = []
         self.logprobs: list[float | None] | None = []
@@ -162,7 +162,7 @@ class Turns:
         self._metrics = metrics or Metrics()
         self._prompts = Prompts()
 
-    async def take(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
+    async def take(self, session: Session, call: Call, tell: Tell, measured: CallTiming) -> None:
         """One turn, from request to `Done`, told in batches of events that came at once.
 
         Told, and not given as an async generator: several of those, one in the other, cost more than all the rest of a turn's
@@ -180,7 +180,7 @@ class Turns:
                 session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
 
-    async def _admitted(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
+    async def _admitted(self, session: Session, call: Call, tell: Tell, measured: CallTiming) -> None:
         session.require_within_limits(time.time(), session.in_flight)
         task = asyncio.current_task()
         assert task is not None
@@ -197,7 +197,7 @@ class Turns:
         finally:
             session.end_call(task, time.time())
 
-    async def _pass_fence(self, session: Session, measured: Measured) -> None:
+    async def _pass_fence(self, session: Session, measured: CallTiming) -> None:
         """Wait while weights are loaded; the session's own clock goes on."""
         if not self._fence.paused:
             await self._fence.enter()  # at once
@@ -260,7 +260,7 @@ class Turns:
 
     # ── exact mode ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _exact(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
+    async def _exact(self, session: Session, call: Call, tell: Tell, measured: CallTiming) -> None:
         renderer, engine = self._renderer, self._engine
         if renderer is None or engine is None:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
@@ -300,13 +300,13 @@ class Turns:
         )
         fault = ""
         last: list[Delta | CallDelta] = []  # what came with the end and goes out with it
-        asked = Asked(self._metrics, draft.measured)
+        timer = EngineTimer(self._metrics, draft.measured)
         if draft.measured.span is not None:
-            asked.span = draft.measured.span.engine(engine.name, sampling, request.max_tokens)
+            timer.span = draft.measured.span.start_engine_call(engine.name, sampling, request.max_tokens)
         try:
             async with engine.generate(request) as chunks:
                 async for chunk in _until(session.deadline(), chunks):
-                    asked.came()
+                    timer.mark_received()
                     session.unheard.heard()
                     _check(chunk, request)
                     events = self._sampled(session, draft, chunk, reader, call)
@@ -320,16 +320,16 @@ class Turns:
                     if over:
                         finish = "stop" if reader.satisfied else chunk.finish or "length"
                         break
-                    asked.waits()
+                    timer.mark_waiting()
             whole = finish != "abort"
         except TimeoutError:
             finish, whole = "length", True  # the session's wall clock ran out: what was sampled stands
         except TurngateError as error:
             fault = error.message
-            asked.failed(error.kind)
+            timer.fail(error.kind)
             raise
         finally:
-            asked.over(finish, len(request.prompt), len(draft.ids))
+            timer.finish(finish, len(request.prompt), len(draft.ids))
             # An engine that failed before its first token sampled nothing that could be recorded.
             if not whole and (draft.ids or not fault):
                 message = reader.finish()[1].message
@@ -407,7 +407,7 @@ class Turns:
 
     # ── observe mode ────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _relayed(self, session: Session, call: Call, tell: Tell, measured: Measured) -> None:
+    async def _relayed(self, session: Session, call: Call, tell: Tell, measured: CallTiming) -> None:
         relay = self._relay
         if relay is None:
             raise Conflict("this gateway has no endpoint to observe; open the session with mode 'exact'")
@@ -441,13 +441,13 @@ class Turns:
         finish: Finish = "abort"
         whole = False
         fault = ""
-        asked = Asked(self._metrics, draft.measured)
+        timer = EngineTimer(self._metrics, draft.measured)
         if draft.measured.span is not None:
-            asked.span = draft.measured.span.engine(draft.engine, sampling, call.max_tokens)
+            timer.span = draft.measured.span.start_engine_call(draft.engine, sampling, call.max_tokens)
         try:
             async with reply as chunks:
                 async for chunk in _until(session.deadline(), chunks):
-                    asked.came()
+                    timer.mark_received()
                     session.unheard.heard()
                     heard.add(chunk)
                     self._tokens(session, draft, chunk)
@@ -456,17 +456,17 @@ class Turns:
                     if chunk.finish == "abort":
                         raise EngineUnavailable("the endpoint gave this generation up")
                     finish = chunk.finish or finish
-                    asked.waits()
+                    timer.mark_waiting()
             whole = finish != "abort"
         except TimeoutError:
             finish, whole = "length", True
         except TurngateError as error:
             fault = error.message
-            asked.failed(error.kind)
+            timer.fail(error.kind)
             raise
         finally:
             usage = heard.usage or Usage(0, len(draft.ids))
-            asked.over(finish, usage.prompt_tokens, usage.completion_tokens)
+            timer.finish(finish, usage.prompt_tokens, usage.completion_tokens)
             message = heard.message()
             prompt = observed(located, heard.prompt, preamble, cause)
             if draft.capture == "tokens" and not heard.accounts_for(draft.ids):
@@ -587,9 +587,9 @@ class Turns:
             self._note_stop(session, "sampled_tokens")  # it may never call again
         if not sampled.delivered:
             self._journal.mark_undelivered(session.key, sampled.id)
-        self._metrics.recorded(call.dialect, session.config.mode, finish, context.length, sampled.size)
+        self._metrics.count_turn(call.dialect, session.config.mode, finish, context.length, sampled.size)
         if draft.measured.span is not None:
-            draft.measured.span.recorded(sampled.id, finish, context.length, sampled.size, draft.version_end)
+            draft.measured.span.set_result(sampled.id, finish, context.length, sampled.size, draft.version_end)
         self._notify(session, "turn", {**facts, "message": message})
         if cancelled is not None:
             raise cancelled

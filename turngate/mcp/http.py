@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from turngate.errors import ConfigError
 from turngate.mcp.server import serving
-from turngate.server.bind import url_of
+from turngate.server.bind import local_url
 from turngate.service.rollouts import Rollouts
 
 PATH = "/mcp"
@@ -61,7 +61,7 @@ async def serve(rollouts: Rollouts, place: Place) -> None:
             try:
                 async with rollouts:
                     door.open = True
-                    log.warning("turngate serves MCP on %s%s", url_of(listener), PATH)
+                    log.warning("turngate serves MCP on %s%s", local_url(listener), PATH)
                     await asyncio.Event().wait()
             finally:
                 door.open = False

@@ -40,7 +40,7 @@ from turngate.errors import ConfigError, TurngateError
 from turngate.openenv.environment import NAME, TurngateEnvironment, offered
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
 from turngate.openenv.service_host import ServiceHost
-from turngate.server.bind import url_of
+from turngate.server.bind import local_url
 from turngate.service.config import load
 from turngate.service.rollouts import Rollouts
 
@@ -124,7 +124,7 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
             service: ServiceHost = app.state.service
             service.start()
             try:
-                print(f"turngate serves an OpenEnv environment on {url_of(listener)}", file=sys.stderr, flush=True)
+                print(f"turngate serves an OpenEnv environment on {local_url(listener)}", file=sys.stderr, flush=True)
                 config = uvicorn.Config(
                     app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=MOST_BYTES
                 )

@@ -28,7 +28,7 @@ from turngate.rollout.playbook import Playbook, Scene, filled
 from turngate.rollout.rollout import Rollout
 from turngate.sandboxes.base import Backend, Network
 from turngate.server.asgi import App
-from turngate.server.run import embedded
+from turngate.server.run import run_embedded
 from turngate.tasks.task import Task
 from turngate.types import Json
 
@@ -137,7 +137,7 @@ async def staged(
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
         (files / "notes.txt").write_text(BEFORE)
         address = await stack.enter_async_context(
-            embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
+            run_embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
         )
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         wayout = await stack.enter_async_context(WayOut(address.url))

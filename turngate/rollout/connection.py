@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from turngate.common.validation import refuse_credentials
+from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError
 from turngate.sandboxes import door, egress, tunnel
 from turngate.sandboxes.base import Sandbox
@@ -37,7 +37,7 @@ class WayOut:
     """For all rollouts of one gateway. `tunnel`: a command that prints a URL; `public_url`: an address that leads there already."""
 
     def __init__(self, gateway: str, public_url: str = "", tunnel: str = "") -> None:
-        refuse_credentials(
+        reject_credentials(
             public_url, "public_url", "agents reach the gateway by it: nothing but its address belongs there"
         )
         if public_url and (urlsplit(public_url).scheme not in ("http", "https") or not urlsplit(public_url).netloc):

@@ -63,8 +63,8 @@ from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.tasks import staging
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.grading.work import collect_work, needs_git
-from turngate.telemetry.logs import HIDDEN, clean, within
-from turngate.telemetry.spans import Span, tracing
+from turngate.telemetry.logs import REDACTED, redact, log_context
+from turngate.telemetry.spans import Span, current_tracer
 from turngate.types import Json
 from turngate.types import Limits as SessionLimits
 
@@ -154,11 +154,11 @@ class Rollout:
 
     async def run(self) -> Outcome:
         """To the end. Cancelling it is a way to end it: everything is cleaned up before the cancellation goes on."""
-        outcome, spans = self.outcome, tracing()
+        outcome, spans = self.outcome, current_tracer()
         if spans is not None:
             known = (outcome.rollout, outcome.group, outcome.task, outcome.agent, outcome.sandbox, outcome.attempt)
-            self._span = spans.rollout(*known)
-        with within(self._session, {"rollout": outcome.rollout, "group": outcome.group}):
+            self._span = spans.start_rollout(*known)
+        with log_context(self._session, {"rollout": outcome.rollout, "group": outcome.group}):
             try:
                 async with self._announcer:
                     return await self._run()
@@ -172,7 +172,7 @@ class Rollout:
         if self._span is None:
             return
         outcome = self.outcome
-        self._span.note(
+        self._span.set_attributes(
             {
                 "turngate.status": outcome.status,
                 "turngate.class": outcome.kind,
@@ -183,7 +183,7 @@ class Rollout:
             }
         )
         if outcome.fault is not None:
-            self._span.failed(outcome.fault.boundary)
+            self._span.set_error(outcome.fault.boundary)
         self._span.end()
 
     async def _run(self) -> Outcome:
@@ -242,7 +242,7 @@ class Rollout:
             "gen_ai.request.model": self._order.model,
             "turngate.agent.version": agent.install.version,
         }
-        self._run_span = self._span.inside(f"invoke_agent {agent.name}", facts)
+        self._run_span = self._span.start_child(f"invoke_agent {agent.name}", facts)
         try:
             yield
         finally:
@@ -364,13 +364,13 @@ class Rollout:
     def _without_secrets(self, text: str) -> str:
         """The end of a log goes where others look at it. An agent may print all that it has."""
         for secret in self._secrets():
-            text = text.replace(secret, HIDDEN)
-        return clean(text)
+            text = text.replace(secret, REDACTED)
+        return redact(text)
 
     def _hide(self, data: bytes) -> bytes:
         """The same for what is kept: nothing but what is known to be a secret is taken out."""
         for secret in self._secrets():
-            data = data.replace(secret.encode("utf-8", "surrogatepass"), HIDDEN.encode())
+            data = data.replace(secret.encode("utf-8", "surrogatepass"), REDACTED.encode())
         return data
 
     def _secrets(self) -> list[str]:
@@ -391,7 +391,7 @@ class Rollout:
         began = time.monotonic()
         async with self._gates("grade"):
             self._told("grade")
-            span = None if self._span is None else self._span.inside("stage grade", {"turngate.stage": "grade"})
+            span = None if self._span is None else self._span.start_child("stage grade", {"turngate.stage": "grade"})
             try:
                 return await graded(order.task, self._work, ground)
             finally:
@@ -705,7 +705,7 @@ class Rollout:
         began = time.monotonic()
         limit = limit_s or _LIMITS[stage]
         outer = self._run_span or self._span
-        span = None if outer is None else outer.inside(f"stage {stage}", {"turngate.stage": stage})
+        span = None if outer is None else outer.start_child(f"stage {stage}", {"turngate.stage": stage})
         try:
             async with asyncio.timeout(limit):
                 yield
@@ -713,12 +713,12 @@ class Rollout:
             self._fault_at = self._fault_at or stage
             slow = _SLOW.get(stage, SandboxError)
             if span is not None:
-                span.failed(slow.kind)
+                span.set_error(slow.kind)
             raise slow(f"stage {stage} took longer than {limit:.0f} s") from None
         except TurngateError as error:
             self._fault_at = self._fault_at or stage
             if span is not None:
-                span.failed(error.kind)
+                span.set_error(error.kind)
             raise
         finally:
             self._spent(stage, began)

@@ -15,17 +15,17 @@ from starlette.routing import Route
 from turngate.errors import BadRequest, NotFound
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
-from turngate.server.http import body, read_cursor, reply, route, whole_number, written
+from turngate.server.http import decode_body, encoded_response, int_param, json_response, read_cursor, route
 from turngate.store.outcome import Recorded
-from turngate.telemetry.spans import TRACEPARENT, parent_of, tracing
+from turngate.telemetry.spans import TRACEPARENT, current_tracer, parse_traceparent
 from turngate.trace.session import SessionConfig
 from turngate.types import Json, Mode
 from turngate.views.session import Shown, as_json, piece
 
-Told = Literal["stage", "rollout", "graded", "note"]  # kinds of events that whoever runs rollouts may tell
+RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # kinds of events that whoever runs rollouts may tell
 
 
-class Open(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OpenSessionBody(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /admin/sessions`: a session's settings, and optionally its id."""
 
     id: str | None = None
@@ -36,14 +36,14 @@ class Open(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return SessionConfig(**{**values, "mode": self.mode or default_mode})
 
 
-class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SealBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: str = ""
 
 
-class Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EventBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/events`. `session`: its id, whether it is open yet or not; empty: it is about none."""
 
-    kind: Told
+    kind: RunnerEventKind
     session: str = ""
     data: dict[str, Json] = {}
 
@@ -52,7 +52,7 @@ class AnswerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reply: Json
 
 
-class Admin:
+class AdminRoutes:
     def __init__(self, control: Control, auth: Auth) -> None:
         self._control = control
         self._auth = auth
@@ -78,65 +78,69 @@ class Admin:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def open(self, request: Request) -> Response:
-        wanted = await body(request, Open)
+        wanted = await decode_body(request, OpenSessionBody)
         config = wanted.config(self._control.default_mode)
-        if tracing() is not None and (parent := parent_of(request.headers.get(TRACEPARENT, ""))):
+        if current_tracer() is not None and (parent := parse_traceparent(request.headers.get(TRACEPARENT, ""))):
             # Kept with the session: its turns hang there after a restart as well.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
         session, secret = self._control.open(config, wanted.id)
-        return reply({**self._control.described(session), "api_key": secret}, 201)
+        return json_response({**self._control.described(session), "api_key": secret}, 201)
 
     async def listing(self, request: Request) -> Response:
         status = request.query_params.get("status")
         if status not in (None, "open", "sealed", "cancelled"):
             raise BadRequest(f"status: {status!r} is not one of open, sealed, cancelled", param="status")
-        limit = whole_number(request, "limit", 100)
-        before = whole_number(request, "before")
-        return reply({"sessions": self._control.listing(status=status, before=before, limit=min(limit or 100, 1000))})
+        limit = int_param(request, "limit", 100)
+        before = int_param(request, "before")
+        return json_response(
+            {"sessions": self._control.listing(status=status, before=before, limit=min(limit or 100, 1000))}
+        )
 
     async def show(self, request: Request) -> Response:
-        return reply(await self._control.show(request.path_params["id"]))
+        return json_response(await self._control.show(request.path_params["id"]))
 
     async def trace(self, request: Request) -> Response:
-        return written(await self._control.looks.at(request.path_params["id"], _trace))
+        return encoded_response(await self._control.looks.at(request.path_params["id"], _encode_trace))
 
     async def samples(self, request: Request) -> Response:
         keep = request.query_params.get("all", "") in ("1", "true")
-        return written(await self._control.looks.at(request.path_params["id"], lambda shown: _samples(shown, keep)))
+        return encoded_response(
+            await self._control.looks.at(request.path_params["id"], lambda shown: _encode_samples(shown, keep))
+        )
 
     async def seal(self, request: Request) -> Response:
-        wanted = await body(request, Seal)
+        wanted = await decode_body(request, SealBody)
         session = await self._control.seal(request.path_params["id"], wanted.stop)
-        return reply(self._control.described(session))
+        return json_response(self._control.described(session))
 
     async def cancel(self, request: Request) -> Response:
         session = await self._control.cancel(request.path_params["id"])
-        return reply(self._control.described(session))
+        return json_response(self._control.described(session))
 
     async def delete(self, request: Request) -> Response:
         await self._control.delete(request.path_params["id"])
-        return reply({"id": request.path_params["id"], "deleted": True})
+        return json_response({"id": request.path_params["id"], "deleted": True})
 
     async def record(self, request: Request) -> Response:
-        outcome = await body(request, Recorded)
+        outcome = await decode_body(request, Recorded)
         session_id = request.path_params["id"]
         self._control.record(session_id, outcome, replace=request.query_params.get("replace", "") in ("1", "true"))
-        return reply({"id": session_id, "outcome": outcome})
+        return json_response({"id": session_id, "outcome": outcome})
 
     async def tool_calls(self, request: Request) -> Response:
         session = self._control.find(request.path_params["id"])
-        limit = whole_number(request, "limit", 100) or 100
-        calls = self._control.tools.listing(session, whole_number(request, "after", 0) or 0, min(limit, 1000))
-        return reply({"session": session.id, "calls": calls})
+        limit = int_param(request, "limit", 100) or 100
+        calls = self._control.tools.listing(session, int_param(request, "after", 0) or 0, min(limit, 1000))
+        return json_response({"session": session.id, "calls": calls})
 
     async def answer_tool(self, request: Request) -> Response:
-        wanted = await body(request, AnswerBody)
+        wanted = await decode_body(request, AnswerBody)
         session = self._control.find(request.path_params["id"])
-        return reply(self._control.tools.answer(session, request.path_params["call"], wanted.reply))
+        return json_response(self._control.tools.answer(session, request.path_params["call"], wanted.reply))
 
     async def announce(self, request: Request) -> Response:
-        wanted = await body(request, Announced)
-        return reply({"seq": self._control.announce(wanted.session, wanted.kind, wanted.data)}, 201)
+        wanted = await decode_body(request, EventBody)
+        return json_response({"seq": self._control.announce(wanted.session, wanted.kind, wanted.data)}, 201)
 
     async def events(self, request: Request) -> Response:
         session_id = request.path_params.get("id", "")
@@ -160,11 +164,11 @@ class Admin:
                     yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), told)
 
 
-def _trace(shown: Shown) -> bytes:
+def _encode_trace(shown: Shown) -> bytes:
     view = shown.trace()
     return as_json({**view, "nodes": [piece(node) for node in view["nodes"]]})
 
 
-def _samples(shown: Shown, keep_empty: bool) -> bytes:
+def _encode_samples(shown: Shown, keep_empty: bool) -> bytes:
     rows = [piece(row) for row in shown.samples(keep_empty=keep_empty)]
     return as_json({"session": shown.session.id, "samples": rows})

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from turngate.common.sharding import ALONE, Place
-from turngate.config import OBSERVED, ServeConfig
+from turngate.common.sharding import SINGLE_SHARD, Shard
+from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.dialects import DIALECTS, Dialect
 from turngate.engines.base import Engine, Health, Relay
 from turngate.engines.gate import Gate
@@ -36,34 +36,34 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Control
 from turngate.gateway.turn import Settings, Turns
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
-from turngate.server.admin import Admin
-from turngate.server.asgi import Receive, Scope, Send, answered
+from turngate.server.admin import AdminRoutes
+from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
 from turngate.server.auth import Auth, admin_key, given_key, metrics_key
-from turngate.server.compat.openenv import OpenEnv
-from turngate.server.compat.prime import Prime
+from turngate.server.compat.openenv import OpenEnvRoutes
+from turngate.server.compat.prime import PrimeRoutes
 from turngate.server.feeds import FeedRoutes
 from turngate.server.gate import GateRoutes
-from turngate.server.host_tools import ToolsOfHost
-from turngate.server.http import reply, route
-from turngate.server.metrics import Probe
-from turngate.server.model_calls import ModelCalls, Paths
-from turngate.server.web.files import SHIELD, is_page, shielded
+from turngate.server.host_tools import HostToolRoutes
+from turngate.server.http import json_response, route
+from turngate.server.metrics import MetricsEndpoint
+from turngate.server.model_calls import DialectRoutes, ModelCalls
+from turngate.server.web.files import SECURITY_HEADERS, add_security_headers, is_page_path
 from turngate.server.web.routes import Page
 from turngate.server.weights import FenceRoutes, OneBar, Updates
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
-from turngate.telemetry.logs import hidden
+from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Mode
 from turngate.verify import Verdict, summed_up
 from turngate.views.verdict import Background
 
 log = logging.getLogger("turngate")
-_NAMED = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
-_AREA = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
-_TOOL = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
+_SESSION_PATH = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
+_SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
+_TOOL_PATH = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
 # Headers that only callers of one dialect send: paths such as /v1/models are common to several.
-_TELLING = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
+_DIALECT_HEADERS = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
 
 
 class Gateway:
@@ -76,18 +76,18 @@ class Gateway:
         engine: Engine | None = None,
         relay: Relay | None = None,
         renderer: tuple[Renderer, Certificate] | None = None,
-        place: Place = ALONE,
+        shard: Shard = SINGLE_SHARD,
     ) -> None:
         self.config = config
-        self.place = place
+        self.shard = shard
         self.metrics = Metrics()
         data = Path(config.data)
-        self.store = Store(data, config.durability, place)
-        with _Undo(self.store.close) as undo:
+        self.store = Store(data, config.durability, shard)
+        with _CloseOnError(self.store.close) as undo:
             self.admin_key, metrics = admin_key(data), metrics_key()
-            self.renderer, self.certificate = renderer or _renderer(config)
+            self.renderer, self.certificate = renderer or _load_renderer(config)
             self.engine, self.relay = (
-                engine_of(config, self.renderer) if engine is None and relay is None else (engine, relay)
+                build_engine(config, self.renderer) if engine is None and relay is None else (engine, relay)
             )
             undo.keep()
         if self.renderer is not None:
@@ -95,11 +95,11 @@ class Gateway:
             tokenizer = self.renderer.tokenizer
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
             self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
-        self.fence = Fence(*_policy(self.store))
+        self.fence = Fence(*_read_policy(self.store))
         if isinstance(self.engine, Gate) and self.renderer is not None:
             vocabulary = self.renderer.tokenizer.vocab_size
             self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
-        self.events = Events(self.store, shared=place.workers > 1)
+        self.events = Events(self.store, shared=shard.workers > 1)
         self._proof = Background(data, config.verify_every, self._verified) if config.verify_every else None
         self.control = Control(
             self.store,
@@ -113,27 +113,27 @@ class Gateway:
             event_days=config.event_days,
             log_turns=config.log_turns,
             release=self.engine.release if self.engine is not None else lambda session_id: None,
-            place=place,
+            shard=shard,
             ended=self._proof.ended if self._proof is not None else lambda session_id: None,
             metrics=self.metrics,
         )
         self._expect(self.fence.version)
         self.updates = Updates(self.control, self.engine, OneBar(self.control, self.ready))
         self.auth = Auth(self.admin_key, self.control, metrics=metrics, open_loopback=config.open_loopback)
-        self.probe = Probe(self)
+        self.probe = MetricsEndpoint(self)
         self.journal = Journal(self.store, self.metrics)
         self.started = time.time()
         self.turns = self._turns(config.max_context)
         self._calls = self._model_calls()
-        self._tools = ToolsOfHost(self.control, self.auth)
-        self._paths = Paths(DIALECTS)
+        self._tools = HostToolRoutes(self.control, self.auth)
+        self._paths = DialectRoutes(DIALECTS)
         self.page = Page(
             self.control,
             self.auth,
             self.store,
             admin_key=self.admin_key,
             model=config.model,
-            place=place,
+            shard=shard,
             tokenizer=self.renderer.tokenizer if self.renderer is not None else None,
         )
         self._other = self._starlette()
@@ -198,7 +198,7 @@ class Gateway:
             if known:
                 self.turns = self._turns(min(known))
                 self._calls = self._model_calls()
-        if self.place.workers == 1:
+        if self.shard.workers == 1:
             await self.updates.start()
         self.probe.start()
         self._expiry = asyncio.create_task(self.control.expire_idle())
@@ -249,22 +249,24 @@ class Gateway:
             if found is not None:
                 await self._calls.serve(scope, receive, send, found)
                 return
-            named = _NAMED.fullmatch(path)
+            named = _SESSION_PATH.fullmatch(path)
             if named is not None:
                 area, session_id, rest = named.groups()
                 found = self._paths.find(rest)
                 if found is not None:
                     await self._calls.serve(scope, receive, send, found, session_id, prime=area == "v1/rollouts")
                     return
-            if tool := _TOOL.fullmatch(path):
+            if tool := _TOOL_PATH.fullmatch(path):
                 await self._tools.serve(scope, receive, send, tool[2], tool[1])
                 return
-        await self._other(scope, receive, answered(shielded(send) if is_page(path) else send))
+        await self._other(
+            scope, receive, add_gateway_header(add_security_headers(send) if is_page_path(path) else send)
+        )
 
     def _starlette(self) -> Starlette:
         async def missing(request: Request, error: Exception) -> Response:
-            dialect = speaks(request)
-            wrong = NotFound(f"there is no {request.method} {hidden(request.url.path)} here{_hint(request)}")
+            dialect = dialect_of(request)
+            wrong = NotFound(f"there is no {request.method} {redact_known(request.url.path)} here{_hint(request)}")
             return Response(dialect.error(wrong), status_code=404, media_type="application/json")
 
         routes = [
@@ -286,12 +288,12 @@ class Gateway:
                 for path in ("/models", "/models/{model:path}")
             ),
             *self._tools.routes(),
-            *Admin(self.control, self.auth).routes(),
+            *AdminRoutes(self.control, self.auth).routes(),
             *FenceRoutes(self.updates, self.auth).routes(),
             *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
             *FeedRoutes(self.control, self.auth).routes(),
-            *Prime(self.control, self.auth).routes(),
-            *OpenEnv(self.control, self.auth).routes(),
+            *PrimeRoutes(self.control, self.auth).routes(),
+            *OpenEnvRoutes(self.control, self.auth).routes(),
             *self.page.routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
@@ -300,7 +302,7 @@ class Gateway:
         """For load balancers: no key, nothing but whether calls can be served."""
         health = await self.engines()
         ok = any(h.ok for h in health)
-        return reply(
+        return json_response(
             {
                 "status": "ok" if ok else "engine unavailable",
                 "engines": sum(h.ok for h in health),
@@ -322,11 +324,11 @@ class Gateway:
     async def _probe(self, request: Request) -> Response:
         """Some agents look whether anybody is there before they begin. People with a browser want the page."""
         if request.url.path == "/" and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
-            return RedirectResponse("/page/", 307, headers=SHIELD)
-        return reply({"turngate": "model calls are served here"})
+            return RedirectResponse("/page/", 307, headers=SECURITY_HEADERS)
+        return json_response({"turngate": "model calls are served here"})
 
     async def _models(self, request: Request) -> Response:
-        dialect = speaks(request)
+        dialect = dialect_of(request)
         try:
             key = dialect.key(request.headers, request.query_params)
             if not self.auth.is_admin(key):
@@ -346,10 +348,10 @@ class Gateway:
             return Response(dialect.error(error), status_code=dialect.status(error), media_type="application/json")
 
 
-def speaks(request: Request) -> Dialect:
+def dialect_of(request: Request) -> Dialect:
     """The dialect of somebody who asks for something that is no model call: the one whose area it is."""
-    path = _AREA.sub("", request.url.path) or "/"
-    for header, name in _TELLING.items():
+    path = _SESSION_PREFIX.sub("", request.url.path) or "/"
+    for header, name in _DIALECT_HEADERS.items():
         for dialect in DIALECTS:
             if dialect.name == name and header in request.headers:
                 return dialect
@@ -368,7 +370,7 @@ def _hint(request: Request) -> str:
     return ""
 
 
-class _Undo:
+class _CloseOnError:
     """Runs `undo` if the block fails."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
@@ -377,7 +379,7 @@ class _Undo:
     def keep(self) -> None:
         self._undo = None
 
-    def __enter__(self) -> _Undo:
+    def __enter__(self) -> _CloseOnError:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -385,23 +387,23 @@ class _Undo:
             self._undo()
 
 
-def _policy(store: Store) -> tuple[int, str]:
+def _read_policy(store: Store) -> tuple[int, str]:
     """The version in force, and the name under which the engine has it."""
     version = int(store.setting("policy_version") or 0)
     noted = store.setting(f"weights:{version}")
     return version, msgspec.json.decode(noted, type=Load).name if noted else ""
 
 
-def _renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
-    if config.engine in OBSERVED:
+def _load_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
+    if config.engine in OBSERVED_ENGINES:
         return None, None
     wanted = config.tokenizer or (config.model_folder if config.engine == "local" else "")
     folder = find(wanted) if wanted else BUILTIN_TOKENIZER
     return load(folder, model=config.model, family=config.family)
 
 
-def engine_of(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
-    key = engine_key(config)
+def build_engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
+    key = read_engine_key(config)
     match config.engine:
         case "vllm":
             return Pool(
@@ -436,19 +438,19 @@ def engine_of(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | 
             url, silence = config.engine_url[0], config.engine_silence_s
             return None, ResponsesRelay(url, key, capture=config.capture, silence_s=silence)
         case "local":
-            return _local(config), None
+            return _build_local_engine(config), None
         case "gate":
             return Gate(model=config.model, max_context=config.max_context, silence_s=config.engine_silence_s), None
         case "scripted":
             assert renderer is not None
             return Scripted(
-                _script(config.script, renderer),
+                _load_script(config.script, renderer),
                 model=config.model or "scripted",
                 max_context=config.max_context or 131_072,
             ), None
 
 
-def _local(config: ServeConfig) -> Engine:
+def _build_local_engine(config: ServeConfig) -> Engine:
     try:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
@@ -467,7 +469,7 @@ def _local(config: ServeConfig) -> Engine:
     )
 
 
-def engine_key(config: ServeConfig) -> str | None:
+def read_engine_key(config: ServeConfig) -> str | None:
     if not config.engine_key_env:
         return None
     key = given_key(config.engine_key_env)
@@ -478,7 +480,7 @@ def engine_key(config: ServeConfig) -> str | None:
     return key
 
 
-def _script(path: str, renderer: Renderer) -> Script:
+def _load_script(path: str, renderer: Renderer) -> Script:
     """What the scripted engine says: the texts of a JSON file, one per turn of a session and then from the start again."""
     texts = ["This is the scripted engine. Start with --script FILE (a JSON list of replies) to choose what it says."]
     if path:

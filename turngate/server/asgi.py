@@ -22,28 +22,28 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 STALL_S = 60.0  # a caller that takes nothing for this long counts as gone
 JSON = (b"content-type", b"application/json")
 # On every reply: the relay in a sandbox knows by it that the gateway has answered, and not a dead tunnel in between.
-ANSWERED = (b"x-turngate", b"1")
+GATEWAY_HEADER = (b"x-turngate", b"1")
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The caller is gone; nobody is left to answer."""
 
 
-def headers_of(scope: Scope) -> dict[str, str]:
+def parse_headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def query_of(scope: Scope) -> dict[str, str]:
+def parse_query(scope: Scope) -> dict[str, str]:
     raw = scope.get("query_string", b"")
     return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}
 
 
-def answered(send: Send) -> Send:
+def add_gateway_header(send: Send) -> Send:
     """The same, with our header on it: for replies that others write."""
 
     async def wrapped(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), ANSWERED]
+            message["headers"] = [*message.get("headers", ()), GATEWAY_HEADER]
         await send(message)
 
     return wrapped
@@ -58,7 +58,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise HungUp
+            raise ClientDisconnected
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -69,12 +69,12 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
 
 
 async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    fields = [JSON, (b"content-length", str(len(body)).encode()), ANSWERED, *headers]
+    fields = [JSON, (b"content-length", str(len(body)).encode()), GATEWAY_HEADER, *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
-    await taken(send, {"type": "http.response.body", "body": body})
+    await send_or_give_up(send, {"type": "http.response.body", "body": body})
 
 
-async def taken(send: Send, message: MutableMapping[str, Any]) -> None:
+async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None:
     """Send, but do not wait for ever: a frozen sandbox must not hold an engine, a fence or a session."""
     sending = send(message)
     try:
@@ -83,13 +83,13 @@ async def taken(send: Send, message: MutableMapping[str, Any]) -> None:
         return
     try:
         async with asyncio.timeout(STALL_S):
-            await _rest(sending, waiting)
+            await _resume(sending, waiting)
     except TimeoutError:
-        raise HungUp from None
+        raise ClientDisconnected from None
 
 
 @coroutine
-def _rest(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, Any, None]:
+def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, Any, None]:
     """On with a coroutine that was begun by hand and waits for `waiting`."""
     while True:
         try:
@@ -103,7 +103,7 @@ def _rest(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, An
             return
 
 
-class Watch:
+class DisconnectWatch:
     """Cancels the task that serves a call when its caller hangs up. `gone` says that it did."""
 
     def __init__(self, receive: Receive) -> None:
@@ -112,7 +112,7 @@ class Watch:
         self._serving = asyncio.current_task()
         self._task: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> DisconnectWatch:
         self._task = asyncio.create_task(self._wait())
         return self
 
@@ -169,12 +169,12 @@ class EventStream:
             fields = [
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
-                ANSWERED,
+                GATEWAY_HEADER,
                 *self._headers,
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": fields})
             data = self._begin() + data
-        await taken(self._send, {"type": "http.response.body", "body": data, "more_body": not last})
+        await send_or_give_up(self._send, {"type": "http.response.body", "body": data, "more_body": not last})
 
     def _on_beat(self) -> None:
         if self._over:
@@ -190,5 +190,5 @@ class EventStream:
     async def _sign(self) -> None:
         # The reply may have ended between the timer and this task; nothing may follow its last event.
         if not self._over:
-            with suppress(HungUp):  # the turn's own writing will find out
+            with suppress(ClientDisconnected):  # the turn's own writing will find out
                 await self.write(self._alive() if self.started else b"")

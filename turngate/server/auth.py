@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turngate.errors import ConfigError, Unauthorized
-from turngate.telemetry.logs import keep_out
+from turngate.telemetry.logs import register_secrets
 
 if TYPE_CHECKING:  # the front of several workers needs the key, and nothing of this
     from turngate.gateway.sessions import Control
@@ -50,7 +50,7 @@ def own_key(data: Path, variable: str, name: str) -> str:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(key + "\n")
-    keep_out(key)
+    register_secrets(key)
     return key
 
 
@@ -58,7 +58,7 @@ def given_key(variable: str) -> str:
     """What the environment variable holds, or the file that `{variable}_FILE` names: secrets of Docker, Kubernetes and systemd are
     files. Their modes are those systems' affair. Empty if neither is set."""
     key, file = os.environ.get(variable, "").strip(), os.environ.get(f"{variable}_FILE", "").strip()
-    keep_out(key)
+    register_secrets(key)
     if not file:
         return key
     if key:
@@ -71,7 +71,7 @@ def given_key(variable: str) -> str:
         ) from None
     if not (key and key.isascii() and key.isprintable()):
         raise ConfigError(f"{variable}_FILE: {file} holds no usable key", param=f"{variable}_FILE")
-    keep_out(key)
+    register_secrets(key)
     return key
 
 
@@ -85,7 +85,7 @@ def _kept(path: Path) -> str | None:
         key = path.read_bytes().decode("utf-8", "replace").strip()
         if len(key) < 16 or not (key.isascii() and key.isprintable()):
             raise ConfigError(f"data: {path} holds no usable key; delete it for a new one", param="data")
-        keep_out(key)
+        register_secrets(key)
         return key
     return None
 

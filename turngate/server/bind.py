@@ -17,33 +17,33 @@ from turngate.errors import ConfigError
 _NOTE = "gateway.json"
 
 
-class Serving(msgspec.Struct, frozen=True):
+class RunningGateway(msgspec.Struct, frozen=True):
     """Left in the data folder by a gateway that serves it, for others on the machine to find it."""
 
     url: str
     pid: int
 
 
-def serving(data: Path) -> Serving | None:
+def find_running_gateway(data: Path) -> RunningGateway | None:
     """The gateway that serves this data folder at present, as far as it can be told."""
     try:
-        found = msgspec.json.decode((data / _NOTE).read_bytes(), type=Serving)
+        found = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
         os.kill(found.pid, 0)
     except (OSError, msgspec.DecodeError):
         return None
     return found
 
 
-def left_behind(data: Path) -> bool:
+def has_stale_note(data: Path) -> bool:
     """Whether the note is of a gateway that is no more."""
-    return (data / _NOTE).exists() and serving(data) is None
+    return (data / _NOTE).exists() and find_running_gateway(data) is None
 
 
 @contextmanager
-def noted(data: Path, listener: socket.socket) -> Iterator[None]:
+def publish_address(data: Path, listener: socket.socket) -> Iterator[None]:
     """Leaves the note for as long as the block runs."""
     note = data / _NOTE
-    note.write_bytes(msgspec.json.encode(Serving(url_of(listener), os.getpid())))
+    note.write_bytes(msgspec.json.encode(RunningGateway(local_url(listener), os.getpid())))
     try:
         yield
     finally:
@@ -51,14 +51,14 @@ def noted(data: Path, listener: socket.socket) -> Iterator[None]:
             note.unlink(missing_ok=True)
 
 
-def url_of(listener: socket.socket) -> str:
+def local_url(listener: socket.socket) -> str:
     """As seen from this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def listen(config: ServeConfig) -> socket.socket:
+def open_listener(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,7 +74,7 @@ def listen(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def announcement(config: ServeConfig, listener: socket.socket) -> str:
+def startup_message(config: ServeConfig, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     workers = f"{config.workers} workers · " if config.workers > 1 else ""
     return (
@@ -83,7 +83,7 @@ def announcement(config: ServeConfig, listener: socket.socket) -> str:
     )
 
 
-def allow_many_connections() -> None:
+def raise_file_limit() -> None:
     """As many open files as the system lets us have: a session takes two. Whatever we start inherits it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):

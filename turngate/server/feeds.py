@@ -18,7 +18,7 @@ from turngate.errors import BadRequest
 from turngate.gateway.feeds import FeedConfig
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
-from turngate.server.http import body, reply, route, whole_number
+from turngate.server.http import decode_body, int_param, json_response, route
 
 
 class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,22 +46,24 @@ class FeedRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def listing(self, request: Request) -> Response:
-        return reply({"feeds": self._feeds.listing()})
+        return json_response({"feeds": self._feeds.listing()})
 
     async def open(self, request: Request) -> Response:
-        return reply(await self._feeds.open(request.path_params["name"], await body(request, FeedConfig)))
+        return json_response(
+            await self._feeds.open(request.path_params["name"], await decode_body(request, FeedConfig))
+        )
 
     async def show(self, request: Request) -> Response:
-        return reply(self._feeds.show(request.path_params["name"]))
+        return json_response(self._feeds.show(request.path_params["name"]))
 
     async def delete(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._feeds.delete(name)
-        return reply({"name": name, "deleted": True})
+        return json_response({"name": name, "deleted": True})
 
     async def take_over(self, request: Request) -> Response:
         view, reader = self._feeds.take_over(request.path_params["name"])
-        return reply({"reader": reader, "feed": view})
+        return json_response({"reader": reader, "feed": view})
 
     async def deliveries(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -71,22 +73,22 @@ class FeedRoutes:
         page = await self._feeds.page(
             name,
             reader,
-            after=whole_number(request, "after"),
-            wait=_seconds(request, "wait"),
-            limit=whole_number(request, "limit", 1) or 1,
+            after=int_param(request, "after"),
+            wait=_seconds_param(request, "wait"),
+            limit=int_param(request, "limit", 1) or 1,
         )
         return Response(page, media_type="application/msgpack")
 
     async def commit(self, request: Request) -> Response:
-        wanted = await body(request, CommitBody)
-        return reply(self._feeds.commit(request.path_params["name"], wanted.reader, wanted.number))
+        wanted = await decode_body(request, CommitBody)
+        return json_response(self._feeds.commit(request.path_params["name"], wanted.reader, wanted.number))
 
     async def close_group(self, request: Request) -> Response:
         group = request.path_params["group"]
-        return reply({"group": group, "deliveries": self._feeds.close_group(group)})
+        return json_response({"group": group, "deliveries": self._feeds.close_group(group)})
 
 
-def _seconds(request: Request, name: str) -> float:
+def _seconds_param(request: Request, name: str) -> float:
     text = request.query_params.get(name, "0")
     try:
         seconds = float(text)

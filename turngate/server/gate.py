@@ -16,13 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.common.validation import explain
+from turngate.common.validation import explain_error
 from turngate.engines.gate import Gate
 from turngate.engines.gate_call import End, Fault, GateCall
 from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge, TurngateError
-from turngate.server.asgi import Watch
+from turngate.server.asgi import DisconnectWatch
 from turngate.server.auth import Auth
-from turngate.server.http import reply, route
+from turngate.server.http import json_response, route
 from turngate.types import Constraint, Sampling, type_of_ids, type_of_logprobs
 
 T = TypeVar("T")
@@ -103,14 +103,14 @@ class GateRoutes:
         ]
 
     async def show(self, request: Request) -> Response:
-        return reply(self._gate.waiting())
+        return json_response(self._gate.waiting())
 
     async def take(self, request: Request) -> Response:
         wanted = await packed(request, Take)
         calls: list[GateCall] = []
         if self._gate.closed:
             raise Stopping("the gateway is being stopped; come back in a moment")
-        with Watch(request.receive) as watch:
+        with DisconnectWatch(request.receive) as watch:
             try:
                 calls = await self._gate.take(wanted.limit, wait_s=wanted.wait_s, lease_s=wanted.lease_s)
             except asyncio.CancelledError:
@@ -165,7 +165,7 @@ async def packed(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(raw or b"\x80", type=kind)
     except msgspec.ValidationError as error:
-        message, field = explain(error, kind)
+        message, field = explain_error(error, kind)
         raise BadRequest(message, param=field) from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body is not valid msgpack: {error}") from None

@@ -14,16 +14,25 @@ from starlette.routing import Route
 from turngate.dialects import Chat
 from turngate.errors import TooLarge, TurngateError
 from turngate.gateway.sessions import Control
-from turngate.server.asgi import HungUp, Receive, Scope, Send, Watch, headers_of, read_body, respond
+from turngate.server.asgi import (
+    ClientDisconnected,
+    DisconnectWatch,
+    Receive,
+    Scope,
+    Send,
+    parse_headers,
+    read_body,
+    respond,
+)
 from turngate.server.auth import Auth
-from turngate.server.http import error_reply, reply
+from turngate.server.http import error_response, json_response
 from turngate.server.model_calls import respond_error
 
 MAX_ARGUMENTS = 64 * 1024
 _chat = Chat()
 
 
-class ToolsOfHost:
+class HostToolRoutes:
     def __init__(self, control: Control, auth: Auth) -> None:
         self._control = control
         self._auth = auth
@@ -36,17 +45,19 @@ class ToolsOfHost:
             key = _chat.key(request.headers, {})
             session = self._auth.session(key, request.path_params.get("id"))
         except TurngateError as error:
-            return error_reply(error)
+            return error_response(error)
         tools = session.config.tools
-        return reply({"tools": [{"name": t.name, "description": t.description, "schema": t.schema} for t in tools]})
+        return json_response(
+            {"tools": [{"name": t.name, "description": t.description, "schema": t.schema} for t in tools]}
+        )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
         """One call. It may wait for the host, and stops waiting when its caller hangs up."""
         try:
-            headers = headers_of(scope)
+            headers = parse_headers(scope)
             session = self._auth.session(_chat.key(headers, {}), session_id)
             body = await _read(receive, headers)
-            with Watch(receive) as watch:
+            with DisconnectWatch(receive) as watch:
                 try:
                     mark = headers.get("idempotency-key", "")
                     answer = await self._control.tools.call(session, name, body, mark)
@@ -60,7 +71,7 @@ class ToolsOfHost:
             await respond(send, 200, answer)
         except TurngateError as error:
             await respond_error(send, _chat, error)
-        except HungUp:
+        except ClientDisconnected:
             return
 
 

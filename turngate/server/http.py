@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from turngate.common.validation import explain
+from turngate.common.validation import explain_error
 from turngate.dialects import Chat
 from turngate.errors import BadRequest, TooLarge, TurngateError
 from turngate.server.auth import Auth
@@ -21,78 +21,78 @@ from turngate.views.session import as_json
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 MAX_BODY = 1_000_000
-_PART = 256 * 1024  # bytes that are sent at once
-DEEPEST = 200  # lists and objects inside each other, in a body
-_PARTS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-_IS_NAME = re.compile(rb"\s*:")
+_CHUNK_BYTES = 256 * 1024  # bytes that are sent at once
+MAX_DEPTH = 200  # lists and objects inside each other, in a body
+_JSON_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_NAME_END = re.compile(rb"\s*:")
 _chat = Chat()
 
 
-def reply(value: object, status: int = 200) -> Response:
-    return written(as_json(value), status)
+def json_response(value: object, status: int = 200) -> Response:
+    return encoded_response(as_json(value), status)
 
 
-def written(answer: bytes, status: int = 200) -> Response:
+def encoded_response(answer: bytes, status: int = 200) -> Response:
     """One that was written down already. What is large goes out in parts, since others are served in between."""
-    if len(answer) <= _PART:
+    if len(answer) <= _CHUNK_BYTES:
         return Response(answer, status_code=status, media_type="application/json")
     headers = {"content-length": str(len(answer))}
-    return StreamingResponse(_parts(answer), status_code=status, headers=headers, media_type="application/json")
+    return StreamingResponse(_chunks(answer), status_code=status, headers=headers, media_type="application/json")
 
 
-async def _parts(answer: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(answer), _PART):
-        yield answer[start : start + _PART]
+async def _chunks(answer: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(answer), _CHUNK_BYTES):
+        yield answer[start : start + _CHUNK_BYTES]
         await asyncio.sleep(0)
 
 
-def error_reply(error: TurngateError) -> Response:
+def error_response(error: TurngateError) -> Response:
     return Response(_chat.error(error), status_code=error.status, media_type="application/json")
 
 
-async def body(request: Request, kind: type[T], *, wrong: type[TurngateError] = BadRequest) -> T:
+async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateError] = BadRequest) -> T:
     """The body as `kind`; an empty one counts as `{}`."""
     raw = b""
     async for part in request.stream():
         raw += part
         if len(raw) > MAX_BODY:
             raise TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
-    if (field := too_deep(raw)) is not None:
-        raise wrong(f"{field or 'the body'}: something in it is nested more than {DEEPEST} deep", param=field or None)
+    if (field := find_too_deep(raw)) is not None:
+        raise wrong(f"{field or 'the body'}: something in it is nested more than {MAX_DEPTH} deep", param=field or None)
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:
-        message, field = explain(error, kind)
+        message, field = explain_error(error, kind)
         raise wrong(message, param=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not valid JSON: {error}") from None
 
 
-def too_deep(raw: bytes) -> str | None:
+def find_too_deep(raw: bytes) -> str | None:
     """The field of a JSON object in which something is nested so deep that whoever reads it later may not follow (empty: it is no
     field's); None: there is none. How deep a decoder can go depends on who calls it, so that what comes in is bounded here."""
-    if raw.count(b"[") + raw.count(b"{") <= DEEPEST:
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return None
     depth, name = 0, b""
-    for part in _PARTS.finditer(raw):
+    for part in _JSON_TOKENS.finditer(raw):
         match part[0]:
             case b"[" | b"{":
                 depth += 1
-                if depth > DEEPEST:
+                if depth > MAX_DEPTH:
                     return name[1:-1][:100].decode("utf-8", "replace")
             case b"]" | b"}":
                 depth -= 1
-            case text if depth == 1 and _IS_NAME.match(raw, part.end()):
+            case text if depth == 1 and _NAME_END.match(raw, part.end()):
                 name = text
     return None
 
 
-def bearer(request: Request) -> str:
+def bearer_key(request: Request) -> str:
     """The key that a request carries."""
     return _chat.key(request.headers, {})
 
 
-def whole_number(request: Request, name: str, default: int | None = None) -> int | None:
+def int_param(request: Request, name: str, default: int | None = None) -> int | None:
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -107,10 +107,10 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Rout
     async def guarded(request: Request) -> Response:
         try:
             if auth is not None:
-                auth.require_admin(bearer(request))
+                auth.require_admin(bearer_key(request))
             return await endpoint(request)
         except TurngateError as error:
-            return error_reply(error)
+            return error_response(error)
 
     return Route(path, guarded, methods=[method])
 

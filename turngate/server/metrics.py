@@ -21,20 +21,27 @@ from starlette.routing import Route
 
 from turngate import __version__
 from turngate.errors import StoreError, TurngateError
-from turngate.server.http import bearer, error_reply
-from turngate.telemetry.metrics import MEDIA, Labels, Snapshot, by_worker, together, written
+from turngate.server.http import bearer_key, error_response
+from turngate.telemetry.metrics import (
+    CONTENT_TYPE,
+    Labels,
+    MetricsSnapshot,
+    label_by_worker,
+    merge_snapshots,
+    to_prometheus,
+)
 
 if TYPE_CHECKING:
     from turngate.server.app import Gateway
 
-LOOK_S = 0.5  # how often the event loop is asked whether it is late
-_FEEDS = 100  # that are told of, the newest
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-Looked = dict[str, Iterable[tuple[Labels, float]]]
-Others = Callable[[], Awaitable[dict[int, Snapshot | None]]]
+LAG_INTERVAL_S = 0.5  # how often the event loop is asked whether it is late
+_MAX_FEEDS = 100  # that are told of, the newest
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+Gauges = dict[str, Iterable[tuple[Labels, float]]]
+CollectOthers = Callable[[], Awaitable[dict[int, MetricsSnapshot | None]]]
 
 
-class Probe:
+class MetricsEndpoint:
     """Looks at one gateway when it is asked, and at the lateness of its event loop all the time."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -54,28 +61,28 @@ class Probe:
     async def _watch(self) -> None:
         loop, lag = asyncio.get_running_loop(), self._gateway.metrics.lag
         while True:
-            due = loop.time() + LOOK_S
-            await asyncio.sleep(LOOK_S)
-            lag.add(max(0.0, loop.time() - due))
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            lag.observe(max(0.0, loop.time() - due))
 
-    async def own(self) -> Snapshot:
+    async def own(self) -> MetricsSnapshot:
         """Of this worker alone."""
         gateway = self._gateway
         # As last seen. A hosted endpoint is not asked for this: it is not ours to be asked every few seconds.
         health = [] if gateway.engine is None else await gateway.engine.health()
         up = sum(replica.ok for replica in health)
-        looked: Looked = {
+        looked: Gauges = {
             "turngate_workers": [((), 1)],
             "turngate_sessions_open": [((), gateway.control.open_count)],
             "turngate_sessions_resting": [((), gateway.control.resting_count)],
             "turngate_engines": [(("up",), up), (("down",), len(health) - up)] if health else [],
             "turngate_fence_version": [((), gateway.fence.version)],
             "turngate_fence_paused": [((), int(gateway.fence.paused))],
-            **_process(self._started),
+            **_process_gauges(self._started),
         }
         return gateway.metrics.snapshot(looked)
 
-    async def own_and_shared(self, silent: int = 0) -> Snapshot:
+    async def own_and_shared(self, silent: int = 0) -> MetricsSnapshot:
         """With what is of the store, and so of all workers."""
         own = await self.own()
         shared = self._gateway.metrics.snapshot(
@@ -85,12 +92,12 @@ class Probe:
                 **self._feeds(),
             }
         )
-        return Snapshot({**shared.families, **own.families})
+        return MetricsSnapshot({**shared.families, **own.families})
 
-    def _feeds(self) -> Looked:
+    def _feeds(self) -> Gauges:
         feeds = self._gateway.control.feeds
         try:
-            listed, waiting = feeds.listing()[-_FEEDS:], feeds.waiting()
+            listed, waiting = feeds.listing()[-_MAX_FEEDS:], feeds.waiting()
         except StoreError:
             return {}  # whatever else there is to tell is told all the same
         none = (0, 0)
@@ -102,38 +109,38 @@ class Probe:
             "turngate_feed_waiting_rollouts": [((feed.name,), waiting.get(feed.name, none)[1]) for feed in listed],
         }
 
-    def route(self, others: Others | None = None) -> Route:
+    def route(self, others: CollectOthers | None = None) -> Route:
         """`others`: the numbers of the other workers, None for one that does not answer."""
 
         async def served(request: Request) -> Response:
             try:
-                self._gateway.auth.require_metrics(bearer(request))
+                self._gateway.auth.require_metrics(bearer_key(request))
                 apart = request.query_params.get("by") == "worker"
                 body = await self._text(await others() if others is not None else {}, apart)
             except TurngateError as error:
-                return error_reply(error)
-            return Response(body, headers={"content-type": MEDIA, "cache-control": "no-store"})
+                return error_response(error)
+            return Response(body, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
         return Route("/metrics", served, methods=["GET"])
 
-    async def _text(self, others: dict[int, Snapshot | None], apart: bool) -> bytes:
+    async def _text(self, others: dict[int, MetricsSnapshot | None], apart: bool) -> bytes:
         found = {number: snapshot for number, snapshot in others.items() if snapshot is not None}
         own = await self.own_and_shared(silent=len(others) - len(found))
         if apart:
-            return written(by_worker({self._gateway.place.number: own, **found}))
-        return written([((), together([own, *found.values()]))])
+            return to_prometheus(label_by_worker({self._gateway.shard.number: own, **found}))
+        return to_prometheus([((), merge_snapshots([own, *found.values()]))])
 
 
-def _process(started: float) -> Looked:
+def _process_gauges(started: float) -> Gauges:
     """This process, as Prometheus' own clients tell of theirs. Nothing where there is no /proc."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    looked: Looked = {
+    looked: Gauges = {
         "process_cpu_seconds_total": [((), usage.ru_utime + usage.ru_stime)],
         "process_max_fds": [((), resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         "process_start_time_seconds": [((), started)],
     }
     try:
-        resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
+        resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE_BYTES
         files = sum(1 for _ in Path("/proc/self/fd").iterdir())
     except OSError:
         return looked

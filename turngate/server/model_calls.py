@@ -21,21 +21,21 @@ from turngate.errors import Conflict, Stopping, StoreError, TurngateError
 from turngate.gateway.sessions import Control
 from turngate.gateway.turn import Turns
 from turngate.server.asgi import (
+    ClientDisconnected,
+    DisconnectWatch,
     EventStream,
-    HungUp,
     Receive,
     Scope,
     Send,
-    Watch,
-    headers_of,
-    query_of,
+    parse_headers,
+    parse_query,
     read_body,
     respond,
 )
 from turngate.server.auth import Auth
-from turngate.telemetry.logs import about
-from turngate.telemetry.metrics import Measured, Metrics
-from turngate.telemetry.spans import tracing
+from turngate.telemetry.logs import set_log_context
+from turngate.telemetry.metrics import CallTiming, Metrics
+from turngate.telemetry.spans import current_tracer
 from turngate.trace.session import CallError, Session
 from turngate.trace.signals import read
 from turngate.trace.tree import Trace
@@ -44,7 +44,7 @@ from turngate.types import Alive, Call, Done, ReplyEvent
 log = logging.getLogger("turngate")
 
 
-class Found(msgspec.Struct, frozen=True):
+class RouteMatch(msgspec.Struct, frozen=True):
     """What a path asks for."""
 
     dialect: Dialect
@@ -52,19 +52,21 @@ class Found(msgspec.Struct, frozen=True):
     model: str = ""
 
 
-class Paths:
+class DialectRoutes:
     """The routes of all dialects."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
-        self._plain = {route.path: Found(dialect, route.verb) for dialect, route in routes if "{" not in route.path}
+        self._plain = {
+            route.path: RouteMatch(dialect, route.verb) for dialect, route in routes if "{" not in route.path
+        }
         self._patterns = [
-            (re.compile(re.escape(route.path).replace(r"\{model\}", "(.+)")), Found(dialect, route.verb))
+            (re.compile(re.escape(route.path).replace(r"\{model\}", "(.+)")), RouteMatch(dialect, route.verb))
             for dialect, route in routes
             if "{" in route.path
         ]
 
-    def find(self, path: str) -> Found | None:
+    def find(self, path: str) -> RouteMatch | None:
         found = self._plain.get(path)
         if found is not None:
             return found
@@ -92,7 +94,7 @@ class ModelCalls:
         scope: Scope,
         receive: Receive,
         send: Send,
-        found: Found,
+        found: RouteMatch,
         session_id: str | None = None,
         *,
         prime: bool = False,
@@ -100,47 +102,47 @@ class ModelCalls:
         """One call. `session_id`: the session that the path names, if it names one."""
         dialect = found.dialect
         try:
-            headers, query = headers_of(scope), query_of(scope)
+            headers, query = parse_headers(scope), parse_query(scope)
             key = dialect.key(headers, query)
-            if prime and session_id is not None and self._auth.trusts(key, client_of(scope)):
+            if prime and session_id is not None and self._auth.trusts(key, client_host(scope)):
                 session = self._control.find(session_id)
             else:
                 session = self._auth.session(key, session_id)
-            about(session.id, session.config.metadata)  # this task is of one call, and ends with it
+            set_log_context(session.id, session.config.metadata)  # this task is of one call, and ends with it
             body = await read_body(receive, headers, self._max_body)
-            measured = Measured(time.perf_counter())
+            timing = CallTiming(time.perf_counter())
             wire = Wire(body, headers, query, found.verb, found.model)
             call = self._known_to(session, dialect).decode(wire)
             if session.config.signals:
                 told = read(session.config.signals, headers, call)
                 call = msgspec.structs.replace(call, told=told)
-            with Watch(receive) as watch, _faults_told():
+            with DisconnectWatch(receive) as watch, _InternalErrors():
                 if found.verb == "count":
                     await self._count(session, call, dialect, send, watch)
                 else:
-                    await self._turn(session, call, dialect, send, watch, measured)
+                    await self._turn(session, call, dialect, send, watch, timing)
         except TurngateError as error:
             self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
             await respond_error(send, dialect, error)
-        except HungUp:
+        except ClientDisconnected:
             return
 
     async def _turn(
-        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
     ) -> None:
-        if (spans := tracing()) is not None:
+        if (spans := current_tracer()) is not None:
             model = self._turns.serves(session, call)
-            measured.span = spans.turn(session.id, session.config.metadata, dialect.name, model)
+            timing.span = spans.start_turn(session.id, session.config.metadata, dialect.name, model)
         try:
-            await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, measured)
+            await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, timing)
         except TurngateError as error:
-            if measured.span is not None:
-                measured.span.failed(error.kind)
+            if timing.span is not None:
+                timing.span.set_error(error.kind)
             raise
         finally:
-            self._metrics.served(dialect.name, measured, time.perf_counter())
-            if measured.span is not None:
-                measured.span.end()
+            self._metrics.observe_call(dialect.name, timing, time.perf_counter())
+            if timing.span is not None:
+                timing.span.end()
 
     def _known_to(self, session: Session, dialect: Dialect) -> Known:
         """What the session has sent before in this dialect, so that only what is new has to be read. It leaves memory with the trace."""
@@ -157,7 +159,7 @@ class ModelCalls:
         return known[dialect.name]
 
     async def _collect(
-        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
     ) -> None:
         done: ReplyEvent | None = None
 
@@ -165,21 +167,21 @@ class ModelCalls:
             nonlocal done
             done = events[-1]
 
-        with _cancellation_told(session, watch):
-            await self._turns.take(session, call, keep, measured)
+        with _CancellationReason(session, watch):
+            await self._turns.take(session, call, keep, timing)
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
-                await respond(send, 200, dialect.whole(call, done), _named(dialect))
+                await respond(send, 200, dialect.whole(call, done), _request_id_header(dialect))
 
-    async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch) -> None:
-        with _cancellation_told(session, watch):
-            await respond(send, 200, dialect.count(await self._turns.count(session, call)), _named(dialect))
+    async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch) -> None:
+        with _CancellationReason(session, watch):
+            await respond(send, 200, dialect.count(await self._turns.count(session, call)), _request_id_header(dialect))
 
     async def _stream(
-        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: Watch, measured: Measured
+        self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
     ) -> None:
         encoder = dialect.stream(call)
-        headers = [(b"content-type", encoder.media.encode()), *_named(dialect)]
+        headers = [(b"content-type", encoder.media.encode()), *_request_id_header(dialect)]
 
         async def tell(events: Sequence[ReplyEvent]) -> None:
             data = b"".join([encoder.event(event) for event in events])
@@ -191,24 +193,24 @@ class ModelCalls:
 
         with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s, headers) as stream:
             try:
-                with _cancellation_told(session, watch), _faults_told():
-                    await self._turns.take(session, call, tell, measured)
+                with _CancellationReason(session, watch), _InternalErrors():
+                    await self._turns.take(session, call, tell, timing)
             except TurngateError as error:
                 if not stream.started and not dialect.in_stream(error):
                     raise
                 self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
-                if measured.span is not None:
-                    measured.span.failed(error.kind)
+                if timing.span is not None:
+                    timing.span.set_error(error.kind)
                 await stream.write(encoder.error(error), last=True)
 
-    def _delivering(self, session: Session, done: Done) -> _Delivering:
-        return _Delivering(self._control, session, done)
+    def _delivering(self, session: Session, done: Done) -> _UndeliveredMark:
+        return _UndeliveredMark(self._control, session, done)
 
 
 # Three classes, since every call enters them and generators take several times as long.
 
 
-class _Delivering:
+class _UndeliveredMark:
     """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
 
     def __init__(self, control: Control, session: Session, done: Done) -> None:
@@ -218,26 +220,26 @@ class _Delivering:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, asyncio.CancelledError | HungUp) and self._done.node is not None:
+        if isinstance(error, asyncio.CancelledError | ClientDisconnected) and self._done.node is not None:
             self._control.undelivered(self._session, self._done.node)
 
 
-class _faults_told:  # used like a function
+class _InternalErrors:  # used like a function
     """The last line of defence: a fault of ours must still read as an error in the caller's own format."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TurngateError | HungUp):
+        if isinstance(error, Exception) and not isinstance(error, TurngateError | ClientDisconnected):
             log.error("a model call failed unexpectedly", exc_info=error)
             raise TurngateError("internal error; the gateway's log has the details") from error
 
 
-class _cancellation_told:  # used like a function
+class _CancellationReason:  # used like a function
     """Why this task was cancelled: its caller hung up, or its session was ended, which the caller is told."""
 
-    def __init__(self, session: Session, watch: Watch) -> None:
+    def __init__(self, session: Session, watch: DisconnectWatch) -> None:
         self._session, self._watch = session, watch
 
     def __enter__(self) -> None:
@@ -250,14 +252,14 @@ class _cancellation_told:  # used like a function
         assert task is not None
         task.uncancel()
         if self._watch.gone:
-            raise HungUp from None
+            raise ClientDisconnected from None
         if self._session.ending == "stopping":
             raise Stopping("the gateway is being stopped; repeat this call in a moment") from None
         raise Conflict(f"this session is {self._session.ending}; the call was aborted") from None
 
 
 async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> None:
-    headers = _named(dialect)
+    headers = _request_id_header(dialect)
     if not error.retry_safe:
         headers.append((b"x-should-retry", b"false"))
     if error.status == 429:
@@ -267,11 +269,11 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
     await respond(send, dialect.status(error), dialect.error(error), headers)
 
 
-def _named(dialect: Dialect) -> list[tuple[bytes, bytes]]:
+def _request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
     """The header by which the provider's SDK knows the request."""
     return [(dialect.id_header.encode(), f"req_{os.urandom(12).hex()}".encode())] if dialect.id_header else []
 
 
-def client_of(scope: Scope) -> str:
+def client_host(scope: Scope) -> str:
     client = scope.get("client")
     return client[0] if client else ""

@@ -20,47 +20,47 @@ from turngate.config import ServeConfig
 from turngate.engines.base import Engine
 from turngate.errors import ConfigError, Stopping
 from turngate.render import Certificate, Renderer
-from turngate.server.app import Gateway, speaks
+from turngate.server.app import Gateway, dialect_of
 from turngate.server.asgi import App, Receive, Scope, Send
-from turngate.server.bind import allow_many_connections, announcement, listen, noted, url_of
+from turngate.server.bind import local_url, open_listener, publish_address, raise_file_limit, startup_message
 from turngate.server.model_calls import respond_error
-from turngate.telemetry.spans import begin, end, wanted
+from turngate.telemetry.spans import is_enabled, start_tracing, stop_tracing
 
 log = logging.getLogger("turngate")
 
 
 def run(config: ServeConfig) -> None:
-    with traced(config):
+    with trace_spans(config):
         _run(config)
 
 
 def _run(config: ServeConfig) -> None:
     gateway = Gateway(config)
     try:
-        listener = listen(config)
+        listener = open_listener(config)
     except ConfigError:
         gateway.store.close()
         raise
-    settle_memory()
-    allow_many_connections()
+    tune_garbage_collector()
+    raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(gateway, Server(settings(gateway), gateway), listener))
+        runner.run(_serve(gateway, GatewayServer(uvicorn_config(gateway), gateway), listener))
 
 
 @contextmanager
-def traced(config: ServeConfig) -> Iterator[None]:
+def trace_spans(config: ServeConfig) -> Iterator[None]:
     """Spans, where they are wanted, for as long as the block runs."""
-    if not wanted(config.spans):
+    if not is_enabled(config.spans):
         yield
         return
-    begin("turngate-gateway")
+    start_tracing("turngate-gateway")
     try:
         yield
     finally:
-        end()
+        stop_tracing()
 
 
-class Address(msgspec.Struct, frozen=True):
+class GatewayAddress(msgspec.Struct, frozen=True):
     """Where a running gateway is reached, and who may command it."""
 
     url: str
@@ -68,36 +68,36 @@ class Address(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def embedded(
+async def run_embedded(
     config: ServeConfig,
     *,
     engine: Engine | None = None,
     renderer: tuple[Renderer, Certificate] | None = None,
     around: Callable[[App], App] = lambda app: app,
-) -> AsyncIterator[Address]:
+) -> AsyncIterator[GatewayAddress]:
     """A gateway that lives in this process, beside whatever else it does: for `turngate run`. `around` may listen to what passes."""
     gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
-        listener = listen(config)
+        listener = open_listener(config)
     except ConfigError:
         gateway.store.close()
         raise
-    server = _Embedded(settings(around(gateway)), gateway)
+    server = _EmbeddedServer(uvicorn_config(around(gateway)), gateway)
     serving = asyncio.create_task(_serve(gateway, server, listener, announce=False))
     try:
         while not server.started:
             if serving.done():
                 serving.result()
             await asyncio.sleep(0.01)
-        yield Address(url_of(listener), gateway.admin_key)
+        yield GatewayAddress(local_url(listener), gateway.admin_key)
     finally:
         server.should_exit = True
         await serving
 
 
-def settings(app: App) -> uvicorn.Config:
+def uvicorn_config(app: App) -> uvicorn.Config:
     return uvicorn.Config(
-        guarded(app),
+        answer_when_stopping(app),
         http="httptools",
         lifespan="off",
         access_log=False,
@@ -110,7 +110,7 @@ def settings(app: App) -> uvicorn.Config:
     )
 
 
-def guarded(app: App) -> App:
+def answer_when_stopping(app: App) -> App:
     """The same, but whoever is still served when the time to stop is up is told so in the caller's own format. uvicorn's own reply
     to that is a bare 500, which looks as if no gateway were here at all."""
 
@@ -122,14 +122,14 @@ def guarded(app: App) -> App:
                 raise
             try:
                 wrong = Stopping("the gateway is being stopped; repeat this call in a moment")
-                await respond_error(send, speaks(Request(scope)), wrong)
+                await respond_error(send, dialect_of(Request(scope)), wrong)
             except RuntimeError:  # a reply has begun, and is broken off: that is how its caller learns of it
                 raise asyncio.CancelledError from None
 
     return served
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """Ends calls in flight itself when told to stop, so that what they sampled is recorded and their agents are told."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class _Embedded(Server):
+class _EmbeddedServer(GatewayServer):
     """Leaves signals to its host."""
 
     @contextmanager
@@ -164,22 +164,22 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
         await gateway.start()
         with ExitStack() as stack:
             if announce:
-                log.info("%s", announcement(gateway.config, listener))
-                announce_renderer(gateway)
-                stack.enter_context(noted(Path(gateway.config.data), listener))
+                log.info("%s", startup_message(gateway.config, listener))
+                log_renderer(gateway)
+                stack.enter_context(publish_address(Path(gateway.config.data), listener))
             await server.serve(sockets=[listener])
     finally:
         await gateway.stop()
 
 
-def settle_memory() -> None:
+def tune_garbage_collector() -> None:
     """Take the vocabulary out of the garbage collector's sight: half a million objects that never die, walked again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
-def announce_renderer(gateway: Gateway) -> None:
+def log_renderer(gateway: Gateway) -> None:
     renderer = gateway.renderer
     if renderer is not None and gateway.certificate is not None:
         verdict = (

@@ -25,7 +25,7 @@ from turngate.errors import BadRequest, Conflict, EngineError, EngineTimeout, St
 from turngate.gateway.fence import Pause
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
-from turngate.server.http import body, reply, route
+from turngate.server.http import decode_body, json_response, route
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
@@ -480,18 +480,18 @@ class FenceRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def fence(self, request: Request) -> Response:
-        return reply(await self._updates.stands())
+        return json_response(await self._updates.stands())
 
     async def pause(self, request: Request) -> Response:
-        wanted = await body(request, PauseBody)
-        return reply(await self._updates.pause(wanted.mode, wanted.limit_s))
+        wanted = await decode_body(request, PauseBody)
+        return json_response(await self._updates.pause(wanted.mode, wanted.limit_s))
 
     async def resume(self, request: Request) -> Response:
-        wanted = await body(request, ResumeBody)
-        return reply(await self._updates.resume(wanted.version, wanted.model))
+        wanted = await decode_body(request, ResumeBody)
+        return json_response(await self._updates.resume(wanted.version, wanted.model))
 
     async def show(self, request: Request) -> Response:
-        return reply(await self._updates.show())
+        return json_response(await self._updates.show())
 
     async def load(self, request: Request) -> Response:
-        return reply(await self._updates.load(await body(request, WeightsBody)))
+        return json_response(await self._updates.load(await decode_body(request, WeightsBody)))

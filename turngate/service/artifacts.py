@@ -9,7 +9,7 @@ from pathlib import Path
 
 from turngate.rollout.collect import spelled
 from turngate.service.truncation import Cut
-from turngate.telemetry.logs import clean, hidden
+from turngate.telemetry.logs import redact, redact_known
 
 _LOOKED_AT = 20_000  # files of a working folder
 _LOGS = 5  # of the agent's own, the newest
@@ -99,7 +99,7 @@ def _text(path: Path, most: int) -> tuple[str, int, int] | None:
             return None
         data = data[: error.start]
         text = data.decode()
-    text = hidden(text)  # before it is cut: half a secret is not known again
+    text = redact_known(text)  # before it is cut: half a secret is not known again
     beyond = text[most:] if most else ""
     return text[: len(text) - len(beyond)], min(size, size - len(data) + len(beyond.encode())), size
 
@@ -125,7 +125,7 @@ def tail(path: Path, field: str, cut: Cut, most: int) -> str:
             start = max(0, size - 4 * most) if most else 0
             file.seek(start)
             # A byte that is no text is one character here, so that what is cut off can be counted.
-            text = clean(file.read().decode("utf-8", "surrogateescape"))
+            text = redact(file.read().decode("utf-8", "surrogateescape"))
     except OSError:
         return ""
     if start:

@@ -21,7 +21,7 @@ import msgspec
 
 from turngate.agents.spec import Dialect
 from turngate.common.validation import suggestion
-from turngate.config import OBSERVED, EngineKind, ServeConfig
+from turngate.config import OBSERVED_ENGINES, EngineKind, ServeConfig
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server.auth import given_key
@@ -171,7 +171,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tokenizer = self.tokenizer
         if engine == "gate" and not tokenizer:
             tokenizer = self.model_folder or str(BUILTIN_TOKENIZER)
-        captures = OBSERVED.get(engine, ())
+        captures = OBSERVED_ENGINES.get(engine, ())
         return ServeConfig(
             host="127.0.0.1",
             port=0,
@@ -184,7 +184,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             script=self.script if engine == "scripted" else "",
             capture=self.capture if self.capture in captures else "auto",
             model=self.served,
-            tokenizer="" if engine in OBSERVED else tokenizer,
+            tokenizer="" if engine in OBSERVED_ENGINES else tokenizer,
             family=self.family,
             max_context=self.max_context,
         ).check()
@@ -327,7 +327,7 @@ def _view(entry: Endpoint) -> EndpointView:
     capture = "tokens"
     if entry.default == "observe":
         engine = entry.kind.observe or ""
-        levels = OBSERVED.get(engine, ("auto",))
+        levels = OBSERVED_ENGINES.get(engine, ("auto",))
         capture = entry.capture if entry.capture in levels else "auto"
         capture = "text" if levels[1:] == ("text",) else capture
     elif entry.default == "direct":

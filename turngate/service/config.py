@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from turngate.common.validation import explain
-from turngate.config import read
+from turngate.common.validation import explain_error
+from turngate.config import read_toml
 from turngate.errors import ConfigError
 from turngate.sandboxes import BACKENDS
 from turngate.sandboxes.base import Network, Resources
@@ -78,7 +78,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def load(file: Path | None, overrides: dict[str, Any] | None = None) -> ServiceConfig:
     """The file's settings with the overrides that are not None laid over them."""
-    values = read(file)
+    values = read_toml(file)
     values.update({name: value for name, value in (overrides or {}).items() if value is not None})
     for key, entry in values.get("endpoints", {}).items():
         if isinstance(entry, dict) and (wrong := {"key", "api_key", "token"} & set(entry)):
@@ -90,5 +90,5 @@ def load(file: Path | None, overrides: dict[str, Any] | None = None) -> ServiceC
     try:
         return msgspec.convert(values, ServiceConfig).check()
     except msgspec.ValidationError as error:
-        message, field = explain(error, ServiceConfig, "setting")
+        message, field = explain_error(error, ServiceConfig, "setting")
         raise ConfigError(message, param=field) from None

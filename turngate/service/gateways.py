@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 
 from turngate.client.gateway import GatewayClient, admin_key_given
-from turngate.config import OBSERVED, ServeConfig
+from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.engines.base import Engine
 from turngate.engines.gate import Gate
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
 from turngate.rollout.connection import WayOut
 from turngate.server.auth import given_key
-from turngate.server.run import embedded
+from turngate.server.run import run_embedded
 from turngate.service.catalog import OWN, Choice
 from turngate.service.config import ServiceConfig
 
@@ -146,8 +146,8 @@ class Gateways:
             engine = None
         if engine is None and config.engine == "local":
             engine = await asyncio.to_thread(_local, config)
-        renderer = None if config.engine in OBSERVED else await asyncio.to_thread(_renderer, config)
-        address = await stack.enter_async_context(embedded(config, engine=engine, renderer=renderer))
+        renderer = None if config.engine in OBSERVED_ENGINES else await asyncio.to_thread(_renderer, config)
+        address = await stack.enter_async_context(run_embedded(config, engine=engine, renderer=renderer))
         return await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
 
     async def close(self) -> None:

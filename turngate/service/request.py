@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from turngate.common.validation import explain
+from turngate.common.validation import explain_error
 from turngate.errors import BadRequest
 from turngate.tasks.task import Task
 from turngate.types import Json
@@ -192,7 +192,7 @@ def read(values: Mapping[str, Json], kind: type[T]) -> T:
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
-        message, field = explain(error, kind, "argument")
+        message, field = explain_error(error, kind, "argument")
         raise BadRequest(message, param=field) from None
 
 

@@ -26,7 +26,7 @@ class Journal:
         """Returns when the turn is durable; raises StoreError if it cannot be."""
         began = time.perf_counter()
         await self._durable(turn)
-        self._took.add(time.perf_counter() - began)
+        self._took.observe(time.perf_counter() - began)
 
     async def _durable(self, turn: NewTurn) -> None:
         if self._store.durability == "process":

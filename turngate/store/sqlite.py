@@ -21,7 +21,7 @@ from typing import IO, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from turngate.common.sharding import ALONE, Place
+from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import ConfigError, StoreError
 from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, also
 from turngate.store.feeds import FEED_TABLES, FeedLog
@@ -111,11 +111,11 @@ class NewTurn(msgspec.Struct, frozen=True):
 class Store:
     """The database. Every method is synchronous and short; a method that writes is one transaction."""
 
-    def __init__(self, folder: Path, durability: Durability = "process", place: Place = ALONE) -> None:
+    def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
         self.path = folder / "turngate.db"
         self.durability = durability
         # Of several workers none has the folder for itself (their front has), so they take turns at writing.
-        shared = place.workers > 1
+        shared = shard.workers > 1
         self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock(folder)  # noqa: SIM115
         self._shared = shared
         try:
@@ -143,7 +143,7 @@ class Store:
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
         self._checkpoints: threading.Thread | None = None
-        if place.number == 0:  # one for all workers
+        if shard.number == 0:  # one for all workers
             self._checkpoints = threading.Thread(
                 target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
             )

@@ -1,8 +1,7 @@
-"""Log lines: as text for people, or as JSON for machines, with what they are about and without any secret.
+"""Log lines, as text or JSON, with the session they belong to and without secrets.
 
-`begun` is for whoever owns the process: a command, or a worker. `about` says whose work goes on from here in this task (a
-model call's, a rollout's), so that a line written anywhere below carries the session, the rollout and the group. `keep_out` is the last
-line of defence: nothing should ever write a key into a line, and if something does, it is not in the line.
+A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task, so that
+every line logged below it carries the session, rollout and group. No code should log a key; redaction is the last line of defence.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ import msgspec
 from turngate.types import Json
 
 Format = Literal["text", "json"]
-HIDDEN = "[secret]"
-_SHORTEST = 8  # of what is kept out: something shorter is in every other word
-# What we give out: the secret of a session, and an admin key.
-_OURS = re.compile(r"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])", re.ASCII)
-# What a header or a URL would carry, whoever gave it out.
-_CARRIED = re.compile(r"(?i)(\b(?:bearer|x-api-key:?|x-goog-api-key:?|api[-_]?key[=:])\s*)[\w.~+/=-]{8,}")
-# A user, or a user and a password, which may hold a slash though it should not.
-_IN_URL = re.compile(r"""(\w+://)(?:[^\s/@"'<>,]+|[^\s/@:"'<>,]+:[^\s@"'<>,]+)@""")
-_about: ContextVar[tuple[str, Mapping[str, Json]]] = ContextVar("turngate_about", default=("", {}))
-_kept_out: set[str] = set()
+REDACTED = "[secret]"
+_MIN_SECRET_CHARS = 8  # shorter secrets are not redacted: they would match ordinary words
+# Keys that Turngate issues: session secrets and admin keys.
+_OWN_SECRETS = re.compile(r"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])", re.ASCII)
+# Keys in headers and URLs, from any issuer.
+_KEY_AFTER_NAME = re.compile(r"(?i)(\b(?:bearer|x-api-key:?|x-goog-api-key:?|api[-_]?key[=:])\s*)[\w.~+/=-]{8,}")
+# A user name, or a user name and password, in a URL. The password may contain a slash, though it should not.
+_URL_CREDENTIALS = re.compile(r"""(\w+://)(?:[^\s/@"'<>,]+|[^\s/@:"'<>,]+:[^\s@"'<>,]+)@""")
+_context: ContextVar[tuple[str, Mapping[str, Json]]] = ContextVar("turngate_about", default=("", {}))
+_secrets: set[str] = set()
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One line of JSON. What is not known is left out."""
+class LogLine(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One JSON log line. Unknown fields are omitted."""
 
     time: str  # UTC
     level: str
@@ -45,124 +44,124 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     rollout: str = ""
     group: str = ""
     worker: int | None = None
-    error: str = ""  # the exception's class and words
+    error: str = ""  # the exception's class and message
     traceback: str = ""
 
 
-def about(session: str, facts: Mapping[str, Json]) -> None:
-    """From here on, in this task and those it starts. `facts`: the session's metadata, of which `rollout` and `group` are told."""
-    _about.set((session, facts))
+def set_log_context(session: str, metadata: Mapping[str, Json]) -> None:
+    """Attach a session to log lines of this task and the tasks it starts. `metadata` supplies `rollout` and `group`."""
+    _context.set((session, metadata))
 
 
 @contextmanager
-def within(session: str, facts: Mapping[str, Json]) -> Iterator[None]:
-    """The same, for as long as the block runs."""
-    before = _about.set((session, facts))
+def log_context(session: str, metadata: Mapping[str, Json]) -> Iterator[None]:
+    """Attach a session to log lines within the block."""
+    token = _context.set((session, metadata))
     try:
         yield
     finally:
-        _about.reset(before)
+        _context.reset(token)
 
 
-def keep_out(*secrets: str) -> None:
-    """These never appear in a line."""
-    _kept_out.update(secret for secret in secrets if len(secret) >= _SHORTEST)
+def register_secrets(*secrets: str) -> None:
+    """Redact these strings from all log lines."""
+    _secrets.update(secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS)
 
 
-def hidden(text: str) -> str:
-    """The same without what is known to be a secret: keys that were read, and what we give out. For what agents left, too."""
-    for secret in _kept_out:
+def redact_known(text: str) -> str:
+    """Redact registered secrets and keys that Turngate issues."""
+    for secret in _secrets:
         if secret in text:
-            text = text.replace(secret, HIDDEN)
-    return _OURS.sub(HIDDEN, text)
+            text = text.replace(secret, REDACTED)
+    return _OWN_SECRETS.sub(REDACTED, text)
 
 
-def clean(text: str) -> str:
-    """The same without whatever looks like a secret."""
-    text = hidden(text)
-    text = _CARRIED.sub(rf"\1{HIDDEN}", text)
-    return _IN_URL.sub(rf"\1{HIDDEN}@", text)
+def redact(text: str) -> str:
+    """Redact known secrets and everything that looks like one."""
+    text = redact_known(text)
+    text = _KEY_AFTER_NAME.sub(rf"\1{REDACTED}", text)
+    return _URL_CREDENTIALS.sub(rf"\1{REDACTED}@", text)
 
 
 @contextmanager
-def begun(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> Iterator[None]:
-    """All lines go to standard error in this format, for as long as the block runs. `level`: of our own; of others, warnings."""
-    handler = Lines(sys.stderr)
-    handler.setFormatter(JsonLines(worker) if format == "json" else TextLines(worker))
-    root, ours = logging.getLogger(), logging.getLogger("turngate")
-    before = root.level, ours.level
+def log_to_stderr(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> Iterator[None]:
+    """Log to standard error within the block. `level` applies to Turngate's loggers; other libraries log warnings only."""
+    handler = SafeStreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(worker) if format == "json" else TextFormatter(worker))
+    root, own = logging.getLogger(), logging.getLogger("turngate")
+    levels = root.level, own.level
     root.addHandler(handler)
     root.setLevel(max(level, logging.WARNING))
-    ours.setLevel(level)
+    own.setLevel(level)
     try:
         yield
     finally:
         root.removeHandler(handler)
-        root.setLevel(before[0])
-        ours.setLevel(before[1])
+        root.setLevel(levels[0])
+        own.setLevel(levels[1])
 
 
-class Lines(logging.StreamHandler[TextIO]):
-    """Where a line cannot be written, that is all that is said: by itself `logging` would print its words and values as they are."""
+class SafeStreamHandler(logging.StreamHandler[TextIO]):
+    """Reports a line that cannot be written without its content. `logging` itself would print message and values unredacted."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        failed = type(sys.exc_info()[1]).__name__
-        said = f"a line from {record.filename}:{record.lineno} could not be written: {failed}"
-        told = logging.LogRecord(record.name, logging.ERROR, record.pathname, record.lineno, said, None, None)
-        with suppress(OSError, ValueError):  # nobody reads them any more
-            self.stream.write(self.format(told) + self.terminator)
+        error = type(sys.exc_info()[1]).__name__
+        message = f"a line from {record.filename}:{record.lineno} could not be written: {error}"
+        report = logging.LogRecord(record.name, logging.ERROR, record.pathname, record.lineno, message, None, None)
+        with suppress(OSError, ValueError):  # standard error is closed
+            self.stream.write(self.format(report) + self.terminator)
             self.flush()
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     def __init__(self, worker: int | None = None) -> None:
         super().__init__("%(asctime)s %(message)s" if worker is None else f"%(asctime)s worker {worker}: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         record = copy.copy(record)
-        record.msg, record.args = _said(record), None
-        return _writable(clean(super().format(record)))
+        record.msg, record.args = _message(record), None
+        return _encodable(redact(super().format(record)))
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     def __init__(self, worker: int | None = None) -> None:
         super().__init__()
         self._worker = worker
 
     def format(self, record: logging.LogRecord) -> str:
-        session, facts = _about.get()
-        failed = record.exc_info[1] if record.exc_info else None
-        line = Line(
+        session, metadata = _context.get()
+        error = record.exc_info[1] if record.exc_info else None
+        line = LogLine(
             time=f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             level=record.levelname.lower(),
             logger=record.name,
-            message=_writable(clean(_said(record))),
-            session=_writable(session),
-            rollout=_name(facts, "rollout"),
-            group=_name(facts, "group"),
+            message=_encodable(redact(_message(record))),
+            session=_encodable(session),
+            rollout=_metadata_text(metadata, "rollout"),
+            group=_metadata_text(metadata, "group"),
             worker=self._worker,
-            error="" if failed is None else _writable(clean(f"{type(failed).__name__}: {failed}")),
-            traceback=_writable(clean(self.formatException(record.exc_info)))
-            if record.exc_info and failed is not None
+            error="" if error is None else _encodable(redact(f"{type(error).__name__}: {error}")),
+            traceback=_encodable(redact(self.formatException(record.exc_info)))
+            if record.exc_info and error is not None
             else "",
         )
         return msgspec.json.encode(line).decode()
 
 
-def _said(record: logging.LogRecord) -> str:
-    """Words that do not fit their values are told as they are: a line that cannot be written would be lost."""
+def _message(record: logging.LogRecord) -> str:
+    """Format a record's message. If the arguments do not match the format string, append them, so that the line is not lost."""
     try:
         return record.getMessage()
     except (TypeError, ValueError, KeyError):
         values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
-        return " ".join(map(str, (record.msg, *values)))  # as they are, since quoted a secret is another one
+        return " ".join(map(str, (record.msg, *values)))  # unquoted, so that secrets are still recognized
 
 
-def _writable(text: str) -> str:
-    """Names of files and what others send may hold halves of characters, which no file takes."""
+def _encodable(text: str) -> str:
+    """Escape lone surrogates, which file names and foreign input may contain."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _name(facts: Mapping[str, Json], field: str) -> str:
-    value = facts.get(field)
-    return _writable(clean(value)) if isinstance(value, str) else ""
+def _metadata_text(metadata: Mapping[str, Json], field: str) -> str:
+    value = metadata.get(field)
+    return _encodable(redact(value)) if isinstance(value, str) else ""

@@ -1,17 +1,17 @@
-"""OpenTelemetry spans of rollouts, their stages, turns and engine calls. Off, and nothing of it imported, unless it was switched on.
+"""OpenTelemetry spans of rollouts, stages, turns and engine calls. Off by default; OpenTelemetry is imported only when they are on.
 
-    rollout                     by the runner
+    rollout                     recorded by the runner
       stage sandbox …
-      invoke_agent NAME         the run, from the session's opening to its sealing; the gateway learns of it when the session is opened
+      invoke_agent NAME         the agent's run, from opening the session to sealing it
         stage session, launch, agent, seal …
-        chat MODEL              a turn, by the gateway
-          text_completion MODEL the engine's part of it
+        chat MODEL              a turn, recorded by the gateway
+          text_completion MODEL the engine call
 
-The trace context goes from the runner to the gateway in the header of the call that opens a session, and never through the agent. Names
-follow OpenTelemetry's conventions for generative AI where they have one; ours begin with `turngate.`. No prompt, no answer, no task's
-text, no key and no URL is ever in a span.
+The runner passes the trace context to the gateway in a header of the call that opens the session, never through the agent. Attribute
+names follow OpenTelemetry's conventions for generative AI; our own begin with `turngate.`. Spans never contain prompts, replies, task
+texts, keys or URLs.
 
-`begin` is called by whoever owns the process, `tracing` by those who have something to tell. Needs `pip install 'turngate[otel]'`.
+A process calls `start_tracing` once, and `current_tracer` wherever it records spans. Needs `pip install 'turngate[otel]'`.
 """
 
 from __future__ import annotations
@@ -35,51 +35,53 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turngate")
 TRACEPARENT = "traceparent"
-_LAST_S = 10.0  # for what is left when the process ends
+_FLUSH_S = 10.0  # to send the last spans when the process ends
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-# What the conventions call providers that we call otherwise.
+_TRACEPARENT_FORMAT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+# Providers whose name in the conventions differs from ours.
 _PROVIDERS = {"gemini": "gcp.gemini", "responses": "openai"}
-_MODEL = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)  # a name; anything else could be whatever an agent wants to be read
-_OPERATIONS = {"gemini": "generate_content"}  # by dialect; all others chat
-_current: Spans | None = None
+_MODEL_NAME = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)  # anything else could be text of the agent's choice
+_OPERATIONS = {"gemini": "generate_content"}  # by dialect; default: chat
+_current: RolloutTracer | None = None
 
 
-def tracing() -> Spans | None:
-    """Where spans are told; None: they are off."""
+def current_tracer() -> RolloutTracer | None:
+    """Return the tracer of this process, or None if spans are off."""
     return _current
 
 
-def wanted(asked: bool) -> bool:
-    """Whether somebody asked for spans, or the environment says where to send them."""
-    switched_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    return not switched_off and (asked or any(os.environ.get(name) for name in _ENDPOINTS))
+def is_enabled(requested: bool) -> bool:
+    """Return whether spans are on: requested, or configured by OpenTelemetry's environment variables."""
+    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    return not disabled and (requested or any(os.environ.get(name) for name in _ENDPOINTS))
 
 
-def begin(service: str, exporter: SpanExporter | None = None) -> Spans:
-    """Spans of this process are told from now on; to where the environment says (OTLP over HTTP), or to `exporter` as they end."""
+def start_tracing(service: str, exporter: SpanExporter | None = None) -> RolloutTracer:
+    """Record spans of this process. Send them to the endpoint that the environment names (OTLP over HTTP), or to `exporter`."""
     global _current
     try:
-        _current = Spans(service, exporter)
+        _current = RolloutTracer(service, exporter)
     except ModuleNotFoundError as error:
         raise ConfigError(f"spans: {error.name} is missing: pip install 'turngate[otel]'", param="spans") from None
     return _current
 
 
-def end() -> None:
-    """What is still to be sent is; then spans are off."""
+def stop_tracing() -> None:
+    """Send the remaining spans, and stop recording."""
     global _current
     if _current is not None:
-        spans, _current = _current, None
-        spans.close()
+        tracer, _current = _current, None
+        tracer.close()
 
 
-def parent_of(text: str) -> str:
-    """A `traceparent` header, if it is one."""
-    return text if _PARENT.fullmatch(text) else ""
+def parse_traceparent(text: str) -> str:
+    """Return a `traceparent` header if it is valid, else an empty string."""
+    return text if _TRACEPARENT_FORMAT.fullmatch(text) else ""
 
 
-class Spans:
+class RolloutTracer:
+    """Starts the spans of rollouts and turns."""
+
     def __init__(self, service: str, exporter: SpanExporter | None = None) -> None:
         from opentelemetry import trace
         from opentelemetry.context import Context
@@ -89,30 +91,30 @@ class Spans:
 
         from turngate import __version__
 
-        named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
-        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-        sends: SpanProcessor
+        attributes = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": service}
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        processor: SpanProcessor
         if exporter is None:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-            sends = BatchSpanProcessor(OTLPSpanExporter())
+            processor = BatchSpanProcessor(OTLPSpanExporter())
         else:
-            sends = SimpleSpanProcessor(exporter)
-        self._provider.add_span_processor(sends)
+            processor = SimpleSpanProcessor(exporter)
+        self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("turngate", __version__)
         self._trace = trace
-        self.empty = Context()  # so that whatever else the process traces is no parent of ours
+        self.empty = Context()  # so that other spans of the process are not parents of ours
 
     def close(self) -> None:
-        """Sends what is left, for ten seconds at most where nobody takes it: the SDK itself waits for longer than it is told to."""
+        """Send the remaining spans, for at most ten seconds. The SDK's own time limit is not reliable."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
-        sending.join(_LAST_S)
+        sending.join(_FLUSH_S)
         if sending.is_alive():
-            log.warning("spans: the last ones were not taken within %g s, and are lost", _LAST_S)
+            log.warning("spans: the last ones were not sent within %g s, and are lost", _FLUSH_S)
 
-    def rollout(self, rollout: str, group: str, task: str, agent: str, sandbox: str, attempt: int) -> Span:
-        return self._begun(
+    def start_rollout(self, rollout: str, group: str, task: str, agent: str, sandbox: str, attempt: int) -> Span:
+        return self._start_child(
             "rollout",
             None,
             {
@@ -125,14 +127,14 @@ class Spans:
             },
         )
 
-    def turn(self, session: str, facts: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """`facts`: the session's metadata, in which its parent was noted when it was opened. `model` may be an agent's own word."""
-        model = model if _MODEL.fullmatch(model) else ""
-        told = facts.get(TRACEPARENT)
+    def start_turn(self, session: str, metadata: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
+        """Start the span of a turn. The session's metadata holds its parent. `model` may be the agent's choice of text."""
+        model = model if _MODEL_NAME.fullmatch(model) else ""
+        parent = metadata.get(TRACEPARENT)
         operation = _OPERATIONS.get(dialect, "chat")
         span = self._start(
             f"{operation} {model}".strip(),
-            self._remote(told) if isinstance(told, str) else None,
+            self._remote_context(parent) if isinstance(parent, str) else None,
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "turngate",
@@ -144,12 +146,12 @@ class Spans:
         )
         return TurnSpan(self, span, model)
 
-    def _remote(self, traceparent: str) -> Context | None:
+    def _remote_context(self, traceparent: str) -> Context | None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         return TraceContextTextMapPropagator().extract({TRACEPARENT: traceparent}, self.empty)
 
-    def _begun(self, name: str, parent: Span | None, attributes: Mapping[str, AttributeValue]) -> Span:
+    def _start_child(self, name: str, parent: Span | None, attributes: Mapping[str, AttributeValue]) -> Span:
         return Span(self, self._start(name, None if parent is None else parent.context, attributes))
 
     def _start(
@@ -168,36 +170,36 @@ class Spans:
 
 
 class Span:
-    """One that was begun. Ending it twice is fine."""
+    """A started span. Ending it twice is allowed."""
 
-    def __init__(self, spans: Spans, span: OtelSpan) -> None:
-        self._spans = spans
+    def __init__(self, tracer: RolloutTracer, span: OtelSpan) -> None:
+        self._tracer = tracer
         self._span = span
 
     @property
     def context(self) -> Context:
         from opentelemetry.trace import set_span_in_context
 
-        return set_span_in_context(self._span, self._spans.empty)
+        return set_span_in_context(self._span, self._tracer.empty)
 
     @property
     def traceparent(self) -> str:
-        """As a header has it."""
-        of = self._span.get_span_context()
-        return f"00-{of.trace_id:032x}-{of.span_id:016x}-{of.trace_flags:02x}"
+        """The span as the value of a `traceparent` header."""
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    def inside(self, name: str, attributes: Mapping[str, AttributeValue]) -> Span:
-        return self._spans._begun(name, self, attributes)
+    def start_child(self, name: str, attributes: Mapping[str, AttributeValue]) -> Span:
+        return self._tracer._start_child(name, self, attributes)
 
-    def note(self, attributes: Mapping[str, AttributeValue | None]) -> None:
+    def set_attributes(self, attributes: Mapping[str, AttributeValue | None]) -> None:
         for name, value in attributes.items():
             if value is not None:
                 self._span.set_attribute(name, value)
 
-    def failed(self, kind: str) -> None:
-        """By the error's kind alone: its words may quote what an engine or an agent said."""
+    def set_error(self, kind: str) -> None:
+        """Mark the span as failed. The error's message stays out: it may quote the engine or the agent."""
         self._span.set_attribute("error.type", kind)
-        self._span.set_status(self._spans._trace.Status(self._spans._trace.StatusCode.ERROR))
+        self._span.set_status(self._tracer._trace.Status(self._tracer._trace.StatusCode.ERROR))
 
     def end(self) -> None:
         if self._span.is_recording():
@@ -205,11 +207,11 @@ class Span:
 
 
 class TurnSpan(Span):
-    def __init__(self, spans: Spans, span: OtelSpan, model: str) -> None:
-        super().__init__(spans, span)
+    def __init__(self, tracer: RolloutTracer, span: OtelSpan, model: str) -> None:
+        super().__init__(tracer, span)
         self._model = model
 
-    def engine(self, engine: str, sampling: Sampling, max_tokens: int | None) -> EngineSpan:
+    def start_engine_call(self, engine: str, sampling: Sampling, max_tokens: int | None) -> EngineSpan:
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": _PROVIDERS.get(engine, engine),
@@ -220,11 +222,11 @@ class TurnSpan(Span):
         attributes |= {"gen_ai.request.max_tokens": max_tokens} if max_tokens is not None else {}
         attributes |= {"gen_ai.request.seed": sampling.seed} if sampling.seed is not None else {}
         name = f"text_completion {self._model}".strip()
-        span = self._spans._start(name, self.context, attributes, self._spans._trace.SpanKind.CLIENT)
-        return EngineSpan(self._spans, span)
+        span = self._tracer._start(name, self.context, attributes, self._tracer._trace.SpanKind.CLIENT)
+        return EngineSpan(self._tracer, span)
 
-    def recorded(self, node: int, finish: str, prompt: int, sampled: int, version: int) -> None:
-        self.note(
+    def set_result(self, node: int, finish: str, prompt: int, sampled: int, version: int) -> None:
+        self.set_attributes(
             {
                 "gen_ai.response.finish_reasons": (finish,),
                 "gen_ai.usage.input_tokens": prompt,
@@ -236,8 +238,8 @@ class TurnSpan(Span):
 
 
 class EngineSpan(Span):
-    def over(self, finish: str, prompt: int, sampled: int) -> None:
-        self.note(
+    def finish(self, finish: str, prompt: int, sampled: int) -> None:
+        self.set_attributes(
             {
                 "gen_ai.response.finish_reasons": (finish,),
                 "gen_ai.usage.input_tokens": prompt,

@@ -17,7 +17,7 @@ import orjson
 from turngate.errors import NotFound
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
-from turngate.telemetry.logs import hidden
+from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import roles
 from turngate.trace.sample import Policy, Sample, samples
 from turngate.trace.session import Session
@@ -88,7 +88,7 @@ class Looks:
 def read(store: Store, session_id: str) -> Shown:
     row = store.find(session_id)
     if row is None:
-        raise NotFound(f"there is no session {hidden(session_id)!r}")
+        raise NotFound(f"there is no session {redact_known(session_id)!r}")
     # In this order: where others write meanwhile, there is a text for every node.
     session = store.load(row)
     return Shown(session, store.messages(row.key), store.preambles(row.key))

@@ -44,7 +44,7 @@ from turngate.engines.base import Engine, Generate
 from turngate.engines.local import LocalEngine, Model, load, save
 from turngate.engines.scripted import Scripted, Turn
 from turngate.render import load as load_renderer
-from turngate.server.run import Address, embedded
+from turngate.server.run import GatewayAddress, run_embedded
 from turngate.trainers.export import Choices, Wanted, export
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 
@@ -81,9 +81,9 @@ class Gateway:
     def __init__(self, model: Path, data: Path, engine: Engine) -> None:
         self._thread = LoopThread("gateway")
         config = ServeConfig(data=str(data), port=0, model=NAME, tokenizer=str(model), max_context=CONTEXT).check()
-        self._running = embedded(config, engine=engine)
+        self._running = run_embedded(config, engine=engine)
 
-    def __enter__(self) -> Address:
+    def __enter__(self) -> GatewayAddress:
         self._thread.start()
         return self._thread.run(self._running.__aenter__())
 
@@ -220,13 +220,15 @@ async def trained(given: argparse.Namespace, model: Path, network: Model, out: P
         save(network, out / "model", model)
 
 
-async def held_out(given: argparse.Namespace, address: Address, out: Path, name: str, temperature: float = 1.0) -> None:
+async def held_out(
+    given: argparse.Namespace, address: GatewayAddress, out: Path, name: str, temperature: float = 1.0
+) -> None:
     orders = _orders(given, address, "held_out", given.held_out, 1, out / name)
     came = await rolled(msgspec.structs.replace(orders, temperature=temperature))
     note(out, **{name: msgspec.to_builtins(came)})
 
 
-async def learn(given: argparse.Namespace, address: Address, engine: LocalEngine, out: Path) -> None:
+async def learn(given: argparse.Namespace, address: GatewayAddress, engine: LocalEngine, out: Path) -> None:
     orders = _orders(given, address, "training", given.steps * given.groups + 50, given.n, out / "grpo")
     began, cpu = time.monotonic(), threads()
     steps: list[Step] = []
@@ -296,7 +298,7 @@ def _mean(steps: list[Step]) -> dict[str, float]:
     }
 
 
-def _orders(given: argparse.Namespace, address: Address, which: str, count: int, n: int, folder: Path) -> Orders:
+def _orders(given: argparse.Namespace, address: GatewayAddress, which: str, count: int, n: int, folder: Path) -> Orders:
     return Orders(
         url=address.url,
         key=address.admin_key,

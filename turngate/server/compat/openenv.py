@@ -23,7 +23,7 @@ from starlette.routing import Route
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
-from turngate.server.http import body, reply, route, whole_number, written
+from turngate.server.http import decode_body, encoded_response, int_param, json_response, route
 from turngate.trace.sample import Sample
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
@@ -39,13 +39,13 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "presence_penalty": (0.0,),
     "repetition_penalty": (1.0,),
 }
-_EVALUATED = ("temperature", "top_p", "top_k")
-_ENGINE = ("llm_url", "api_key", "auth_header", "provider")  # that a session may choose there
-_MOST = 2**31 - 1  # what engines, and others who count, can take
-_MARK = "openenv"  # in the metadata of sessions that were opened here
+_EVAL_SAMPLING = ("temperature", "top_p", "top_k")
+_ENGINE_FIELDS = ("llm_url", "api_key", "auth_header", "provider")  # that a session may choose there
+_MAX_INT = 2**31 - 1  # what engines, and others who count, can take
+_METADATA_KEY = "openenv"  # in the metadata of sessions that were opened here
 
 
-class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
     """The body of `POST /sessions`. Fields that are not known are left alone, as the original does."""
 
     session_id: str | None = None
@@ -54,14 +54,14 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose = "auto"
     sampling: dict[str, float] | None = None
     eval_sampling: dict[str, float] | None = None
-    max_model_calls: Annotated[int, msgspec.Meta(ge=0, le=_MOST)] = 0
+    max_model_calls: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT)] = 0
     llm_url: str | None = None
     api_key: str | None = None
     auth_header: str | None = None
     provider: str | None = None
 
 
-class OpenEnv:
+class OpenEnvRoutes:
     def __init__(self, control: Control, auth: Auth) -> None:
         self._control = control
         self._auth = auth
@@ -78,8 +78,8 @@ class OpenEnv:
         ]
 
     async def open(self, request: Request) -> Response:
-        wanted = await body(request, OpenSession)
-        for name in _ENGINE:
+        wanted = await decode_body(request, OpenEnvSessionBody)
+        for name in _ENGINE_FIELDS:
             if getattr(wanted, name) and (name, getattr(wanted, name)) != ("auth_header", "Authorization"):
                 raise BadRequest(
                     f"{name}: the engine is chosen when the gateway is started (--engine, --engine-url), not by a session",
@@ -92,17 +92,17 @@ class OpenEnv:
             model=wanted.model or "",
             mode=mode,
             limits=Limits(turns=wanted.max_model_calls or None),
-            sampling=_sampling(wanted),
+            sampling=_parse_sampling(wanted),
             # An evaluation samples as the agent asks for; what that biases is recorded.
             bias="record" if wanted.purpose == "eval" else "neutral",
-            metadata={**(wanted.metadata or {}), _MARK: {"purpose": wanted.purpose}},
+            metadata={**(wanted.metadata or {}), _METADATA_KEY: {"purpose": wanted.purpose}},
         )
         session, secret = self._control.open(config, wanted.session_id or None)
-        return reply(
+        return json_response(
             {
                 "session_id": secret,
                 "id": session.id,
-                **_kind(session),
+                **_capture_kind(session),
                 "max_model_calls": wanted.max_model_calls,
                 "llm_url": None,
                 "model": wanted.model or None,
@@ -110,12 +110,12 @@ class OpenEnv:
         )
 
     async def listing(self, request: Request) -> Response:
-        limit = whole_number(request, "limit", 100) or 100
-        before = whole_number(request, "before")
+        limit = int_param(request, "limit", 100) or 100
+        before = int_param(request, "before")
         listed = self._control.listing(before=before, limit=min(limit, 1000))
         shapes = await self._control.looks.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
-        opened_here = [row for row in listed if _MARK in row["config"].metadata]
-        return reply({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})
+        opened_here = [row for row in listed if _METADATA_KEY in row["config"].metadata]
+        return json_response({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})
 
     async def show(self, request: Request) -> Response:
         name = self._named(request)
@@ -125,37 +125,37 @@ class OpenEnv:
             session = shown.session
             told = {
                 "session_id": session.id,
-                **_use(live, session.last_used),
+                **_usage(live, session.last_used),
                 "status": session.status,
                 "stop": session.stop,
-                **_stats(_viewed(shown)),
+                **_tree_stats(_trace_view(shown)),
             }
             return as_json(told)
 
-        return written(await self._control.looks.at(name, made))
+        return encoded_response(await self._control.looks.at(name, made))
 
     async def rollout(self, request: Request) -> Response:
         name = self._named(request)
         query = request.query_params
-        discarded, messages = _yes(query.get("include_discarded")), _yes(query.get("include_messages"))
+        discarded, messages = _is_true(query.get("include_discarded")), _is_true(query.get("include_messages"))
         live = self._control.live(name)
         limits_met = 0 if live is None else len(live.limits_told)
-        return written(
+        return encoded_response(
             await self._control.looks.at(
-                name, lambda shown: _document(shown, limits_met, discarded=discarded, messages=messages)
+                name, lambda shown: _encode_rollout(shown, limits_met, discarded=discarded, messages=messages)
             )
         )
 
     async def trace_entries(self, request: Request) -> Response:
-        return written(await self._control.looks.at(self._named(request), _entries))
+        return encoded_response(await self._control.looks.at(self._named(request), _encode_entries))
 
     async def delete(self, request: Request) -> Response:
         """Ends it and removes all that was recorded. Twice is fine."""
         try:
             await self._control.delete(self._named(request))
         except NotFound:
-            return reply({"deleted": False})
-        return reply({"deleted": True})
+            return json_response({"deleted": False})
+        return json_response({"deleted": True})
 
     def _named(self, request: Request) -> str:
         """The id of a session that is named by its secret, as its client knows it, or by its id."""
@@ -163,33 +163,33 @@ class OpenEnv:
         return self._control.id_of_secret(name) or name
 
     def _summary(self, row: Mapping[str, Json], shape: tuple[int, int]) -> dict[str, Json]:
-        metadata = {name: value for name, value in row["config"].metadata.items() if name != _MARK}
+        metadata = {name: value for name, value in row["config"].metadata.items() if name != _METADATA_KEY}
         return {
             **metadata,
             "session_id": row["id"],
             "turns": shape[0],
             "roots": shape[1],
-            **_use(self._control.live(row["id"]), row["closed"] or row["opened"]),
+            **_usage(self._control.live(row["id"]), row["closed"] or row["opened"]),
         }
 
 
-def _use(live: Session | None, last_used: float) -> dict[str, Json]:
+def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
     """`upstream_errors`: whether the newest call failed; the rest is in the events."""
     used = last_used if live is None else live.last_used
     failed = live is not None and live.last_error is not None
     return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
 
 
-def _viewed(shown: Shown) -> Viewed:
+def _trace_view(shown: Shown) -> Viewed:
     view = shown.trace()
     nodes = [msgspec.json.decode(as_json(node)) for node in view.pop("nodes")]
     return read({**msgspec.json.decode(as_json(view)), "nodes": nodes})
 
 
-def _entries(shown: Shown) -> bytes:
-    if _kind(shown.session)["rollout_type"] == "eval":
+def _encode_entries(shown: Shown) -> bytes:
+    if _capture_kind(shown.session)["rollout_type"] == "eval":
         raise Conflict("this is an evaluation: it has a trace (/rollout), but nothing that may be trained")
-    viewed = _viewed(shown)
+    viewed = _trace_view(shown)
     entries = []
     for one in viewed.turns:
         turn = _training_turn(viewed, one)
@@ -245,26 +245,26 @@ def _training_turn(viewed: Viewed, turn: ViewedTurn) -> dict[str, Json]:
     }
 
 
-def _kind(session: Session) -> dict[str, str]:
+def _capture_kind(session: Session) -> dict[str, str]:
     """What can be done with what is recorded."""
     seen = {turn.info.capture for turn in session.trace.turns()}
     if session.config.mode != "observe":
         level: Capture = "tokens"
     else:  # an endpoint gives what it gives
         level = next((level for level in ("text", "logprobs", "tokens") if level in seen), "text")
-    purpose = session.config.metadata.get(_MARK, {}).get("purpose", "auto")
+    purpose = session.config.metadata.get(_METADATA_KEY, {}).get("purpose", "auto")
     return {"capture_level": level, "rollout_type": "train" if level == "tokens" and purpose != "eval" else "eval"}
 
 
-def _sampling(wanted: OpenSession) -> dict[str, Json]:
+def _parse_sampling(wanted: OpenEnvSessionBody) -> dict[str, Json]:
     """The session's sampling. For training only the temperature can be chosen: everything else biases what is sampled."""
     if wanted.eval_sampling and wanted.purpose != "eval":
         raise BadRequest("eval_sampling: needs purpose 'eval'", param="eval_sampling")
     if wanted.purpose == "eval":
         if wanted.sampling is not None:
             raise BadRequest("sampling: is for training; an evaluation takes eval_sampling", param="sampling")
-        return _known("eval_sampling", wanted.eval_sampling or {}, _EVALUATED)
-    given = _known("sampling", wanted.sampling or {}, ("temperature", *_NEUTRAL))
+        return _check_sampling("eval_sampling", wanted.eval_sampling or {}, _EVAL_SAMPLING)
+    given = _check_sampling("sampling", wanted.sampling or {}, ("temperature", *_NEUTRAL))
     if given and not given.get("temperature"):
         raise BadRequest("sampling.temperature: has to be above 0 for training", param="sampling.temperature")
     for name, neutral in _NEUTRAL.items():
@@ -273,37 +273,39 @@ def _sampling(wanted: OpenSession) -> dict[str, Json]:
     return given
 
 
-def _known(field: str, given: dict[str, float], names: tuple[str, ...]) -> dict[str, Any]:
+def _check_sampling(field: str, given: dict[str, float], names: tuple[str, ...]) -> dict[str, Any]:
     if unknown := sorted(set(given) - set(names)):
         raise BadRequest(f"{field}.{unknown[0]}: is not one of {', '.join(names)}", param=f"{field}.{unknown[0]}")
     top_k = given.get("top_k", 0)
-    if not -1 <= top_k <= _MOST or top_k != int(top_k):
-        raise BadRequest(f"{field}.top_k: {top_k:g} is not a whole number from -1 to {_MOST}", param=f"{field}.top_k")
+    if not -1 <= top_k <= _MAX_INT or top_k != int(top_k):
+        raise BadRequest(
+            f"{field}.top_k: {top_k:g} is not a whole number from -1 to {_MAX_INT}", param=f"{field}.top_k"
+        )
     return {**given, **({"top_k": max(0, int(top_k))} if "top_k" in given else {})}  # -1 is how they spell off
 
 
-def _yes(text: str | None) -> bool:
+def _is_true(text: str | None) -> bool:
     return (text or "").lower() in ("1", "true", "yes", "on")
 
 
 # ── the rollout as one document ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _document(shown: Shown, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
-    session, viewed, rows = shown.session, _viewed(shown), shown.samples(keep_empty=True)
-    kind = _kind(session)
+def _encode_rollout(shown: Shown, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
+    session, viewed, rows = shown.session, _trace_view(shown), shown.samples(keep_empty=True)
+    kind = _capture_kind(session)
     trains = kind["rollout_type"] == "train"
     by_id = {turn.id: turn for turn in viewed.turns}
-    sequences = [_sequence(row, by_id, trains) for row in rows]
+    sequences = [_sequence_json(row, by_id, trains) for row in rows]
     kept = [row for row in sequences if discarded or row["role"] != "discarded"]
     trained = [row for row in kept if row["trainable"]]
     document = {
         "session_id": session.id,
-        "metadata": {name: value for name, value in session.config.metadata.items() if name != _MARK},
+        "metadata": {name: value for name, value in session.config.metadata.items() if name != _METADATA_KEY},
         "budget_stop_count": limits_met,
-        "turns": [piece(_told(viewed, turn, index, messages)) for index, turn in enumerate(viewed.turns)],
+        "turns": [piece(_turn_json(viewed, turn, index, messages)) for index, turn in enumerate(viewed.turns)],
         "stats": {
-            **_stats(viewed),
+            **_tree_stats(viewed),
             "n_sequences": len(kept),
             "n_trainable_sequences": len(trained),
             "n_trainable_tokens": sum(row["n_trainable"] for row in trained),
@@ -316,7 +318,7 @@ def _document(shown: Shown, limits_met: int, *, discarded: bool, messages: bool)
     return as_json(document)
 
 
-def _sequence(row: Sample, by_id: dict[int, ViewedTurn], trains: bool) -> dict[str, Json]:
+def _sequence_json(row: Sample, by_id: dict[int, ViewedTurn], trains: bool) -> dict[str, Json]:
     """A branch. In this format a position without a log-probability has 0.0 and a 0 in the mask, so that the mask alone decides."""
     turns = [by_id[span.node] for span in row.spans]
     mask = row.mask & trains
@@ -341,7 +343,7 @@ def _sequence(row: Sample, by_id: dict[int, ViewedTurn], trains: bool) -> dict[s
     }
 
 
-def _told(viewed: Viewed, turn: ViewedTurn, index: int, messages: bool) -> dict[str, Json]:
+def _turn_json(viewed: Viewed, turn: ViewedTurn, index: int, messages: bool) -> dict[str, Json]:
     context = viewed.contexts[turn.parent]
     return {
         "node_id": str(turn.id),
@@ -368,7 +370,7 @@ def _told(viewed: Viewed, turn: ViewedTurn, index: int, messages: bool) -> dict[
     }
 
 
-def _stats(viewed: Viewed) -> dict[str, int]:
+def _tree_stats(viewed: Viewed) -> dict[str, int]:
     """The shape of the tree, counted as there: over calls, so that two answers to one question are a fork."""
     before = [viewed.contexts[turn.parent].parent for turn in viewed.turns]
     children: dict[int, int] = {}

@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turngate.common.validation import explain
+from turngate.common.validation import explain_error
 from turngate.dialects import Chat, recorded
 from turngate.dialects.chat import wire_message
 from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
-from turngate.server.http import Endpoint, body, error_reply, reply, written
+from turngate.server.http import Endpoint, decode_body, encoded_response, error_response, json_response
 from turngate.trace.roles import TurnRole, roles
 from turngate.trace.sample import untrainable
 from turngate.trace.session import Session, SessionConfig
@@ -35,14 +35,14 @@ PREFIX = "/v1/rollouts/"
 _chat = Chat()
 
 
-class Register(msgspec.Struct, frozen=True):
+class RegisterBody(msgspec.Struct, frozen=True):
     model: str
     sampling_params: dict[str, Any] = {}
     max_turns: int = -1
     max_seq_len: int | None = None
 
 
-class Prime:
+class PrimeRoutes:
     def __init__(self, control: Control, auth: Auth) -> None:
         self._control = control
         self._auth = auth
@@ -64,18 +64,18 @@ class Prime:
                     self._auth.require_admin(key)
                 return await endpoint(request)
             except TurngateError as error:
-                return error_reply(error)
+                return error_response(error)
 
         return Route(path_, guarded, methods=[method])
 
     async def register(self, request: Request) -> Response:
-        wanted = await body(request, Register, wrong=Unprocessable)
+        wanted = await decode_body(request, RegisterBody, wrong=Unprocessable)
         config = SessionConfig(
             model=wanted.model,
             mode=self._control.default_mode,
             limits=Limits(turns=None if wanted.max_turns < 0 else wanted.max_turns, context_tokens=wanted.max_seq_len),
-            sampling=_sampling(wanted.sampling_params),
-            max_tokens=_max_tokens(wanted.sampling_params),
+            sampling=_parse_sampling(wanted.sampling_params),
+            max_tokens=_parse_max_tokens(wanted.sampling_params),
             metadata={"prime": msgspec.to_builtins(wanted)},
             at_limit="conflict",
         )
@@ -83,7 +83,7 @@ class Prime:
             session, secret = self._control.open(config, request.path_params["id"])
         except BadRequest as error:
             raise Unprocessable(error.message, param=error.param) from None
-        return reply(
+        return json_response(
             {
                 "rollout_id": session.id,
                 "status": "active",
@@ -95,22 +95,22 @@ class Prime:
         )
 
     async def trajectory(self, request: Request) -> Response:
-        return written(await self._control.looks.at(request.path_params["id"], _trajectory))
+        return encoded_response(await self._control.looks.at(request.path_params["id"], _encode_trajectory))
 
     async def cancel(self, request: Request) -> Response:
         session = self._control.find(request.path_params["id"])
         # A rollout that came to its end stays completed.
-        end = self._control.seal if status(session) == "completed" else self._control.cancel
+        end = self._control.seal if rollout_status(session) == "completed" else self._control.cancel
         session = await end(session.id)
-        return reply({"rollout_id": session.id, "status": status(session)})
+        return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
     async def unregister(self, request: Request) -> Response:
         """Ends the rollout; its trace stays until the session is deleted. Twice is fine."""
         session = await self._control.seal(request.path_params["id"], "unregistered")
-        return reply({"rollout_id": session.id, "status": status(session)})
+        return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
 
-def status(session: Session) -> str:
+def rollout_status(session: Session) -> str:
     if session.status == "cancelled":
         return "cancelled"
     limits = session.config.limits
@@ -118,9 +118,9 @@ def status(session: Session) -> str:
     return "completed" if done else "active"
 
 
-def _trajectory(shown: Shown) -> bytes:
+def _encode_trajectory(shown: Shown) -> bytes:
     session = shown.session
-    said = {node.id: _said(node, shown.texts[node.id]) for node in session.trace.nodes}
+    said = {node.id: _node_messages(node, shown.texts[node.id]) for node in session.trace.nodes}
     turns = _main_turns(session)
     first, last = (path(turns[0][0]), path(turns[-1][0])) if turns else ([], [])
     prompt = [message for node in first[:-1] for message in said[node.id]]
@@ -128,7 +128,7 @@ def _trajectory(shown: Shown) -> bytes:
     return as_json(
         {
             "rollout_id": session.id,
-            "status": status(session),
+            "status": rollout_status(session),
             "num_turns": len(turns),
             "model": session.config.model,
             "prompt": prompt,
@@ -139,7 +139,7 @@ def _trajectory(shown: Shown) -> bytes:
     )
 
 
-def _sampling(params: dict[str, Any]) -> dict[str, Json]:
+def _parse_sampling(params: dict[str, Any]) -> dict[str, Json]:
     """Registered sampling wins over the agent's. Names that are not about sampling are vLLM's affair or ours."""
     known = {field.name for field in msgspec.structs.fields(Sampling)}
     found = {name: value for name, value in params.items() if name in known and value is not None}
@@ -148,11 +148,11 @@ def _sampling(params: dict[str, Any]) -> dict[str, Json]:
     try:
         msgspec.convert(found, Sampling)
     except msgspec.ValidationError as error:
-        raise Unprocessable(f"sampling_params.{explain(error, Sampling)[0]}", param="sampling_params") from None
+        raise Unprocessable(f"sampling_params.{explain_error(error, Sampling)[0]}", param="sampling_params") from None
     return found
 
 
-def _max_tokens(params: dict[str, Any]) -> int | None:
+def _parse_max_tokens(params: dict[str, Any]) -> int | None:
     value = params.get("max_tokens", params.get("max_completion_tokens"))
     if value is not None and (not isinstance(value, int) or value < 1):
         raise Unprocessable(
@@ -199,16 +199,16 @@ def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], 
     }
 
 
-def _said(node: Node, text: bytes) -> list[msgspec.Raw]:
+def _node_messages(node: Node, text: bytes) -> list[msgspec.Raw]:
     """What a node stands for, in OpenAI's form; what a context added as it came where it came so."""
     if isinstance(node, Sampled):
-        return [piece(_wire(orjson.loads(text)))]
+        return [piece(_to_wire(orjson.loads(text)))]
     if node.info.dialect == _chat.name:
         return [piece(message) for message in orjson.loads(text)]
     return [piece(wire_message(message)) for message in recorded(node.info.dialect, text)]
 
 
-def _wire(stored: Json) -> Json:
+def _to_wire(stored: Json) -> Json:
     """A stored message in OpenAI's form."""
     message = msgspec.convert(stored, Message)
     wire: dict[str, Json] = {"role": message.role, "content": message.content or None}

@@ -28,7 +28,7 @@ _TYPES = {
     ".png": "image/png",
     ".ico": "image/x-icon",
 }
-SHIELD = {
+SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -37,22 +37,22 @@ SHIELD = {
     "cross-origin-opener-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-_SHIELD = [(name.encode(), value.encode()) for name, value in SHIELD.items()]
-_KEPT_NOWHERE = (b"cache-control", b"no-store")
+_RAW_SECURITY_HEADERS = [(name.encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+_NO_STORE = (b"cache-control", b"no-store")
 
 
-class File(msgspec.Struct, frozen=True):
+class StaticFile(msgspec.Struct, frozen=True):
     content: bytes
     type: str
     etag: str
 
 
-class Files:
+class StaticFiles:
     """Every file that there is, by its path: nothing else is ever served, however it is asked for."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._files = {
-            path.relative_to(folder).as_posix(): _file(path)
+            path.relative_to(folder).as_posix(): _load_file(path)
             for path in sorted(folder.rglob("*"))
             if path.suffix in _TYPES and path.is_file()
         }
@@ -70,23 +70,26 @@ class Files:
         return Response(file.content, media_type=file.type, headers=headers)
 
 
-def _file(path: Path) -> File:
+def _load_file(path: Path) -> StaticFile:
     content = path.read_bytes()
-    return File(content, _TYPES[path.suffix], f'"{sha256(content).hexdigest()[:32]}"')
+    return StaticFile(content, _TYPES[path.suffix], f'"{sha256(content).hexdigest()[:32]}"')
 
 
-def is_page(path: str) -> bool:
+def is_page_path(path: str) -> bool:
     return path == "/page" or path.startswith("/page/")
 
 
-def shielded(send: Send) -> Send:
+def add_security_headers(send: Send) -> Send:
     """The same, with these headers on whatever is sent, errors of others too."""
 
     async def wrapped(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
             there = {name.lower() for name, _ in headers}
-            message["headers"] = [*headers, *(one for one in (*_SHIELD, _KEPT_NOWHERE) if one[0] not in there)]
+            message["headers"] = [
+                *headers,
+                *(one for one in (*_RAW_SECURITY_HEADERS, _NO_STORE) if one[0] not in there),
+            ]
         await send(message)
 
     return wrapped

@@ -27,18 +27,18 @@ from turngate.server.auth import Auth
 from turngate.store.sqlite import Store
 
 COOKIE = "turngate_page"
-ASKED = "x-turngate-page"  # a header that no form and no other site's script can send unasked
-LASTS_S = 12 * 3600.0
-_TRIES = 8  # wrong keys of one caller
-_WITHIN_S = 60.0
-_CALLERS = 4096  # that are remembered
+PAGE_HEADER = "x-turngate-page"  # a header that no form and no other site's script can send unasked
+COOKIE_LIFETIME_S = 12 * 3600.0
+_MAX_TRIES = 8  # wrong keys of one caller
+_TRIES_WINDOW_S = 60.0
+_MAX_CALLERS = 4096  # that are remembered
 _LOGGED_OUT = "page_logged_out"  # settings: JSON, ends by hash
 _END = struct.Struct(">d")
-_RANDOM = 24
-_MAC = 32
+_RANDOM_BYTES = 24
+_MAC_BYTES = 32
 
 
-class Login:
+class PageLogin:
     def __init__(self, admin_key: str, auth: Auth, store: Store) -> None:
         self._auth = auth
         self._store = store
@@ -53,18 +53,18 @@ class Login:
         if not self._auth.is_admin(key):
             self._refuse(caller, now)
         self._wrong.pop(caller, None)
-        end = now + LASTS_S
-        body = _END.pack(end) + secrets.token_bytes(_RANDOM)
-        return _spelled(body + self._mac(body)), end
+        end = now + COOKIE_LIFETIME_S
+        body = _END.pack(end) + secrets.token_bytes(_RANDOM_BYTES)
+        return _encode(body + self._mac(body)), end
 
     def _refuse(self, caller: str, now: float) -> NoReturn:
         tries = self._wrong.setdefault(caller, deque())
-        while tries and tries[0] < now - _WITHIN_S:
+        while tries and tries[0] < now - _TRIES_WINDOW_S:
             tries.popleft()
-        while len(self._wrong) > _CALLERS:
+        while len(self._wrong) > _MAX_CALLERS:
             del self._wrong[next(iter(self._wrong))]
-        if len(tries) >= _TRIES:
-            wait = tries[0] + _WITHIN_S - now
+        if len(tries) >= _MAX_TRIES:
+            wait = tries[0] + _TRIES_WINDOW_S - now
             raise TooMany(f"too many wrong keys; try again in {wait:.0f} seconds", wait_s=wait)
         tries.append(now)
         raise Unauthorized("key: this is not the admin key", param="key")
@@ -107,25 +107,26 @@ class Login:
             raw = base64.urlsafe_b64decode(token.encode("ascii") + b"=" * (-len(token) % 4))
         except (binascii.Error, UnicodeEncodeError, ValueError):
             return None
-        if len(raw) != _END.size + _RANDOM + _MAC:
+        if len(raw) != _END.size + _RANDOM_BYTES + _MAC_BYTES:
             return None
-        if _spelled(raw) != token:  # the decoder takes many spellings for one; we wrote but one
+        if _encode(raw) != token:  # the decoder takes many spellings for one; we wrote but one
             return None
-        body, mac = raw[:-_MAC], raw[-_MAC:]
+        body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(body)):
             return None
         (end,) = _END.unpack_from(body)
-        return (raw, float(end)) if time.time() < end <= time.time() + LASTS_S else None
+        return (raw, float(end)) if time.time() < end <= time.time() + COOKIE_LIFETIME_S else None
 
     def _mac(self, body: bytes) -> bytes:
         return hmac.digest(self._key, body, "sha256")
 
 
-def require_own_page(request: Request) -> None:
+def require_same_origin(request: Request) -> None:
     """What changes something is asked for by our own page: a header of its own, and nothing that speaks of another site."""
-    if not request.headers.get(ASKED):
+    if not request.headers.get(PAGE_HEADER):
         raise Forbidden(
-            f"{ASKED}: this header is missing; the page sends it with whatever changes something", param=ASKED
+            f"{PAGE_HEADER}: this header is missing; the page sends it with whatever changes something",
+            param=PAGE_HEADER,
         )
     site = request.headers.get("sec-fetch-site")
     if site is not None:
@@ -137,7 +138,7 @@ def require_own_page(request: Request) -> None:
         raise Forbidden(f"origin: {origin[:200]!r} is another site; only the page itself may ask for this")
 
 
-def give(response: Response, request: Request, token: str, seconds: float) -> Response:
+def set_login_cookie(response: Response, request: Request, token: str, seconds: float) -> Response:
     """The cookie; `seconds` 0 takes it away. Over TLS it is never sent without."""
     secure = (
         request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").split(",")[0].strip() == "https"
@@ -148,7 +149,7 @@ def give(response: Response, request: Request, token: str, seconds: float) -> Re
     return response
 
 
-def _spelled(raw: bytes) -> str:
+def _encode(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 

@@ -21,16 +21,16 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from turngate import __version__
-from turngate.common.sharding import Place
+from turngate.common.sharding import Shard
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TooMany, TurngateError
 from turngate.gateway.events import OF_A_BATCH
 from turngate.gateway.sessions import Control
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
-from turngate.server.http import body, error_reply, read_cursor, reply, whole_number, written
-from turngate.server.web.files import Files
-from turngate.server.web.login import LASTS_S, Login, give, require_own_page
-from turngate.server.web.view_cache import FORMATS, Looks, drifted
+from turngate.server.http import decode_body, encoded_response, error_response, int_param, json_response, read_cursor
+from turngate.server.web.files import StaticFiles
+from turngate.server.web.login import COOKIE_LIFETIME_S, PageLogin, require_same_origin, set_login_cookie
+from turngate.server.web.view_cache import FORMATS, ViewCache, summarize_drift
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import advantages
@@ -67,17 +67,17 @@ class Page:
         *,
         admin_key: str,
         model: str,
-        place: Place,
+        shard: Shard,
         tokenizer: Tokenizer | None,
     ) -> None:
         self._control = control
         self._store = store
         self._model = model
-        self._place = place
+        self._shard = shard
         self._apart = Apart(store, "page")
-        self._looks = Looks(tokenizer)
-        self._files = Files()
-        self.login = Login(admin_key, auth, store)
+        self._looks = ViewCache(tokenizer)
+        self._files = StaticFiles()
+        self.login = PageLogin(admin_key, auth, store)
         self._streams = 0
 
     def close(self) -> None:
@@ -118,12 +118,12 @@ class Page:
         async def guarded(request: Request) -> Response:
             try:
                 if method == "POST":
-                    require_own_page(request)
+                    require_same_origin(request)
                 if known:
                     self.login.require(request)
                 return await endpoint(request)
             except TurngateError as error:
-                response = error_reply(error)
+                response = error_response(error)
                 if isinstance(error, TooMany):
                     response.headers["retry-after"] = str(int(error.wait_s) + 1)
                 return response
@@ -139,22 +139,22 @@ class Page:
     # ── in and out ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def enter(self, request: Request) -> Response:
-        wanted = await body(request, LoginBody)
+        wanted = await decode_body(request, LoginBody)
         token, end = self.login.enter(request, wanted.key)
-        return give(reply({"expires": end}), request, token, LASTS_S)
+        return set_login_cookie(json_response({"expires": end}), request, token, COOKIE_LIFETIME_S)
 
     async def leave(self, request: Request) -> Response:
         self.login.leave(request)
-        return give(reply({}), request, "", 0)
+        return set_login_cookie(json_response({}), request, "", 0)
 
     async def me(self, request: Request) -> Response:
-        return reply({"expires": self.login.require(request)})
+        return json_response({"expires": self.login.require(request)})
 
     # ── all of them ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def overview(self, request: Request) -> Response:
         sums = await self._apart.run(self._looks.overview.sums)
-        return reply({**sums, "turngate": __version__, "gateway": self._gateway()})
+        return json_response({**sums, "turngate": __version__, "gateway": self._gateway()})
 
     def _gateway(self) -> dict[str, Json]:
         return {
@@ -162,7 +162,7 @@ class Page:
             "modes": self._control.modes,
             "version": self._control.version,
             "paused": self._control.is_paused,
-            "workers": self._place.workers,
+            "workers": self._shard.workers,
         }
 
     async def rollouts(self, request: Request) -> Response:
@@ -192,11 +192,11 @@ class Page:
         for session, key in members:
             facts = await self._apart.run(partial(self._looks.facts, session=session, key=key))
             found.append({"id": session, **facts})
-        return reply(drifted(name, found))
+        return json_response(summarize_drift(name, found))
 
     async def training(self, request: Request) -> Response:
         prefix = request.query_params.get("group", "")
-        buckets = min(max(whole_number(request, "buckets", 120) or 120, 1), 500)
+        buckets = min(max(int_param(request, "buckets", 120) or 120, 1), 500)
         return await self._made(lambda store: self._looks.overview.training(store, prefix, buckets))
 
     async def failures(self, request: Request) -> Response:
@@ -204,7 +204,7 @@ class Page:
         return await self._made(lambda store: self._looks.overview.failures(store, prefix))
 
     async def _made(self, make: Callable[[Store], Json]) -> Response:
-        return written(await self._apart.run(lambda store: as_json(make(store))))
+        return encoded_response(await self._apart.run(lambda store: as_json(make(store))))
 
     # ── one of them ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -218,17 +218,17 @@ class Page:
         return await self._closely(request, lambda close: close.tree())
 
     async def messages(self, request: Request) -> Response:
-        after = whole_number(request, "after", 0) or 0
-        limit = min(max(whole_number(request, "limit", 50) or 50, 1), 200)
-        branch, only = whole_number(request, "branch"), whole_number(request, "node")
+        after = int_param(request, "after", 0) or 0
+        limit = min(max(int_param(request, "limit", 50) or 50, 1), 200)
+        branch, only = int_param(request, "branch"), int_param(request, "node")
         return await self._closely(
             request, lambda close: close.messages(after=after, limit=limit, branch=branch, only=only)
         )
 
     async def tokens(self, request: Request) -> Response:
-        node, branch = whole_number(request, "node"), whole_number(request, "branch")
-        token = whole_number(request, "token", 0) or 0
-        limit = min(max(whole_number(request, "limit", 4000) or 4000, 1), 20_000)
+        node, branch = int_param(request, "node"), int_param(request, "branch")
+        token = int_param(request, "token", 0) or 0
+        limit = min(max(int_param(request, "limit", 4000) or 4000, 1), 20_000)
         return await self._closely(
             request, lambda close: close.tokens(node=node, token=token, limit=limit, branch=branch)
         )
@@ -244,7 +244,7 @@ class Page:
             ]  # one by one: a long call into C keeps the interpreter from everybody
             return as_json({**told, "nodes": nodes, "cursor": cursor})
 
-        return written(await self._apart.run(made))
+        return encoded_response(await self._apart.run(made))
 
     # ── as it happens ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -359,8 +359,8 @@ class Page:
             silent = (
                 "nobody runs this batch now; it is asked for, and taken up when the batch is run again on its folder"
             )
-            return reply({"asked": True, "taken": None, "message": silent})
-        return reply({"asked": True, "taken": answer["taken"], "message": answer["message"]})
+            return json_response({"asked": True, "taken": None, "message": silent})
+        return json_response({"asked": True, "taken": answer["taken"], "message": answer["message"]})
 
     def _answer(self, stream: str, asked: int) -> dict[str, Json] | None:
         found = (event.data for event in self._control.events.page(stream, asked) if event.kind == "note")
@@ -442,8 +442,8 @@ def _wanted(request: Request, sort: str) -> Wanted:
         mode=any_of("mode"),
         text=query.get("q", "")[:1000].casefold(),
         sort=query.get("sort") or sort,
-        offset=whole_number(request, "offset", 0) or 0,
-        limit=min(max(whole_number(request, "limit", 50) or 50, 1), _MOST),
+        offset=int_param(request, "offset", 0) or 0,
+        limit=min(max(int_param(request, "limit", 50) or 50, 1), _MOST),
     )
 
 

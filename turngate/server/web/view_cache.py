@@ -22,14 +22,14 @@ from turngate.views.rollout_index import DONE, Row
 from turngate.views.session import Shown, as_json, read
 
 FORMATS = ("rows", "trace", "messages")
-_LOOKED_AT = 4  # rollouts that are kept in memory as they were read
-_FACTS = 4096  # ended rollouts whose facts are kept
-_LOG = 16_000  # characters
-_CALLS = 200  # of host tools
+_MAX_ROLLOUTS = 4  # rollouts that are kept in memory as they were read
+_MAX_FACTS = 4096  # ended rollouts whose facts are kept
+_LOG_CHARS = 16_000  # characters
+_MAX_TOOL_CALLS = 200  # of host tools
 _ENTROPY = "mean of -log-probability over the sampled tokens whose log-probability is known: an estimate of the policy's entropy"
 
 
-class Looks:
+class ViewCache:
     """Of one data folder."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -43,7 +43,7 @@ class Looks:
     def close(self, store: Store, session: str) -> tuple[Close, int]:
         """A rollout as it is now, and the cursor of what is known. One whose session is not open yet, or never was, is empty."""
         row, key, cursor = self.overview.rollout(store, session)
-        return self._looked_at(store, session, key) if key else _nothing(row), cursor
+        return self._looked_at(store, session, key) if key else _empty_view(row), cursor
 
     def _looked_at(self, store: Store, session: str, key: int) -> Close:
         with store.at_once():
@@ -56,7 +56,7 @@ class Looks:
             shown = read(store, session)
         close = Close(shown, self._tokenizer(store, shown.session.vocabulary)[0])
         self._close[session] = (state, close)
-        while len(self._close) > _LOOKED_AT:
+        while len(self._close) > _MAX_ROLLOUTS:
             self._close.popitem(last=False)
         return close
 
@@ -69,7 +69,7 @@ class Looks:
         if self._other is None or self._other[0] != vocabulary:
             folder = store.setting(f"tokenizer:{vocabulary}")
             try:
-                found = read_with(Path(folder)) if folder else None
+                found = load_decoder(Path(folder)) if folder else None
                 why = "" if found is not None else "the tokenizer that it was recorded with is not known here"
             except ConfigError as error:
                 found, why = None, f"the tokenizer that it was recorded with cannot be read: {error.message}"
@@ -88,9 +88,9 @@ class Looks:
             stored = store.find_key(key) if key else None
         except StoreError as error:  # whatever else is known of it is told all the same
             stored, damaged = None, error.message
-        outcome = _outcome(store, key) if key else None
+        outcome = _read_outcome(store, key) if key else None
         data = outcome.data if outcome is not None and isinstance(outcome.data, dict) else {}
-        totals, unreadable = _nothing(row).totals(), "nothing was recorded of it"
+        totals, unreadable = _empty_view(row).totals(), "nothing was recorded of it"
         if key:
             unreadable = self._tokenizer(store, stored.vocabulary if stored is not None else "")[1]
             try:
@@ -101,12 +101,14 @@ class Looks:
         return {
             "rollout": row,
             "cursor": cursor,
-            "config": None if stored is None else _settings(stored.config),
+            "config": None if stored is None else _config_to_json(stored.config),
             "stages": _stages(facts, data),
             "outcome": outcome,
-            "error": _error(row, outcome, data, facts) or _damage(damaged or self.overview.damage(session)),
+            "error": _error(row, outcome, data, facts) or _damage_error(damaged or self.overview.damage(session)),
             "logs": _logs(data),
-            "host_tools": [] if not key else [_tool_call(call) for call in store.tool_calls.page(key, 0, _CALLS)],
+            "host_tools": []
+            if not key
+            else [_tool_call(call) for call in store.tool_calls.page(key, 0, _MAX_TOOL_CALLS)],
             "totals": totals,
             "readable": not unreadable,
             "unreadable": unreadable,
@@ -132,7 +134,7 @@ class Looks:
         row = store.find_key(key)
         if row is not None and row.status != "open":  # nothing is added to it any more
             self._facts[key] = found
-            while len(self._facts) > _FACTS:
+            while len(self._facts) > _MAX_FACTS:
                 self._facts.popitem(last=False)
         return found
 
@@ -145,7 +147,7 @@ class Looks:
 
     def counted_reward(self, store: Store, *, session: str, key: int) -> float | None:
         """As a feed counts: one of which nothing can be trained has no say."""
-        outcome = _outcome(store, key)
+        outcome = _read_outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
 
     def trains(self, store: Store, *, session: str, key: int) -> bool:
@@ -172,7 +174,7 @@ class Looks:
             return []
         if row is None:
             return []  # deleted meanwhile
-        outcome = _outcome(store, key)
+        outcome = _read_outcome(store, key)
         if format == "rows" and outcome is not None and outcome.reward is not None and is_too_large(outcome.reward):
             return []  # as the exporter and feeds do
         told = row.config.metadata
@@ -206,7 +208,7 @@ _NO_FACTS: dict[str, Json] = {
 }
 
 
-def drifted(name: str, found: list[dict[str, Json]]) -> dict[str, Json]:
+def summarize_drift(name: str, found: list[dict[str, Json]]) -> dict[str, Json]:
     """Of a group, what its rollouts come to together."""
     tokens = sum(one["entropy_tokens"] for one in found)
     total = sum(one["entropy"] * one["entropy_tokens"] for one in found if one["entropy"] is not None)
@@ -230,16 +232,16 @@ def drifted(name: str, found: list[dict[str, Json]]) -> dict[str, Json]:
     }
 
 
-def _settings(config: Json) -> Json:
+def _config_to_json(config: Json) -> Json:
     """Whole, whatever is left at its default."""
     return {
-        name: _settings_of(value)
+        name: _value_to_json(value)
         for name, value in msgspec.structs.asdict(config).items()
         if name not in ("tools", "signals")
     }
 
 
-def _settings_of(value: Json) -> Json:
+def _value_to_json(value: Json) -> Json:
     return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
 
 
@@ -249,7 +251,7 @@ def _stages(facts: list[Fact], data: dict[str, Json]) -> list[dict[str, Json]]:
     known = spent if isinstance(spent, dict) else {}
     told: list[dict[str, Json]] = []
     for fact in facts:
-        stage = _text(_data(fact).get("stage"))
+        stage = _text(_decode_fact(fact).get("stage"))
         if told and told[-1]["seconds"] is None:
             own = known.get(told[-1]["stage"])
             told[-1]["seconds"] = (
@@ -266,7 +268,7 @@ def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: lis
         return None
     fault = data.get("fault")
     if outcome is None and facts:  # it never came as far as being recorded: its runner's last word
-        fault = _data(facts[-1]).get("fault")
+        fault = _decode_fact(facts[-1]).get("fault")
     known = fault if isinstance(fault, dict) else {}
     return {
         "class": row.kind,
@@ -276,14 +278,14 @@ def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: lis
     }
 
 
-def _data(fact: Fact) -> dict[str, Json]:
+def _decode_fact(fact: Fact) -> dict[str, Json]:
     try:
         return msgspec.json.decode(fact.data, type=dict[str, Json])
     except (msgspec.DecodeError, UnicodeDecodeError):  # damaged on disk
         return {}
 
 
-def _damage(message: str) -> dict[str, Json] | None:
+def _damage_error(message: str) -> dict[str, Json] | None:
     return {"class": "", "boundary": "store", "stage": "", "message": message} if message else None
 
 
@@ -291,7 +293,7 @@ def _logs(data: dict[str, Json]) -> dict[str, str]:
     logs = data.get("logs")
     if not isinstance(logs, dict):
         return {}
-    return {name: text[-_LOG:] for name, text in logs.items() if isinstance(text, str) and text}
+    return {name: text[-_LOG_CHARS:] for name, text in logs.items() if isinstance(text, str) and text}
 
 
 def _tool_call(call: Json) -> dict[str, Json]:
@@ -305,7 +307,7 @@ def _tool_call(call: Json) -> dict[str, Json]:
     }
 
 
-def read_with(folder: Path) -> Tokenizer:
+def load_decoder(folder: Path) -> Tokenizer:
     """To read ids with, and not to encode: nothing is probed."""
     known = recall_any(folder)
     if known is not None:
@@ -313,7 +315,7 @@ def read_with(folder: Path) -> Tokenizer:
     return Tokenizer(folder, fast=False)
 
 
-def _outcome(store: Store, key: int) -> Recorded | None:
+def _read_outcome(store: Store, key: int) -> Recorded | None:
     """None where it is damaged too: the lists say so."""
     found = store.outcomes.of(key, key).get(key)
     try:
@@ -322,7 +324,7 @@ def _outcome(store: Store, key: int) -> Recorded | None:
         return None
 
 
-def _nothing(row: Row) -> Close:
+def _empty_view(row: Row) -> Close:
     return Close(Shown(Session(row.id, 0, SessionConfig(), row.opened), {}, {}), None)
 
 

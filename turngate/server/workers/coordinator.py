@@ -18,16 +18,16 @@ from starlette.routing import Route
 
 from turngate.errors import Stopping
 from turngate.server.app import Gateway
-from turngate.server.http import body, reply, route
+from turngate.server.http import decode_body, json_response, route
 from turngate.server.weights import FenceRoutes, Updates
-from turngate.server.workers.forwarding import RETURN_S, Siblings
-from turngate.telemetry.metrics import Snapshot
+from turngate.server.workers.forwarding import RESTART_WAIT_S, PeerWorkers
+from turngate.telemetry.metrics import MetricsSnapshot
 from turngate.types import Json
 
 _METRICS_S = 2.0  # for another worker to tell its numbers; Prometheus itself waits ten
 
 
-class State(msgspec.Struct, frozen=True):
+class WorkerFence(msgspec.Struct, frozen=True):
     """One worker's fence."""
 
     version: int
@@ -35,7 +35,7 @@ class State(msgspec.Struct, frozen=True):
     in_flight: int
 
 
-class Resumed(msgspec.Struct, frozen=True):
+class WorkerResume(msgspec.Struct, frozen=True):
     """What the others are told. `look`: at the replicas first."""
 
     version: int
@@ -43,8 +43,8 @@ class Resumed(msgspec.Struct, frozen=True):
     look: bool
 
 
-class Together:
-    def __init__(self, gateway: Gateway, siblings: Siblings) -> None:
+class Coordinator:
+    def __init__(self, gateway: Gateway, siblings: PeerWorkers) -> None:
         self._gateway = gateway
         self._siblings = siblings
         self.updates = Updates(gateway.control, gateway.engine, self)
@@ -68,7 +68,7 @@ class Together:
         load = self._gateway.control.weights(version)
         fence.resume(version, "" if load is None else load.name)
         await self._gateway.ready(version, False)
-        if self._siblings.place.number == 0:
+        if self._siblings.shard.number == 0:
             await self.updates.start()
         elif self._gateway.control.held_until() is not None:
             await fence.pause("hold")
@@ -96,15 +96,15 @@ class Together:
         await self._gateway.ready(new, look)
         control.note_open(new)
         fence.set(version, model)  # if somebody cannot be told, there is no way back behind it
-        await self._each("POST", "/worker/fence/resume", Resumed(new, model, look))
+        await self._each("POST", "/worker/fence/resume", WorkerResume(new, model, look))
         control.resume(new, model, expired=expired)
 
-    async def _each(self, method: str, target: str, sent: object = None) -> list[State]:
+    async def _each(self, method: str, target: str, sent: object = None) -> list[WorkerFence]:
         """What every other worker answers; all of them, or it fails."""
 
         content = None if sent is None else msgspec.json.encode(sent)
 
-        async def one(number: int) -> State:
+        async def one(number: int) -> WorkerFence:
             try:
                 return await self._ask(number, method, target, content)
             except Stopping:  # it died in between: its next life may be asked the same
@@ -112,9 +112,9 @@ class Together:
 
         return list(await asyncio.gather(*map(one, self._siblings.others)))
 
-    async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> State:
+    async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> WorkerFence:
         # Draining takes as long as the longest answer; everything else is done at once, by a worker that is not stuck.
-        limit = None if target.endswith("/drained") else RETURN_S
+        limit = None if target.endswith("/drained") else RESTART_WAIT_S
         try:
             async with (
                 asyncio.timeout(limit),
@@ -127,17 +127,17 @@ class Together:
             raise Stopping("a worker was stopped meanwhile; repeat the call in a moment") from None
         if response.status != 200:
             raise Stopping(f"worker {number} could not do it ({response.status}); repeat the call in a moment")
-        return msgspec.json.decode(answer, type=State)
+        return msgspec.json.decode(answer, type=WorkerFence)
 
-    def _stands(self, others: list[State]) -> dict[str, Json]:
+    def _stands(self, others: list[WorkerFence]) -> dict[str, Json]:
         ours = self._gateway.control.fence()
         in_flight = self._gateway.fence.in_flight + sum(state.in_flight for state in others)
         return {**ours, "in_flight": in_flight}
 
-    async def _metrics(self) -> dict[int, Snapshot | None]:
+    async def _metrics(self) -> dict[int, MetricsSnapshot | None]:
         """The numbers of the other workers; None for one that does not answer, which is no reason to tell nothing."""
 
-        async def one(number: int) -> Snapshot | None:
+        async def one(number: int) -> MetricsSnapshot | None:
             try:
                 async with (
                     asyncio.timeout(_METRICS_S),
@@ -146,7 +146,7 @@ class Together:
                     answer = await response.read()
             except (TimeoutError, Stopping, aiohttp.ClientError, OSError):
                 return None
-            return msgspec.json.decode(answer, type=Snapshot) if response.status == 200 else None
+            return msgspec.json.decode(answer, type=MetricsSnapshot) if response.status == 200 else None
 
         others = self._siblings.others
         return dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
@@ -165,7 +165,7 @@ class Together:
         return self._state()
 
     async def worker_resume(self, request: Request) -> Response:
-        told = await body(request, Resumed)
+        told = await decode_body(request, WorkerResume)
         self._gateway.fence.check(told.version, told.model)
         await self._gateway.ready(told.version, told.look)
         self._gateway.fence.resume(told.version, told.model)
@@ -173,8 +173,8 @@ class Together:
         return self._state()
 
     async def worker_metrics(self, request: Request) -> Response:
-        return reply(await self._gateway.probe.own())
+        return json_response(await self._gateway.probe.own())
 
     def _state(self) -> Response:
         fence = self._gateway.fence
-        return reply(State(fence.version, fence.paused, fence.in_flight))
+        return json_response(WorkerFence(fence.version, fence.paused, fence.in_flight))

@@ -30,11 +30,11 @@ from typing import IO, Any
 import msgspec
 import uvloop
 
-from turngate.common.sharding import hinted
+from turngate.common.sharding import slot_from_head
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, DataInUse
 from turngate.server.auth import admin_key
-from turngate.server.bind import allow_many_connections, announcement, left_behind, listen, noted
+from turngate.server.bind import has_stale_note, open_listener, publish_address, raise_file_limit, startup_message
 from turngate.store.lock import lock
 
 log = logging.getLogger("turngate")
@@ -42,13 +42,13 @@ HEAD_BYTES = 32 * 1024
 HEAD_S = 5.0  # a caller whose head takes longer is handed over as far as it came
 WAIT_S = 30.0  # how long a connection waits for its worker to be started again
 STOP_S = 12.0  # how long a worker may take to stop
-LEFT_S = 10.0  # how long the workers of a front that was killed may take to be gone
+LOCK_WAIT_S = 10.0  # how long the workers of a front that was killed may take to be gone
 BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before each start again of a worker that does not stay up
-STAYS_UP_S = 10.0
+STABLE_S = 10.0
 PATH_BYTES = 100  # of a Unix socket; the system takes 107
 
 
-class Start(msgspec.Struct, frozen=True):
+class WorkerStart(msgspec.Struct, frozen=True):
     """What a worker is told on its standard input."""
 
     number: int
@@ -60,7 +60,7 @@ class Start(msgspec.Struct, frozen=True):
     config: ServeConfig
 
 
-class Told(msgspec.Struct, frozen=True):
+class WorkerReport(msgspec.Struct, frozen=True):
     """What a worker tells: that it serves, or why it cannot."""
 
     wrong: str = ""
@@ -68,11 +68,11 @@ class Told(msgspec.Struct, frozen=True):
 
 def run(config: ServeConfig) -> None:
     data = Path(config.data)
-    allow_many_connections()
-    with _locked(data) as held:
+    raise_file_limit()
+    with _lock_data(data) as held:
         admin_key(data)  # made here, once, for all of them
-        listener = listen(config)
-        with listener, _sockets(data) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        listener = open_listener(config)
+        with listener, _socket_folder(data) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(Front(config, listener, held, sockets).serve())
 
 
@@ -82,9 +82,9 @@ class Front:
         self._listener = listener
         self.stopping = asyncio.Event()
         run = secrets.token_hex(8)
-        self._workers = [Worker(n, config, held, sockets, run) for n in range(config.workers)]
+        self._workers = [WorkerProcess(n, config, held, sockets, run) for n in range(config.workers)]
         self._next = itertools.cycle(self._workers)
-        self._arriving: set[Arriving] = set()
+        self._arriving: set[PendingConnection] = set()
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -95,8 +95,8 @@ class Front:
             await self._all_ready(lives)
             if self.stopping.is_set():
                 return
-            log.info("%s", announcement(self._config, self._listener))
-            with noted(Path(self._config.data), self._listener):
+            log.info("%s", startup_message(self._config, self._listener))
+            with publish_address(Path(self._config.data), self._listener):
                 self._listener.setblocking(False)
                 self._accept_more()
                 await self.stopping.wait()
@@ -152,21 +152,21 @@ class Front:
                 loop.remove_reader(self._listener)
                 loop.call_later(0.2, self._accept_more)
                 return
-            self._arriving.add(Arriving(connection, self))
+            self._arriving.add(PendingConnection(connection, self))
 
-    def place(self, arriving: Arriving, head: bytes) -> None:
+    def assign(self, arriving: PendingConnection, head: bytes) -> None:
         """Give a connection to the worker that has its session, or to the next one if it does not say."""
         self._arriving.discard(arriving)
-        slot = hinted(head)
+        slot = slot_from_head(head)
         worker = next(self._next) if slot is None else self._workers[slot % len(self._workers)]
         worker.give(arriving.connection, head)
 
-    def gone(self, arriving: Arriving) -> None:
+    def gone(self, arriving: PendingConnection) -> None:
         self._arriving.discard(arriving)
         arriving.connection.close()
 
 
-class Arriving:
+class PendingConnection:
     """A connection until its first request's head is there, or has taken too long."""
 
     def __init__(self, connection: socket.socket, front: Front) -> None:
@@ -194,7 +194,7 @@ class Arriving:
 
     def _enough(self) -> None:
         self._leave()
-        self._front.place(self, bytes(self._head))
+        self._front.assign(self, bytes(self._head))
 
     def drop(self) -> None:
         self._leave()
@@ -205,7 +205,7 @@ class Arriving:
         asyncio.get_running_loop().remove_reader(self.connection)
 
 
-class Worker:
+class WorkerProcess:
     """One worker process, as the front sees it, through all its lives."""
 
     def __init__(self, number: int, config: ServeConfig, held: IO[bytes], sockets: Path, run: str) -> None:
@@ -236,7 +236,7 @@ class Worker:
                 raise ConfigError(self._wrong or f"worker {self._number} ended with {code} before it was ready")
             first = False
             self.ready.clear()
-            short = 0 if time.monotonic() - began > STAYS_UP_S else short + 1
+            short = 0 if time.monotonic() - began > STABLE_S else short + 1
             pause = BACK_OFF_S[min(short, len(BACK_OFF_S) - 1)]
             why = self._wrong or (f"signal {-code}" if code < 0 else f"exit code {code}")
             log.warning(
@@ -252,7 +252,7 @@ class Worker:
         ours.setblocking(False)
         self._wrong = ""
         with theirs:
-            start = Start(
+            start = WorkerStart(
                 number=self._number,
                 workers=self._config.workers,
                 run=self._run,
@@ -316,7 +316,7 @@ class Worker:
             asyncio.get_running_loop().remove_reader(ours)
             self._pair = None
             return
-        self._wrong = msgspec.json.decode(said, type=Told).wrong
+        self._wrong = msgspec.json.decode(said, type=WorkerReport).wrong
         if not self._wrong:
             self._pair = ours
             self.ready.set()
@@ -361,15 +361,15 @@ class Worker:
 
 
 @contextmanager
-def _locked(data: Path) -> Iterator[IO[bytes]]:
+def _lock_data(data: Path) -> Iterator[IO[bytes]]:
     """The data folder, for this front alone. Workers of one that was killed hold it until they are gone: they are waited for."""
-    end = time.monotonic() + LEFT_S
+    end = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             held = lock(data)
             break
         except DataInUse:
-            if not left_behind(data) or time.monotonic() > end:
+            if not has_stale_note(data) or time.monotonic() > end:
                 raise
             time.sleep(0.1)
     with held:
@@ -377,7 +377,7 @@ def _locked(data: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _sockets(data: Path) -> Iterator[Path]:
+def _socket_folder(data: Path) -> Iterator[Path]:
     """A folder for the workers' own sockets that only this user can enter."""
     folder = (data / "sockets").absolute()
     if len(os.fsencode(folder)) > PATH_BYTES - 5:

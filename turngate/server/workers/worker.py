@@ -21,67 +21,75 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from turngate.common.sharding import Place
+from turngate.common.sharding import Shard
 from turngate.errors import TurngateError
 from turngate.server.app import Gateway
-from turngate.server.asgi import App, Receive, Scope, Send, answered
-from turngate.server.run import Server, announce_renderer, settings, settle_memory, traced
-from turngate.server.workers.coordinator import Together
-from turngate.server.workers.forwarding import FENCE, OWN, RUN, Doors, Siblings, private, socket_of
-from turngate.server.workers.front import HEAD_BYTES, Start, Told
+from turngate.server.asgi import App, Receive, Scope, Send, add_gateway_header
+from turngate.server.run import GatewayServer, log_renderer, trace_spans, tune_garbage_collector, uvicorn_config
+from turngate.server.workers.coordinator import Coordinator
+from turngate.server.workers.forwarding import (
+    FENCE_ROUTES,
+    INTERNAL_PREFIX,
+    RUN_HEADER,
+    ForwardingApp,
+    PeerWorkers,
+    restore_client,
+    socket_path,
+)
+from turngate.server.workers.front import HEAD_BYTES, WorkerReport, WorkerStart
 from turngate.telemetry import logs
 
 log = logging.getLogger("turngate")
 
 
 def main() -> None:
-    start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the front says when to stop
-    with logs.begun(start.config.log_format, worker=start.number):
+    with logs.log_to_stderr(start.config.log_format, worker=start.number):
         _run(start)
 
 
-def _run(start: Start) -> None:
+def _run(start: WorkerStart) -> None:
     for descriptor in (start.lock, start.pair):  # ours, and of no process that we may start
         os.set_inheritable(descriptor, False)
     with socket.socket(fileno=start.pair) as pair:
         try:
-            gateway = Gateway(start.config, place=Place(start.number, start.workers))
-            settle_memory()
-            with traced(start.config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            gateway = Gateway(start.config, shard=Shard(start.number, start.workers))
+            tune_garbage_collector()
+            with trace_spans(start.config), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(start, pair, gateway))
         except TurngateError as error:
             with suppress(OSError):
-                pair.send(msgspec.json.encode(Told(wrong=error.message)))
+                pair.send(msgspec.json.encode(WorkerReport(wrong=error.message)))
             sys.exit(2)
 
 
-async def _serve(start: Start, pair: socket.socket, gateway: Gateway) -> None:
-    worker = Worker(gateway, Place(start.number, start.workers), Path(start.sockets), start.run)
-    inside, outside = settings(worker.inside), settings(worker.outside)
-    inside.uds = socket_of(Path(start.sockets), start.number)
+async def _serve(start: WorkerStart, pair: socket.socket, gateway: Gateway) -> None:
+    worker = WorkerGateway(gateway, Shard(start.number, start.workers), Path(start.sockets), start.run)
+    inside, outside = uvicorn_config(worker.inside), uvicorn_config(worker.outside)
+    inside.uds = socket_path(Path(start.sockets), start.number)
     try:
         await worker.start()
         if start.number == 0:
-            announce_renderer(gateway)
+            log_renderer(gateway)
         await WorkerServer(inside, outside, gateway, pair).serve()
     finally:
         await worker.stop()
 
 
-class Worker:
+class WorkerGateway:
     """A gateway with its siblings: what it serves to them (`inside`) and to the world (`outside`)."""
 
-    def __init__(self, gateway: Gateway, place: Place, folder: Path, run: str) -> None:
+    def __init__(self, gateway: Gateway, shard: Shard, folder: Path, run: str) -> None:
         self.gateway = gateway
-        self._number = place.number
-        self._siblings = Siblings(place, folder, run)
+        self._number = shard.number
+        self._siblings = PeerWorkers(shard, folder, run)
         self._run = run.encode()
-        self._together = Together(gateway, self._siblings)
+        self._together = Coordinator(gateway, self._siblings)
         self._of_all = _starlette(self._together.routes())
         self._own = _starlette(self._together.worker_routes())
-        self.inside = private(self._inside)
-        self.outside = Doors(gateway, self._siblings, self._of_all)
+        self.inside = restore_client(self._inside)
+        self.outside = ForwardingApp(gateway, self._siblings, self._of_all)
 
     async def start(self) -> None:
         await self.gateway.start()
@@ -94,16 +102,16 @@ class Worker:
 
     async def _inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Workers' own affairs, the fence of all at worker 0, and requests that were passed on."""
-        if scope["path"].startswith(OWN) and self._is_own(scope):
+        if scope["path"].startswith(INTERNAL_PREFIX) and self._is_own(scope):
             await self._own(scope, receive, send)
-        elif self._number == 0 and (scope["method"], scope["path"]) in FENCE:
+        elif self._number == 0 and (scope["method"], scope["path"]) in FENCE_ROUTES:
             await self._of_all(scope, receive, send)
         else:
             await self.gateway(scope, receive, send)
 
     def _is_own(self, scope: Scope) -> bool:
         """Of another worker of this run, and not passed on for somebody."""
-        told = [value for name, value in scope["headers"] if name == RUN]
+        told = [value for name, value in scope["headers"] if name == RUN_HEADER]
         return len(told) == 1 and secrets.compare_digest(told[0], self._run)
 
 
@@ -111,12 +119,12 @@ def _starlette(routes: list[Route]) -> App:
     app = Starlette(routes=routes)
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        await app(scope, receive, answered(send))
+        await app(scope, receive, add_gateway_header(send))
 
     return served
 
 
-class WorkerServer(Server):
+class WorkerServer(GatewayServer):
     """Serves the private socket, and the connections that the front hands over."""
 
     def __init__(self, inside: uvicorn.Config, outside: uvicorn.Config, gateway: Gateway, pair: socket.socket) -> None:
@@ -135,7 +143,7 @@ class WorkerServer(Server):
         self._outside.load()
         self._pair.setblocking(False)
         asyncio.get_running_loop().add_reader(self._pair, self._take)
-        self._pair.send(msgspec.json.encode(Told()))
+        self._pair.send(msgspec.json.encode(WorkerReport()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().remove_reader(self._pair)
@@ -164,12 +172,14 @@ class WorkerServer(Server):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(lambda: HandedOver(head, self._outside, self.server_state), connection)
+            await loop.connect_accepted_socket(
+                lambda: HandedOverConnection(head, self._outside, self.server_state), connection
+            )
             return
         connection.close()
 
 
-class HandedOver(HttpToolsProtocol):
+class HandedOverConnection(HttpToolsProtocol):
     """A connection of which the front has read the beginning."""
 
     def __init__(self, head: bytes, config: uvicorn.Config, state: uvicorn.server.ServerState) -> None:

@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from turngate.common.validation import explain
+from turngate.common.validation import explain_error
 from turngate.errors import BadRequest, TaskError
 from turngate.tasks.task import (
     Function,
@@ -162,7 +162,7 @@ def _load_settings(path: Path) -> _TaskFile:
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"task: {path} is not valid TOML: {error}", param="task") from None
     except msgspec.ValidationError as error:
-        raise TaskError(f"task: {path}: {explain(error, _TaskFile, 'setting')[0]}", param="task") from None
+        raise TaskError(f"task: {path}: {explain_error(error, _TaskFile, 'setting')[0]}", param="task") from None
 
 
 def _field_error(folder: Path, field: str, what: str) -> TaskError:

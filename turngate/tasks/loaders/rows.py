@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from turngate.agents.install import cache_folder
-from turngate.common.validation import explain
+from turngate.common.validation import explain_error
 from turngate.errors import BadRequest, TaskError
 from turngate.tasks.task import (
     Function,
@@ -111,7 +111,7 @@ def build_task(fields: Mapping[str, Json], where: str, beside: Path | None = Non
     try:
         row = msgspec.convert(fields, _Row)
     except msgspec.ValidationError as error:
-        what, field = explain(error, _Row)
+        what, field = explain_error(error, _Row)
         name = fields.get("id")
         who = f" ({name})" if isinstance(name, str) and name else ""
         raise TaskError(f"task: {where}{who}: {what}", param=field) from None

@@ -31,7 +31,7 @@ from turngate.rollout.connection import WayOut
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import Tally
 from turngate.rollout.throttle import Ahead
-from turngate.server.run import embedded
+from turngate.server.run import run_embedded
 from turngate.trainers.local.checkpoint import State
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 
@@ -133,7 +133,7 @@ class Place(msgspec.Struct, frozen=True):
 async def opened(config: ServeConfig, engine: Clocked) -> AsyncIterator[Place]:
     """A gateway of our own around the engine."""
     async with (
-        embedded(config, engine=engine) as address,
+        run_embedded(config, engine=engine) as address,
         GatewayClient(address.url, address.admin_key) as gateway,
         WayOut(gateway.url) as wayout,
     ):

@@ -9,7 +9,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kit import Running, gateway, say, until, user
-from turngate.telemetry.metrics import FAMILIES, Distribution, Metrics, Series, Snapshot, by_worker, together, written
+from turngate.telemetry.metrics import (
+    FAMILIES,
+    Histogram,
+    Metrics,
+    MetricSeries,
+    MetricsSnapshot,
+    label_by_worker,
+    merge_snapshots,
+    to_prometheus,
+)
 
 METRICS_KEY = "reads-the-metrics-only"
 
@@ -155,14 +164,14 @@ async def test_an_empty_metrics_key_opens_nothing(tmp_path: Path, monkeypatch: p
 
 def test_workers_are_summed_but_for_what_is_of_all() -> None:
     one, other = Metrics(), Metrics()
-    one.recorded("chat", "exact", "stop", 10, 2)
-    other.recorded("chat", "exact", "stop", 5, 1)
-    other.recorded("gemini", "observe", "length", 0, 0)
-    one.lag.add(0.002)
-    other.lag.add(3.0)
+    one.count_turn("chat", "exact", "stop", 10, 2)
+    other.count_turn("chat", "exact", "stop", 5, 1)
+    other.count_turn("gemini", "observe", "length", 0, 0)
+    one.lag.observe(0.002)
+    other.lag.observe(3.0)
     also = {"turngate_fence_version": [((), 4.0)], "turngate_feed_newest": [(("run",), 7.0)]}
     snapshots = [one.snapshot(also), other.snapshot({"turngate_fence_version": [((), 5.0)]})]
-    seen = read(written([((), together(snapshots))]).decode())
+    seen = read(to_prometheus([((), merge_snapshots(snapshots))]).decode())
     assert seen[turns("chat", "exact", "stop")] == 2
     assert seen[turns("gemini", "observe", "length")] == 1
     assert seen[plain("turngate_prompt_tokens_total", mode="exact")] == 15
@@ -170,21 +179,21 @@ def test_workers_are_summed_but_for_what_is_of_all() -> None:
     assert seen[plain("turngate_feed_newest", feed="run")] == 7
     assert seen[plain("turngate_loop_lag_seconds_count")] == 2
     assert seen[plain("turngate_loop_lag_seconds_bucket", le="0.002")] == 1
-    apart = read(written(by_worker(dict(enumerate(snapshots)))).decode())
+    apart = read(to_prometheus(label_by_worker(dict(enumerate(snapshots)))).decode())
     assert apart[("turngate_prompt_tokens_total", (("mode", "exact"), ("worker", "1")))] == 5
     assert apart[plain("turngate_feed_newest", feed="run")] == 7  # not of a worker
 
 
 def test_labels_are_escaped() -> None:
     odd = 'a"b\\c\nd'
-    text = written([((), Snapshot({"turngate_feed_newest": [Series((odd,), 1.0)]}))]).decode()
+    text = to_prometheus([((), MetricsSnapshot({"turngate_feed_newest": [MetricSeries((odd,), 1.0)]}))]).decode()
     assert list(read(text)) == [plain("turngate_feed_newest", feed=odd)]
 
 
 def test_values_fall_into_the_bucket_whose_bound_they_reach() -> None:
-    seen = Distribution((1.0, 2.0))
+    seen = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
-        seen.add(value)
+        seen.observe(value)
     assert seen.counts == [2, 2, 1]
 
 

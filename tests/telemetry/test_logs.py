@@ -31,7 +31,7 @@ def lines(format: logs.Format = "json", worker: int | None = None) -> Iterator[l
     """What is logged inside, a line each; JSON ones are read."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logs.JsonLines(worker) if format == "json" else logs.TextLines(worker))
+    handler.setFormatter(logs.JsonFormatter(worker) if format == "json" else logs.TextFormatter(worker))
     root, level = logging.getLogger(), logging.getLogger().level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
@@ -48,7 +48,7 @@ def lines(format: logs.Format = "json", worker: int | None = None) -> Iterator[l
 def test_a_line_is_one_object_with_what_is_known() -> None:
     with lines(worker=3) as found:
         log.info("hello %s", "two\nlines")
-        with logs.within("s1", {"rollout": "r1", "group": "g1", "other": "x"}):
+        with logs.log_context("s1", {"rollout": "r1", "group": "g1", "other": "x"}):
             log.warning("inside")
         log.warning("outside")
     first, inside, outside = found
@@ -57,7 +57,7 @@ def test_a_line_is_one_object_with_what_is_known() -> None:
     assert (inside["session"], inside["rollout"], inside["group"]) == ("s1", "r1", "g1")
     assert "session" not in outside
     wrong = log.makeRecord(log.name, logging.INFO, "", 0, "%d of them", ("no number",), None)
-    assert "no number" in json.loads(logs.JsonLines().format(wrong))["message"]  # a line all the same
+    assert "no number" in json.loads(logs.JsonFormatter().format(wrong))["message"]  # a line all the same
 
 
 def test_an_error_has_its_traceback_in_a_field() -> None:
@@ -75,7 +75,7 @@ def test_an_error_has_its_traceback_in_a_field() -> None:
 def test_secrets_are_kept_out_wherever_they_are(format: logs.Format) -> None:
     session, admin = "tg-0a1b" + "x" * 43, "tga-" + "y" * 43
     engine, quoted = "engine-key-0123456789", 'with"quotes\\and-more'
-    logs.keep_out(engine, quoted, "short")
+    logs.register_secrets(engine, quoted, "short")
     with lines(format) as found:
         log.error("keys %s %s %s %s", session, admin, engine, quoted)
         log.error("Authorization: Bearer %s and http://me:%s@host/v1", "abcdefgh12345678", "password")
@@ -103,8 +103,8 @@ def test_secrets_are_kept_out_of_lines_that_cannot_be_written_as_they_are(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own does not take such lines
     secret = "unspeakable-key-0123456789"
     odd = 'odd"key\\of-the-engine'
-    logs.keep_out(secret, odd)
-    with logs.begun(format), logs.within("s\ud800", {"rollout": f"a\ud800b {secret}", "group": "g\udc80"}):
+    logs.register_secrets(secret, odd)
+    with logs.log_to_stderr(format), logs.log_context("s\ud800", {"rollout": f"a\ud800b {secret}", "group": "g\udc80"}):
         ours = logging.getLogger("turngate")
         try:
             raise ValueError(f"a name \udc80 and {secret}")
@@ -120,8 +120,8 @@ def test_secrets_are_kept_out_of_lines_that_cannot_be_written_as_they_are(
     assert "test_logs.py" in lines[-1] and "could not be written: RuntimeError" in lines[-1]
     if format == "json":
         first, *_ = told = [json.loads(line) for line in lines]
-        assert len(told) == 4 and first["rollout"] == f"a\\ud800b {logs.HIDDEN}"
-        assert first["error"] == f"ValueError: a name \\udc80 and {logs.HIDDEN}"
+        assert len(told) == 4 and first["rollout"] == f"a\\ud800b {logs.REDACTED}"
+        assert first["error"] == f"ValueError: a name \\udc80 and {logs.REDACTED}"
 
 
 async def test_the_lines_of_a_call_say_whose_it_is(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.fixture
 def told() -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
-    spans.begin("turngate-test", exporter)
+    spans.start_tracing("turngate-test", exporter)
     yield exporter
-    spans.end()
+    spans.stop_tracing()
 
 
 def by_name(told: InMemorySpanExporter) -> dict[str, ReadableSpan]:
@@ -137,14 +137,14 @@ class Silent(InMemorySpanExporter):
 def test_nobody_waits_for_a_receiver_that_hangs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spans, "_LAST_S", 0.1)
+    monkeypatch.setattr(spans, "_FLUSH_S", 0.1)
     silent = Silent()
-    spans.begin("turngate-test", silent)
+    spans.start_tracing("turngate-test", silent)
     try:
-        spans.end()
+        spans.stop_tracing()
     finally:
         silent.over.set()
-    assert spans.tracing() is None and "not taken within 0.1 s" in caplog.text
+    assert spans.current_tracer() is None and "not sent within 0.1 s" in caplog.text
 
 
 @contextmanager
@@ -179,13 +179,13 @@ async def test_spans_reach_a_collector_over_http(tmp_path: Path, monkeypatch: py
     with collector() as (url, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-        assert spans.wanted(False)
-        spans.begin("turngate-gateway")
+        assert spans.is_enabled(False)
+        spans.start_tracing("turngate-gateway")
         try:
             async with gateway([say("Hello.")], data=tmp_path) as g:
                 await g.ask((await g.open()).key, "Hi")
         finally:
-            await asyncio.to_thread(spans.end)
+            await asyncio.to_thread(spans.stop_tracing)
     sent = [scope for request in received for resource in request.resource_spans for scope in resource.scope_spans]
     assert {span.name for scope in sent for span in scope.spans} == {"chat m", "text_completion m"}
     [resource] = [resource.resource for request in received for resource in request.resource_spans]
@@ -195,11 +195,11 @@ async def test_spans_reach_a_collector_over_http(tmp_path: Path, monkeypatch: py
 def test_they_are_off_unless_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
-    assert not spans.wanted(False) and spans.wanted(True)
+    assert not spans.is_enabled(False) and spans.is_enabled(True)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:1/v1/traces")
-    assert spans.wanted(False)
+    assert spans.is_enabled(False)
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert not spans.wanted(True)
+    assert not spans.is_enabled(True)
 
 
 @pytest.mark.process
@@ -212,5 +212,5 @@ def test_nothing_of_it_is_imported_when_they_are_off() -> None:
 def test_without_the_extra_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'turngate\[otel\]'"):
-        spans.begin("turngate-test")
-    assert spans.tracing() is None
+        spans.start_tracing("turngate-test")
+    assert spans.current_tracer() is None
