@@ -37,9 +37,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
     engine_ranks: int = 1  # data-parallel ranks behind each engine URL
     engine_silence_s: float = 600.0  # fail a call when the engine sends nothing for this long
-    model_folder: str = (
-        ""  # local engine: folder with config.json and model.safetensors; default: the tokenizer's folder
-    )
+    model_folder: str = ""  # local engine: folder with config.json and model.safetensors; default: tokenizer
     engine_device: Literal["auto", "cpu", "cuda"] = "auto"  # local engine: device
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # local engine; auto: bfloat16 on a GPU, else float32
     engine_slots: int | None = None  # local engine: calls sampled at once; default: 16 on a CPU, 256 on a GPU

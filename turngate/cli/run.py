@@ -23,7 +23,7 @@ from turngate import tasks
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec, find_agent
-from turngate.cli.terminal import Showing, sanitize_line, sanitize, say
+from turngate.cli.terminal import Showing, sanitize, sanitize_line, say
 from turngate.cli.terminal import console as new_console
 from turngate.client.gateway import GatewayClient, Unreachable, admin_key_given
 from turngate.config import ServeConfig, load_config

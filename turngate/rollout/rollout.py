@@ -63,7 +63,7 @@ from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.tasks import staging
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.grading.work import collect_work, needs_git
-from turngate.telemetry.logs import REDACTED, redact, log_context
+from turngate.telemetry.logs import REDACTED, log_context, redact
 from turngate.telemetry.spans import Span, current_tracer
 from turngate.types import Json
 from turngate.types import Limits as SessionLimits
