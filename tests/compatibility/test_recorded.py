@@ -96,7 +96,7 @@ def test_a_batch_ledger_reads(tmp_path: Path) -> None:
 def test_settings_mean_the_same() -> None:
     meant = json.loads((RECORDED / "settings.json").read_text())
     for settings, name in (
-        (config.load(RECORDED / "serve.toml", {}), "serve"),
+        (config.load_config(RECORDED / "serve.toml", {}), "serve"),
         (service_config.load(RECORDED / "service.toml"), "service"),
     ):
         assert json.loads(msgspec.json.encode(settings)) == meant[name]
