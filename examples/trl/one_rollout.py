@@ -25,8 +25,9 @@ from turngate import tasks  # noqa: E402
 from turngate.agents.install import ensure_installed  # noqa: E402
 from turngate.agents.spec import find_agent  # noqa: E402
 from turngate.client.feed import Delivery, Feed  # noqa: E402
-from turngate.client.gateway import GatewayClient, admin_key_given  # noqa: E402
-from turngate.gateway.feeds import FeedConfig  # noqa: E402
+from turngate.client.gateway import GatewayClient  # noqa: E402
+from turngate.client.keys import read_admin_key  # noqa: E402
+from turngate.client.protocol import FeedConfig  # noqa: E402
 from turngate.rollout.connection import WayOut  # noqa: E402
 from turngate.rollout.outcome import Order, Outcome  # noqa: E402
 from turngate.rollout.rollout import Rollout  # noqa: E402
@@ -109,4 +110,4 @@ if __name__ == "__main__":
             given.tokens = given.tokens or 32
             asyncio.run(main(given, stage.url, stage.key))
         else:
-            asyncio.run(main(given, given.gateway, admin_key_given()))
+            asyncio.run(main(given, given.gateway, read_admin_key()))

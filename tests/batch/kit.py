@@ -20,6 +20,7 @@ from tests.speed import scaled
 from turngate.agents.install import Installation
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
+from turngate.client.keys import ADMIN_KEY
 from turngate.errors import SandboxError
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.concurrency import Bounds
@@ -30,7 +31,6 @@ from turngate.rollout.progress import Tally
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.sandboxes.supervised import SupervisedSandbox
-from turngate.server.auth import ADMIN_KEY
 from turngate.tasks.task import Script, Task
 
 # With a bare socket: importing an HTTP client takes three times as long as all the rest of it.

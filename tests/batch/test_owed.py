@@ -12,8 +12,8 @@ from tests.batch.test_batch import Stage, staged
 from tests.batch.test_storm import every_session
 from tests.speed import paced, scaled
 from turngate.client.feed import Feed
+from turngate.client.protocol import FeedConfig
 from turngate.errors import AgentError, BadRequest, StoreError
-from turngate.gateway.feeds import FeedConfig
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.ledger import read
 from turngate.rollout.rollout import Rollout

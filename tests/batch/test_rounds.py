@@ -16,8 +16,8 @@ from tests.batch.test_storm import every_session
 from tests.speed import paced, scaled
 from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
-from turngate.gateway.feeds import FeedConfig
 from turngate.rollout.batch import run_batch
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.ledger import NAME, read

@@ -28,11 +28,11 @@ from tests import kit
 from tests.batch.kit import ENDS, running_at_once, storm_tasks
 from tests.batch.test_ledger import fill
 from tests.speed import SLOWNESS, scaled, slowness
+from turngate.client.keys import ADMIN_KEY
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
 from turngate.rollout.ledger import Known, read
 from turngate.sandboxes import folders
-from turngate.server.auth import ADMIN_KEY
 
 pytestmark = [pytest.mark.needs("root"), pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.mark.full]
 

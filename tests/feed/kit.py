@@ -18,8 +18,8 @@ from turngate.store.outcome import Class, Recorded
 
 def poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make one poll last as long as the trainer waits, so that a reader that is not woken cannot find out by asking again."""
-    monkeypatch.setattr(turngate.gateway.feeds, "LONGEST_WAIT_S", 3600)
-    monkeypatch.setattr(turngate.client.feed, "LONGEST_WAIT_S", 3600)
+    monkeypatch.setattr(turngate.gateway.feeds, "MAX_WAIT_S", 3600)
+    monkeypatch.setattr(turngate.client.feed, "MAX_WAIT_S", 3600)
     monkeypatch.setattr(turngate.client.feed, "_WAIT_S", 3600)
 
 

@@ -15,8 +15,8 @@ from tests.speed import scaled
 from turngate.client import feed as module
 from turngate.client.feed import BlockingFeed, TakenOver
 from turngate.client.gateway import Unreachable
+from turngate.client.protocol import FeedConfig
 from turngate.errors import BadRequest
-from turngate.gateway.feeds import FeedConfig
 
 PLAIN = FeedConfig(n=1, advantage="none")
 

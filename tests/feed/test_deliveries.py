@@ -10,7 +10,7 @@ import pytest
 from tests.feed.kit import Trained, training
 from tests.speed import scaled
 from turngate.client.feed import Damaged, Delivery, Feed, _read
-from turngate.gateway.feeds import FeedConfig, WireDelivery, WireRolled, WireRow
+from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
 from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import Span
 
@@ -205,7 +205,7 @@ def wire(**change: Any) -> WireDelivery:
     rolled: dict[str, Any] = {"advantage": 1.0}
     for name, value in change.items():
         (rolled if name in rolled else row)[name] = value
-    made = WireRolled(
+    made = WireRollout(
         session="s",
         task="t",
         attempt=1,

@@ -19,7 +19,7 @@ from tests.kit import gateway, say, until
 from tests.speed import scaled
 from turngate.client.feed import Delivery, Feed, OtherFeed, TakenOver
 from turngate.client.gateway import GatewayClient, Refused
-from turngate.gateway.feeds import FeedConfig
+from turngate.client.protocol import FeedConfig
 from turngate.store.beside import happened
 from turngate.store.outcome import Recorded
 from turngate.trace.session import SessionConfig

@@ -12,7 +12,7 @@ from tests.server.test_siblings import Crew, crew
 from tests.speed import scaled
 from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient
-from turngate.gateway.feeds import FeedConfig
+from turngate.client.protocol import FeedConfig
 from turngate.store.outcome import Recorded
 
 N = 4

@@ -12,8 +12,8 @@ from tests.feed.kit import training
 from tests.speed import scaled
 from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
-from turngate.gateway.feeds import FeedConfig
 
 pytestmark = pytest.mark.process
 

@@ -23,13 +23,13 @@ from tests.verify.kit import all_fine
 from turngate.client import gate as trainers_gate
 from turngate.client.gate import RemoteGate
 from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import MAX_WAIT_S, CallAnswer, LeasedCalls, TakeCalls
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.engines.scripted import Turn, derived_logprobs
 from turngate.errors import ConfigError, Conflict, Gone, NotFound, Unauthorized
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server import run
-from turngate.server.gate import MAX_WAIT_S, Answer, Take, Taken
 from turngate.server.run import run_embedded
 
 
@@ -62,8 +62,8 @@ async def posted(g: Running, path: str, value: object, key: str = "") -> httpx.R
 
 async def handed(g: Running, **how: Any) -> Any:
     """One call, as a bare trainer gets it."""
-    response = await posted(g, "/admin/gate/take", Take(**{"wait_s": MAX_WAIT_S, **how}))
-    [call] = msgspec.msgpack.decode(response.content, type=Taken).calls
+    response = await posted(g, "/admin/gate/take", TakeCalls(**{"wait_s": MAX_WAIT_S, **how}))
+    [call] = msgspec.msgpack.decode(response.content, type=LeasedCalls).calls
     return call
 
 
@@ -297,7 +297,7 @@ async def test_who_answers_too_late_twice_or_something_else_is_told_so() -> None
         call = await handed(g)
         path = f"/admin/gate/calls/{call.id}/answer"
         ids = b"".join(i.to_bytes(4, "little") for i in words("Hello."))
-        good = Answer(lease=call.lease, ids=ids, logprobs=None, finish="stop")
+        good = CallAnswer(lease=call.lease, ids=ids, logprobs=None, finish="stop")
         bad = {"lease": call.lease, "ids": ids[:-1], "logprobs": None, "finish": "stop"}
         wrong = await posted(g, path, bad)
         assert wrong.status_code == 400 and "no whole number of 4-byte ones" in wrong.text
@@ -382,7 +382,7 @@ async def test_what_a_trainer_took_that_hung_up_is_given_back_though_some_of_it_
             return found
 
         monkeypatch.setattr(gate, "take", just_too_late)
-        trainer = g.start(posted(g, "/admin/gate/take", Take(limit=2, lease_s=600.0)))
+        trainer = g.start(posted(g, "/admin/gate/take", TakeCalls(limit=2, lease_s=600.0)))
         await taken.wait()
         trainer.cancel()
         await until(lambda: gate.waiting().waiting == 1)  # not when its lease runs out

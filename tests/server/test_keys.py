@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.kit import Gated, Json, Opened, Running, calls, gateway, say, tool, until, user, whole
-from turngate.client.gateway import admin_key_given
+from turngate.client.keys import read_admin_key
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derived_logprobs
 from turngate.errors import ConfigError
@@ -190,7 +190,7 @@ def test_the_key_may_be_in_a_file_that_the_environment_names(tmp_path: Path, mon
     file.write_text("from-a-file-of-its-own\n")
     file.chmod(0o444)  # so Docker mounts it
     monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", str(file))
-    assert started(tmp_path / "data") == admin_key_given() == "from-a-file-of-its-own"
+    assert started(tmp_path / "data") == read_admin_key() == "from-a-file-of-its-own"
     assert not (tmp_path / "data" / "admin-key").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.feed.kit import Trained, training
 from turngate.client.feed import Delivery, Feed
-from turngate.gateway.feeds import FeedConfig
+from turngate.client.protocol import FeedConfig
 from turngate.store.outcome import Recorded
 
 NO_TEXT = "CAST(x'7bff' AS TEXT)"  # not even a string

@@ -14,8 +14,8 @@ from pathlib import Path
 from tests.engines.local_kit import model
 from tests.trainers.test_grpo import VOCABULARY, Lived, N, even, lived
 from turngate.client.feed import Feed
+from turngate.client.protocol import FeedConfig
 from turngate.engines.local import LocalEngine
-from turngate.gateway.feeds import FeedConfig
 from turngate.trainers.local.grpo import Settings, Step, Trainer
 
 AHEAD = 3  # groups that rollouts are ahead of the trainer, so that some are older than the weights

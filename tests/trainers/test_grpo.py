@@ -20,10 +20,9 @@ from tests.engines.local_kit import model, torch  # skips where there is no torc
 from tests.kit import Running, gateway, tokenizer, until
 from turngate.client.feed import Feed, Row, RowSpan
 from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import FeedConfig, PauseMode
 from turngate.engines.local import LocalEngine, Model
 from turngate.errors import ConfigError
-from turngate.gateway.feeds import FeedConfig
-from turngate.gateway.fence import Pause
 from turngate.store.outcome import Recorded
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import (
@@ -293,7 +292,7 @@ async def test_a_call_under_way_during_an_update_is_recorded_as_of_both_versions
         session = await here.g.open(sampling={"min_tokens": 150})
         calls, paused = [], here.client.pause
 
-        async def pause(mode: Pause) -> Json:
+        async def pause(mode: PauseMode) -> Json:
             calls.append(asyncio.create_task(here.g.ask(session.key, "Hi", max_tokens=150)))
             await until(lambda: here.engine._worker._drawn.max() > 20)
             return await paused(mode)

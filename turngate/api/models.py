@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.agents.spec import find_agent, load_catalog
-from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.client.gateway import GatewayClient
+from turngate.client.keys import read_admin_key
 from turngate.common.validation import explain_error, reject_credentials, suggestion
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import find as find_tokenizer
@@ -142,7 +143,7 @@ def _key(kind: str, name: str) -> str:
 async def check(endpoint: Endpoint) -> None:
     """That what can be known beforehand is so: the tokenizer is here, and the gateway that is named answers and takes our key."""
     if endpoint.scheme == "gateway":
-        async with GatewayClient(endpoint.urls[0], admin_key_given()) as gateway:
+        async with GatewayClient(endpoint.urls[0], read_admin_key()) as gateway:
             await gateway.check()
     elif endpoint.tokenizer or endpoint.model_folder:
         await asyncio.to_thread(find_tokenizer, endpoint.tokenizer or endpoint.model_folder)

@@ -14,7 +14,8 @@ from turngate import __version__
 from turngate.agents.spec import find_agent
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import say
-from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.client.gateway import GatewayClient
+from turngate.client.keys import read_admin_key
 from turngate.common.validation import suggestion
 from turngate.config import ServeConfig, load_config
 from turngate.doctor import CHECKS, Finding, State, Subject, examine
@@ -81,7 +82,7 @@ def _subject(given: Mapping[str, Any]) -> Subject:
             if value is not None and name not in _OF_A_GATEWAY:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"{name}: the gateway at {gateway} has its own; leave out --{flag}", param=name)
-        key = admin_key_given()
+        key = read_admin_key()
         GatewayClient(gateway, key)  # says what is wrong with it
         config = ServeConfig()
     else:

@@ -13,8 +13,9 @@ import uvloop
 
 from turngate.cli.run import stoppable
 from turngate.cli.terminal import console, say
+from turngate.client.keys import read_key
 from turngate.errors import ConfigError, DataInUse, TurngateError
-from turngate.server.auth import given_key, own_key
+from turngate.server.auth import own_key
 from turngate.server.bind import raise_file_limit
 from turngate.service.config import ServiceConfig, load
 from turngate.service.rollouts import Rollouts
@@ -46,7 +47,7 @@ def ordered(given: Mapping[str, Any]) -> None:
             "This speaks MCP on stdin and stdout, to a client that starts it; for others there is --http. Ctrl-D ends it.",
             "dim",
         )
-    if place is not None and not given_key(http.KEY):
+    if place is not None and not read_key(http.KEY):
         say(to, f"Clients need the key in {Path(config.data) / http.KEY_FILE} (or set {http.KEY})", "dim")
     # Who is told to end ends well: that is no failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -25,7 +25,8 @@ from turngate.agents.launch import ModelLimits, plan_launch
 from turngate.agents.spec import AgentSpec, find_agent
 from turngate.cli.terminal import Showing, sanitize, sanitize_line, say
 from turngate.cli.terminal import console as new_console
-from turngate.client.gateway import GatewayClient, Unreachable, admin_key_given
+from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
 from turngate.config import ServeConfig, load_config
 from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError, DataInUse, Unauthorized
@@ -34,7 +35,6 @@ from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome, Progress
 from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Resources
-from turngate.server.auth import ADMIN_KEY, given_key, kept_key
 from turngate.server.bind import find_running_gateway
 from turngate.server.run import GatewayAddress, run_embedded
 from turngate.types import Json
@@ -149,12 +149,12 @@ async def reached(config: ServeConfig, gateway: Named, console: Console) -> Asyn
     whether it is our own."""
     data = Path(config.data)
     if gateway.url:
-        async with GatewayClient(gateway.url, admin_key_given()) as client:
+        async with GatewayClient(gateway.url, read_admin_key()) as client:
             await client.check()  # a wrong key is told before anything is made
             yield client, False
         return
     if (found := find_running_gateway(data)) is not None:
-        key = given_key(ADMIN_KEY) or kept_key(data) or ""
+        key = read_key(ADMIN_KEY) or read_stored_admin_key(data) or ""
         async with GatewayClient(found.url, key) as client:
             if await _answers(client, config.data):
                 # A file may well be the one that it was started with.
@@ -377,7 +377,7 @@ def gateway_config(given: Mapping[str, Any]) -> ServeConfig:
         raise ConfigError(f"network: {given['network']!r} is neither none nor open", param="network")
     if given["gateway"]:
         _refuse_own(named(given).flags, given["gateway"])
-        GatewayClient(given["gateway"], admin_key_given())  # so that a wrong one is told before anything is made
+        GatewayClient(given["gateway"], read_admin_key())  # so that a wrong one is told before anything is made
     # A gateway of our own listens where there is room; a port is for `turngate serve`.
     return load_config(
         given["config"], {**{name: given[name] or None for name in _GATEWAY}, "host": "127.0.0.1", "port": 0}

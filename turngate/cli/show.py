@@ -16,7 +16,8 @@ from rich.text import Text
 
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, sanitize_line, say
-from turngate.client.gateway import GatewayClient, Refused, admin_key_given
+from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.keys import read_admin_key
 from turngate.dialects import recorded
 from turngate.errors import ConfigError, NotFound
 from turngate.gateway.events import Events
@@ -146,7 +147,7 @@ def _view(summary: Json, trace: Json, samples: Json) -> View:
 def report(wanted: str, data: str, gateway: str, tokens: bool, tokenizer: str, full: bool, as_json: bool) -> None:
     known: str | None = None
     if gateway:
-        view = asyncio.run(of_gateway(GatewayClient(gateway, admin_key_given()), wanted))
+        view = asyncio.run(of_gateway(GatewayClient(gateway, read_admin_key()), wanted))
     else:
         view, known = of_folder(Path(data), wanted)
     if as_json:

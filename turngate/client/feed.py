@@ -31,8 +31,8 @@ import msgspec
 import numpy as np
 
 from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.client.protocol import MAX_WAIT_S, FeedConfig, WireDelivery, WireRollout, WireRow, check_feed_name
 from turngate.errors import TurngateError
-from turngate.gateway.feeds import LONGEST_WAIT_S, FeedConfig, WireDelivery, WireRolled, WireRow, check_name
 from turngate.store.outcome import Class
 from turngate.trace.sample import Span as RowSpan
 from turngate.types import Ids, Json, Logprobs, type_of_ids, type_of_logprobs
@@ -165,7 +165,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         that name will do. `limit`: deliveries that are fetched at once. Their
         staleness is judged when they are fetched, so one that lies around here meanwhile may be older than the feed allows.
         """
-        check_name(name)
+        check_feed_name(name)
         if after is not None and after < 0:
             raise ValueError(f"after: {after} is no number of a delivery")
         if mark:  # before one is made in its place
@@ -205,7 +205,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         while not self._ready:
             left = max(0.0, end - time.monotonic())
             try:
-                await self._fetch(min(left, _WAIT_S, LONGEST_WAIT_S))
+                await self._fetch(min(left, _WAIT_S, MAX_WAIT_S))
                 tries = 0
             except Unreachable:
                 await asyncio.sleep(min(left, _BACK_OFF_S[min(tries, len(_BACK_OFF_S) - 1)]))
@@ -383,7 +383,7 @@ def _read(wire: WireDelivery) -> Delivery:
     )
 
 
-def _rolled(wire: WireRolled) -> Rolled:
+def _rolled(wire: WireRollout) -> Rolled:
     if wire.rows and wire.advantage is None:
         raise Damaged(f"session {wire.session}: has rows, but no advantage")
     return Rolled(
@@ -404,7 +404,7 @@ def _rolled(wire: WireRolled) -> Rolled:
     )
 
 
-def _row(wire: WireRow, rolled: WireRolled) -> Row:
+def _row(wire: WireRow, rolled: WireRollout) -> Row:
     """Checked: a trainer that takes it need not."""
     where = f"session {rolled.session}, branch {wire.branch}"
     ids = np.frombuffer(wire.ids, "<i4").astype(type_of_ids)

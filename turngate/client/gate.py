@@ -19,9 +19,18 @@ from urllib.parse import quote
 import numpy as np
 
 from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.client.protocol import (
+    CallAnswer,
+    CallFailure,
+    CallRelease,
+    LeasedCall,
+    LeasedCalls,
+    RenewedLeases,
+    RenewLeases,
+    TakeCalls,
+)
 from turngate.engines.gate_call import Asked, End, Fault, GateCall
 from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError
-from turngate.server.gate import Answer, Failed, Handed, Leased, Renew, Renewed, Take, Taken
 from turngate.types import Ids, Logprobs, type_of_ids
 
 log = logging.getLogger("turngate")
@@ -73,8 +82,8 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         while not self._closed.is_set():
             left = _POLL_S if end is None else max(0.0, min(_POLL_S, end - loop.time()))
             try:
-                wanted = Take(limit, left, self._lease_s)
-                taken = await self._client.packed("/admin/gate/take", wanted, Taken, left + 30)
+                wanted = TakeCalls(limit, left, self._lease_s)
+                taken = await self._client.packed("/admin/gate/take", wanted, LeasedCalls, left + 30)
                 tries = 0
                 if taken.calls:
                     return [self._call(handed) for handed in taken.calls]
@@ -93,7 +102,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                 return []
         return []
 
-    def _call(self, handed: Handed) -> GateCall:
+    def _call(self, handed: LeasedCall) -> GateCall:
         prompt = np.frombuffer(handed.prompt, "<i4").astype(type_of_ids)
         asked = Asked(
             session=handed.session,
@@ -115,7 +124,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: End | None, version: int | None
     ) -> None:
         scores = None if logprobs is None else logprobs.astype("<f4").tobytes()
-        given = Answer(
+        given = CallAnswer(
             lease=call.lease,
             ids=ids.astype("<i4").tobytes(),
             logprobs=scores,
@@ -128,11 +137,11 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             self._mine.pop(call.id, None)
 
     async def fail(self, call: GateCall, message: str, fault: Fault) -> None:
-        await self._tell(call, "fail", Failed(call.lease, message, fault))
+        await self._tell(call, "fail", CallFailure(call.lease, message, fault))
         self._mine.pop(call.id, None)
 
     async def give_back(self, call: GateCall) -> None:
-        await self._tell(call, "give_back", Leased(call.lease))
+        await self._tell(call, "give_back", CallRelease(call.lease))
         self._mine.pop(call.id, None)
 
     async def _tell(self, call: GateCall, verb: str, sent: object) -> None:
@@ -164,7 +173,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                 continue
             leases = {call.id: call.lease for call in self._mine.values()}
             try:
-                told = await self._client.packed("/admin/gate/renew", Renew(leases), Renewed, self._lease_s)
+                told = await self._client.packed("/admin/gate/renew", RenewLeases(leases), RenewedLeases, self._lease_s)
             except TurngateError as error:
                 log.warning("the leases of %d calls could not be renewed: %s", len(leases), error.message)
                 continue

@@ -13,11 +13,10 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
+from turngate.client.keys import ADMIN_KEY
+from turngate.client.protocol import DeliveryPage, FeedConfig, FeedView, PauseMode
 from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError, TurngateError, Unauthorized
-from turngate.gateway.feeds import FeedConfig, FeedView, Page
-from turngate.gateway.fence import Pause
-from turngate.server.auth import ADMIN_KEY, given_key
 from turngate.store.outcome import Recorded
 from turngate.telemetry.logs import register_secrets
 from turngate.telemetry.spans import TRACEPARENT
@@ -87,7 +86,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         """`version` of the policy, `paused`, `in_flight`."""
         return await self._ask("GET", "/admin/fence")
 
-    async def pause(self, mode: Pause = "hold", limit_s: float | None = None) -> Json:
+    async def pause(self, mode: PauseMode = "hold", limit_s: float | None = None) -> Json:
         """New calls wait from now on. `drain` answers when those in flight have ended, however long that takes; `keep` freezes them.
 
         `limit_s`: without a resume for so long calls go on at the old version.
@@ -100,7 +99,7 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
         return await self._ask("POST", "/admin/fence/resume", {"version": version, "model": model})
 
     async def load_weights(
-        self, version: int, *, path: str = "", lora_path: str = "", name: str = "", mode: Pause | None = None
+        self, version: int, *, path: str = "", lora_path: str = "", name: str = "", mode: PauseMode | None = None
     ) -> Json:
         """Have every replica load a model or an adapter, and go on at that version. `Refused` (502): the old one stays in force."""
         body = {"version": version, "path": path, "lora_path": lora_path, "mode": mode}
@@ -176,12 +175,12 @@ class GatewayClient(AbstractAsyncContextManager["GatewayClient"]):
 
     async def feed_page(
         self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1
-    ) -> Page:
+    ) -> DeliveryPage:
         """Deliveries past a number (None: the committed one), in order; waits up to so many seconds for the first."""
         asked = f"{_feed(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
         past = "" if after is None else f"&after={after}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILDING_S)
-        return await self._ask("GET", asked + past, kind=Page, within=limits)  # type: ignore[no-any-return]
+        return await self._ask("GET", asked + past, kind=DeliveryPage, within=limits)  # type: ignore[no-any-return]
 
     async def commit_feed(self, name: str, reader: str, number: int) -> int:
         """All up to a number is trained, and in a checkpoint. What is committed now, which may be more."""
@@ -291,13 +290,3 @@ def _sent(body: Json) -> dict[str, Any]:
 
 def _feed(name: str) -> str:
     return f"/admin/feeds/{quote(name, safe='')}"
-
-
-def admin_key_given() -> str:
-    """For a gateway that runs elsewhere. From the environment: a key in an argument could be read by everybody on the machine."""
-    key = given_key(ADMIN_KEY)
-    if not key:
-        raise ConfigError(f"{ADMIN_KEY}: is not set; it has to hold the admin key of the gateway", param=ADMIN_KEY)
-    if not key.isprintable():
-        raise ConfigError(f"{ADMIN_KEY}: holds characters that no key has", param=ADMIN_KEY)
-    return key

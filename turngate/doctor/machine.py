@@ -19,10 +19,11 @@ from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from turngate.client.keys import ADMIN_KEY, read_key, read_stored_admin_key
 from turngate.doctor.context import Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.errors import ConfigError
-from turngate.server.auth import ADMIN_KEY, METRICS_KEY, given_key, kept_key, metrics_key
+from turngate.server.auth import METRICS_KEY, metrics_key
 from turngate.server.bind import find_running_gateway
 from turngate.store.sqlite import Store
 from turngate.telemetry.spans import is_enabled
@@ -192,12 +193,12 @@ async def key(subject: Subject) -> list[Seen]:
     """The admin key, and the one for metrics; never what they are."""
     try:
         metrics = "; one for the metrics alone is set" if metrics_key() else ""
-        if given := given_key(ADMIN_KEY):
+        if given := read_key(ADMIN_KEY):
             if len(given) < 16:
                 return [failure(f"{ADMIN_KEY} has fewer than 16 characters", "export one of: openssl rand -hex 16")]
             return [ok(f"from {ADMIN_KEY}{metrics}")]
         place = Path(subject.config.data)
-        if kept_key(place) is None:
+        if read_stored_admin_key(place) is None:
             return [ok(f"none yet: it is made on first start, in {place / 'admin-key'}{metrics}")]
     except ConfigError as error:
         mend = (

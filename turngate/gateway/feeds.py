@@ -7,37 +7,41 @@
 A delivery is one group: all its rollouts, those that are not trained with the reason. What was recorded never changes under a number;
 whether a rollout is still fresh enough is judged each time that it is handed out. Rows are made in a thread of their own, over a
 connection of its own, since a group of long traces takes a while; a feed that begins with what was recorded before is filled step by step.
-`Control` owns the one instance, `server/feeds.py` serves it, `trainers/feed.py` reads it.
+`Control` owns the one instance, `server/feeds.py` serves it, `client/feed.py` reads it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sqlite3
 from functools import partial
-from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
-from turngate.errors import BadRequest, Conflict, NotFound, StoreError
+from turngate.client.protocol import (
+    MAX_WAIT_S,
+    DeliveryPage,
+    FeedConfig,
+    FeedView,
+    WireDelivery,
+    WireRollout,
+    WireRow,
+    check_feed_name,
+)
+from turngate.errors import Conflict, NotFound, StoreError
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.store.feeds import FeedRow, Member, Waiting
-from turngate.store.outcome import Class
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
-from turngate.trace.advantage import Choice, advantages, is_too_large, weight
+from turngate.trace.advantage import advantages, is_too_large, weight
 from turngate.trace.roles import roles
-from turngate.trace.sample import Sample, Span, samples, untrainable
+from turngate.trace.sample import Sample, samples, untrainable
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Sampled
 from turngate.types import Json
 
-Cut = Literal["train", "mask", "exclude"]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-LONGEST_WAIT_S = 60
 MOST = 64  # deliveries in one answer
 PAGE_BYTES = 32_000_000  # an answer that has so many gets no further delivery; a single one may be larger
 _STEP = 100  # outcomes that are entered at once when a feed is filled
@@ -51,78 +55,6 @@ _ROOMS = (
     "limit",
 )  # stops by a limit, but for time
 _TIMES = ("seconds", "timed out")
-
-
-class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is chosen when a feed is opened. The name stands for it: another choice is another feed."""
-
-    n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # rollouts with an outcome that make a group complete
-    advantage: Choice = "normalised"
-    max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None  # policy versions; None: any
-    on_truncated: Cut = "train"  # rollouts that a limit cut short; mask: in the baseline, but not trained
-    on_timeout: Cut = "train"  # rollouts whose time ran out
-    groups: str = ""  # the feed takes groups whose names begin so
-    from_start: bool = False  # also what was recorded before the feed was opened
-
-
-class FeedView(msgspec.Struct, frozen=True, kw_only=True):
-    """A feed as it stands, for people."""
-
-    name: str
-    mark: str  # of this very feed: one that is opened under its name when it is deleted has another one
-    config: FeedConfig
-    opened: float
-    newest: int  # the last number given
-    handed: int  # the highest that was handed out
-    committed: int
-    read: bool  # somebody has taken it over for reading, at some time
-    waiting: tuple[Waiting, ...] = ()  # groups that are not complete
-
-
-class WireRow(msgspec.Struct, frozen=True):
-    """One row as it is sent. Numbers are little endian."""
-
-    branch: int
-    ids: bytes  # int32
-    mask: bytes  # bits, the first token in the highest bit
-    logprobs: bytes  # float32 of the tokens of all spans, one span after the other; there are none elsewhere
-    spans: tuple[Span, ...]
-    weight: float
-
-
-class WireRolled(msgspec.Struct, frozen=True, kw_only=True):
-    session: str
-    task: str
-    attempt: int
-    kind: Class
-    reward: float | None
-    resolved: bool | None
-    advantage: float | None
-    excluded: str
-    truncated: bool
-    timed_out: bool
-    turns: int
-    sampled_tokens: int
-    data: bytes  # JSON
-    rows: tuple[WireRow, ...]
-
-
-class WireDelivery(msgspec.Struct, frozen=True, kw_only=True):
-    number: int
-    group: str
-    task: str
-    version: int
-    rollouts: tuple[WireRolled, ...]
-
-
-class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer, as msgpack."""
-
-    feed: str
-    newest: int
-    committed: int
-    version: int
-    deliveries: tuple[msgspec.Raw, ...]  # each a WireDelivery
 
 
 class Feeds:
@@ -145,7 +77,7 @@ class Feeds:
 
     async def open(self, name: str, config: FeedConfig) -> FeedView:
         """The feed of that name, which is made if there is none. When it is told, it has all that it begins with."""
-        check_name(name)
+        check_feed_name(name)
         written = msgspec.json.encode(config)
         row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
         if (known := _config(row)) != config:
@@ -224,7 +156,7 @@ class Feeds:
             return row if row.newest > (row.committed if after is None else after) else None
 
         await self._filled(self._find(name).key)
-        found = await self._events.until(more, min(wait, LONGEST_WAIT_S), of=_WOKEN)
+        found = await self._events.until(more, min(wait, MAX_WAIT_S), of=_WOKEN)
         row = found or self._find(name)
         version = self._fence.version
         deliveries: list[msgspec.Raw] = []
@@ -238,7 +170,7 @@ class Feeds:
         # Asked last: what takes time must not be a way to read past one's successor.
         if deliveries and not self._log.hand_out(row.key, reader, number):
             raise self._taken(name)
-        told = Page(
+        told = DeliveryPage(
             feed=name, newest=row.newest, committed=row.committed, version=version, deliveries=tuple(deliveries)
         )
         return msgspec.msgpack.encode(told)
@@ -276,12 +208,12 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int = 0
     rows: list[Sample] = []
 
-    def wire(self, advantage: float | None) -> WireRolled:
+    def wire(self, advantage: float | None) -> WireRollout:
         outcome = self.member.outcome
         excluded = self.excluded
         if not excluded and advantage is None:
             excluded = "there is no other rollout in its group to compare it with"
-        return WireRolled(
+        return WireRollout(
             session=self.member.id,
             task=outcome.task,
             attempt=outcome.attempt,
@@ -400,14 +332,6 @@ def _wire_row(row: Sample, share: float) -> WireRow:
         spans=row.spans,
         weight=share,
     )
-
-
-def check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise BadRequest(
-            f"name: {name[:200]!r} must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
-            param="name",
-        )
 
 
 def group_of(config: SessionConfig) -> str | None:

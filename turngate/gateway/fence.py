@@ -8,13 +8,9 @@ them under another *name* (an adapter): calls in flight stay with what they bega
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
 
+from turngate.client.protocol import PauseMode
 from turngate.errors import Conflict
-
-Pause = Literal[
-    "hold", "drain", "keep"
-]  # keep: what the engine has begun is frozen there; `server/weights.py` does that
 
 
 class Fence:
@@ -52,7 +48,7 @@ class Fence:
         if not self._in_flight:
             self._idle.set()
 
-    async def pause(self, mode: Pause = "hold") -> None:
+    async def pause(self, mode: PauseMode = "hold") -> None:
         """New calls wait from now on. `drain` returns only when those in flight have ended."""
         self._open.clear()
         if mode == "drain":

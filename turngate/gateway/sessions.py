@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from turngate.client.protocol import PauseMode
 from turngate.common.sharding import SINGLE_SHARD, Shard, new_secret
 from turngate.common.validation import explain_error
 from turngate.engines.weights import Load
@@ -22,7 +23,7 @@ from turngate.errors import BadRequest, Conflict, NotFound, StoreError, Turngate
 from turngate.gateway.events import Events
 from turngate.gateway.eviction import Rest
 from turngate.gateway.feeds import Feeds, group_of, is_stale, oldest_allowed
-from turngate.gateway.fence import Fence, Pause
+from turngate.gateway.fence import Fence
 from turngate.gateway.host_tools import HostTools
 from turngate.store.beside import NewEvent, happened
 from turngate.store.outcome import DAMAGED, Recorded
@@ -410,7 +411,7 @@ class Control:
     async def drained(self) -> None:
         await self._fence.drained()
 
-    def paused(self, mode: Pause, *, restarted: bool = False) -> None:
+    def paused(self, mode: PauseMode, *, restarted: bool = False) -> None:
         """It stands, whether that can be written down or not. `restarted`: it did when the gateway was stopped, and does again."""
         try:
             self.events.add("", "fence", {"paused": True, "mode": mode, **({"restarted": True} if restarted else {})})

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from turngate.client.keys import read_key
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.dialects import DIALECTS, Dialect
@@ -38,7 +39,7 @@ from turngate.gateway.turn import Settings, Turns
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
 from turngate.server.admin import AdminRoutes
 from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
-from turngate.server.auth import Auth, admin_key, given_key, metrics_key
+from turngate.server.auth import Auth, admin_key, metrics_key
 from turngate.server.compat.openenv import OpenEnvRoutes
 from turngate.server.compat.prime import PrimeRoutes
 from turngate.server.feeds import FeedRoutes
@@ -472,7 +473,7 @@ def _build_local_engine(config: ServeConfig) -> Engine:
 def read_engine_key(config: ServeConfig) -> str | None:
     if not config.engine_key_env:
         return None
-    key = given_key(config.engine_key_env)
+    key = read_key(config.engine_key_env)
     if not key:
         raise ConfigError(
             f"engine_key_env: the environment variable {config.engine_key_env} is not set", param="engine_key_env"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from turngate.client.keys import ADMIN_KEY, ADMIN_KEY_FILE, read_key, read_key_file
 from turngate.errors import ConfigError, Unauthorized
 from turngate.telemetry.logs import register_secrets
 
@@ -15,23 +15,17 @@ if TYPE_CHECKING:  # the front of several workers needs the key, and nothing of 
     from turngate.gateway.sessions import Control
     from turngate.trace.session import Session
 
-ADMIN_KEY = "TURNGATE_ADMIN_KEY"
 METRICS_KEY = "TURNGATE_METRICS_KEY"
 
 
 def admin_key(data: Path) -> str:
     """The gateway's."""
-    return own_key(data, ADMIN_KEY, "admin-key")
-
-
-def kept_key(data: Path) -> str | None:
-    """The admin key that the data folder holds, if it holds one."""
-    return _kept(data / "admin-key")
+    return own_key(data, ADMIN_KEY, ADMIN_KEY_FILE)
 
 
 def metrics_key() -> str:
     """A key that reads the metrics and nothing else, where one is given; empty: there is none, and the admin key reads them."""
-    key = given_key(METRICS_KEY)
+    key = read_key(METRICS_KEY)
     if key and len(key) < 16:
         raise ConfigError(f"{METRICS_KEY}: must have at least 16 characters", param=METRICS_KEY)
     return key
@@ -39,12 +33,12 @@ def metrics_key() -> str:
 
 def own_key(data: Path, variable: str, name: str) -> str:
     """From the environment, else from a file in the data folder that only its owner can read, made on first start."""
-    if given := given_key(variable):
+    if given := read_key(variable):
         if len(given) < 16:
             raise ConfigError(f"{variable}: must have at least 16 characters", param=variable)
         return given
     path = data / name
-    if (known := _kept(path)) is not None:
+    if (known := read_key_file(path)) is not None:
         return known
     key = "tga-" + secrets.token_urlsafe(32)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -52,42 +46,6 @@ def own_key(data: Path, variable: str, name: str) -> str:
         file.write(key + "\n")
     register_secrets(key)
     return key
-
-
-def given_key(variable: str) -> str:
-    """What the environment variable holds, or the file that `{variable}_FILE` names: secrets of Docker, Kubernetes and systemd are
-    files. Their modes are those systems' affair. Empty if neither is set."""
-    key, file = os.environ.get(variable, "").strip(), os.environ.get(f"{variable}_FILE", "").strip()
-    register_secrets(key)
-    if not file:
-        return key
-    if key:
-        raise ConfigError(f"{variable}_FILE: {variable} is set, too; leave one of them out", param=f"{variable}_FILE")
-    try:
-        key = Path(file).read_bytes().decode("utf-8", "replace").strip()
-    except OSError as error:
-        raise ConfigError(
-            f"{variable}_FILE: {file} cannot be read ({error.strerror})", param=f"{variable}_FILE"
-        ) from None
-    if not (key and key.isascii() and key.isprintable()):
-        raise ConfigError(f"{variable}_FILE: {file} holds no usable key", param=f"{variable}_FILE")
-    register_secrets(key)
-    return key
-
-
-def _kept(path: Path) -> str | None:
-    """The key that a file holds, if there is one."""
-    if path.exists():
-        if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise ConfigError(
-                f"data: {path} can be read by others; chmod 600 it, or delete it for a new key", param="data"
-            )
-        key = path.read_bytes().decode("utf-8", "replace").strip()
-        if len(key) < 16 or not (key.isascii() and key.isprintable()):
-            raise ConfigError(f"data: {path} holds no usable key; delete it for a new one", param="data")
-        register_secrets(key)
-        return key
-    return None
 
 
 class Auth:

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.client.protocol import FeedConfig
 from turngate.errors import BadRequest
-from turngate.gateway.feeds import FeedConfig
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, int_param, json_response, route

@@ -1,14 +1,14 @@
 """The gate for a trainer in another process: take calls, answer, fail, give back, keep. Under `/admin/gate`, behind the admin key.
 
 Only where the gateway's engine is a gate (`--engine gate`). Bodies and replies are msgpack; token ids are raw 32-bit integers and
-log-probabilities raw 32-bit floats (not a number: not known), both little-endian. `trainers/gate.py` is the other end.
+log-probabilities raw 32-bit floats (not a number: not known), both little-endian. `client/gate.py` is the other end.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,74 +16,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.client.protocol import (
+    CallAnswer,
+    CallFailure,
+    CallRelease,
+    LeasedCall,
+    LeasedCalls,
+    RenewedLeases,
+    RenewLeases,
+    TakeCalls,
+)
 from turngate.common.validation import explain_error
 from turngate.engines.gate import Gate
-from turngate.engines.gate_call import End, Fault, GateCall
+from turngate.engines.gate_call import GateCall
 from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooLarge, TurngateError
 from turngate.server.asgi import DisconnectWatch
 from turngate.server.auth import Auth
 from turngate.server.http import json_response, route
-from turngate.types import Constraint, Sampling, type_of_ids, type_of_logprobs
+from turngate.types import type_of_ids, type_of_logprobs
 
 T = TypeVar("T")
 MSGPACK = "application/msgpack"
 MAX_BODY = 32_000_000  # four million tokens
-MAX_WAIT_S = 60.0
-
-
-class Take(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 20.0
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
-
-
-class Handed(msgspec.Struct, frozen=True, kw_only=True):
-    """One call, as a trainer gets it. Who has its `lease` may answer it."""
-
-    id: str
-    lease: str
-    session: str
-    version: int
-    prompt: bytes
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    constraint: Constraint | None = None
-    stream: bool = True
-
-
-class Taken(msgspec.Struct, frozen=True):
-    calls: list[Handed]
-
-
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A piece of an answer past its first `at` tokens; with `finish` it is the last one, and may be the only one."""
-
-    lease: str
-    ids: bytes
-    logprobs: bytes | None
-    at: Annotated[int, msgspec.Meta(ge=0)] = 0
-    finish: End | None = None
-    version: int | None = None
-
-
-class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    lease: str
-    message: str
-    fault: Fault = "unavailable"
-
-
-class Leased(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    lease: str
-
-
-class Renew(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    leases: dict[str, str]  # by call
-
-
-class Renewed(msgspec.Struct, frozen=True):
-    over: dict[str, str]  # calls that are no longer theirs, and why
 
 
 class GateRoutes:
@@ -106,7 +60,7 @@ class GateRoutes:
         return json_response(self._gate.waiting())
 
     async def take(self, request: Request) -> Response:
-        wanted = await packed(request, Take)
+        wanted = await packed(request, TakeCalls)
         calls: list[GateCall] = []
         if self._gate.closed:
             raise Stopping("the gateway is being stopped; come back in a moment")
@@ -123,10 +77,10 @@ class GateRoutes:
                 with suppress(TurngateError):  # it is over meanwhile, which must not cost the others their turn
                     self._gate.give_back_of(call.id, call.lease)
             return Response(status_code=499)
-        return _pack(Taken([_handed(call) for call in calls]))
+        return _pack(LeasedCalls([_handed(call) for call in calls]))
 
     async def answer(self, request: Request) -> Response:
-        given = await packed(request, Answer)
+        given = await packed(request, CallAnswer)
         ids = _array(given.ids, type_of_ids, "ids")
         logprobs = None if given.logprobs is None else _array(given.logprobs, type_of_logprobs, "logprobs")
         call = request.path_params["call"]
@@ -134,25 +88,25 @@ class GateRoutes:
         return _pack({})
 
     async def fail(self, request: Request) -> Response:
-        given = await packed(request, Failed)
+        given = await packed(request, CallFailure)
         self._gate.fail_of(request.path_params["call"], given.lease, given.message, given.fault)
         return _pack({})
 
     async def give_back(self, request: Request) -> Response:
-        given = await packed(request, Leased)
+        given = await packed(request, CallRelease)
         self._gate.give_back_of(request.path_params["call"], given.lease)
         return _pack({})
 
     async def renew(self, request: Request) -> Response:
         """Says for each call whether it is still worth working on."""
-        given = await packed(request, Renew)
+        given = await packed(request, RenewLeases)
         over: dict[str, str] = {}
         for call, lease in given.leases.items():
             try:
                 self._gate.renew_of(call, lease)
             except (Gone, Conflict, NotFound) as error:
                 over[call] = error.message
-        return _pack(Renewed(over))
+        return _pack(RenewedLeases(over))
 
 
 async def packed(request: Request, kind: type[T]) -> T:
@@ -203,8 +157,8 @@ def _array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:
     return np.frombuffer(raw, little).astype(kind)
 
 
-def _handed(call: GateCall) -> Handed:
-    return Handed(
+def _handed(call: GateCall) -> LeasedCall:
+    return LeasedCall(
         id=call.id,
         lease=call.lease,
         session=call.session,

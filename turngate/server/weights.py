@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.client.protocol import PauseMode
 from turngate.engines.base import Engine
 from turngate.engines.weights import Load, Updatable, replicas
 from turngate.errors import BadRequest, Conflict, EngineError, EngineTimeout, StoreError, TurngateError
-from turngate.gateway.fence import Pause
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, json_response, route
@@ -42,7 +42,7 @@ Limit = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
 class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`limit_s`: after so long without a resume, calls go on at the old version: whoever paused is gone."""
 
-    mode: Pause = "hold"
+    mode: PauseMode = "hold"
     limit_s: Limit | None = None
 
 
@@ -60,7 +60,7 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     path: str = ""
     lora_path: str = ""
     name: str = "policy-v{version}"
-    mode: Pause | None = None  # None: drain for a model, hold for an adapter
+    mode: PauseMode | None = None  # None: drain for a model, hold for an adapter
     limit_s: Limit = 600.0  # for which calls in flight are waited for
 
     def load(self) -> Load:
@@ -166,7 +166,7 @@ class Updates:
 
     # ── pause and resume, around whatever a trainer does to the engines itself ──────────────────────────────────
 
-    async def pause(self, mode: Pause, limit_s: float | None) -> dict[str, Json]:
+    async def pause(self, mode: PauseMode, limit_s: float | None) -> dict[str, Json]:
         async with self._changing:
             await self._hold(mode, limit_s)
         if mode == "drain":
@@ -185,7 +185,7 @@ class Updates:
             self._disarm()
         return await self._bar.stands()
 
-    async def _hold(self, mode: Pause, limit_s: float | None) -> None:
+    async def _hold(self, mode: PauseMode, limit_s: float | None) -> None:
         if mode == "keep":
             self._replicas(_KEEPING)
         present = self._present()
@@ -313,7 +313,7 @@ class Updates:
 
     async def load(self, wanted: WeightsBody) -> dict[str, Json]:
         load = wanted.load()
-        mode: Pause = wanted.mode or ("drain" if load.path else "hold")
+        mode: PauseMode = wanted.mode or ("drain" if load.path else "hold")
         async with self._changing:
             before = self._may(load, mode)
             each = self._replicas("load weights")
@@ -349,7 +349,7 @@ class Updates:
         seen = [] if self._engine is None else await self._engine.health()
         return {**state, "weights": self._control.weights(state["version"]), "replicas": seen}
 
-    def _may(self, load: Load, mode: Pause) -> Load:
+    def _may(self, load: Load, mode: PauseMode) -> Load:
         """What is in force. The same version again is for replicas that have lost it, and has to be the same."""
         present = self._control.version
         noted = self._control.weights(present) or Load(version=present)
@@ -371,7 +371,7 @@ class Updates:
             raise Conflict(f"this gateway's engine cannot {to_do}: only vllm and sglang can")
         return found
 
-    async def _stop(self, mode: Pause, limit_s: float, present: tuple[bool, bool]) -> None:
+    async def _stop(self, mode: PauseMode, limit_s: float, present: tuple[bool, bool]) -> None:
         try:
             if not present[0]:
                 await self._bar.hold(time.time())  # whoever is started again in the middle of it lets calls go on

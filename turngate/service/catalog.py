@@ -20,11 +20,11 @@ from typing import Literal
 import msgspec
 
 from turngate.agents.spec import Dialect
+from turngate.client.keys import read_key
 from turngate.common.validation import suggestion
 from turngate.config import OBSERVED_ENGINES, EngineKind, ServeConfig
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER
-from turngate.server.auth import given_key
 from turngate.service.request import Mode, mode_of
 from turngate.types import Json
 
@@ -318,7 +318,7 @@ class Catalog:
 def key_is_set(endpoint: Endpoint) -> bool:
     """In the environment, or in a file that it names."""
     try:
-        return not endpoint.key_env or bool(given_key(endpoint.key_env))
+        return not endpoint.key_env or bool(read_key(endpoint.key_env))
     except ConfigError:
         return False
 

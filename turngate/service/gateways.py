@@ -17,14 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.client.gateway import GatewayClient
+from turngate.client.keys import read_admin_key, read_key
 from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.engines.base import Engine
 from turngate.engines.gate import Gate
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
 from turngate.rollout.connection import WayOut
-from turngate.server.auth import given_key
 from turngate.server.run import run_embedded
 from turngate.service.catalog import OWN, Choice
 from turngate.service.config import ServiceConfig
@@ -184,8 +184,8 @@ def _local(config: ServeConfig) -> Engine:
 def _key(name: str) -> str:
     """The admin key of a gateway that runs already."""
     if not name:
-        return admin_key_given()
-    key = given_key(name)
+        return read_admin_key()
+    key = read_key(name)
     if not key or not key.isprintable():
         raise ConfigError(f"key_env: {name} is not set, or holds no key", param="key_env")
     return key

@@ -16,7 +16,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from tests.kit import Json, Running, user
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
-from turngate.gateway.feeds import FeedConfig
+from turngate.client.protocol import FeedConfig
 from turngate.store.outcome import Recorded
 from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig
 

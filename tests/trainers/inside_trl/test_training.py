@@ -22,8 +22,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from tests.trainers.inside_trl.kit import same
 from turngate import tasks
 from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
-from turngate.gateway.feeds import FeedConfig
 from turngate.tasks.task import Function, Task
 from turngate.trainers.trl.rows import Buffer
 from turngate.trainers.trl.trainer import CheckpointedTrainer

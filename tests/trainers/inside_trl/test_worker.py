@@ -19,8 +19,8 @@ from turngate.agents.install import Installation
 from turngate.agents.spec import find_agent
 from turngate.client.feed import Feed, OtherFeed
 from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
-from turngate.gateway.feeds import FeedConfig
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
 from turngate.tasks.task import Function, Task

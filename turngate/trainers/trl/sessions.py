@@ -23,7 +23,8 @@ from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolRe
 from turngate import tasks
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentSpec, find_agent
-from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.client.gateway import GatewayClient
+from turngate.client.keys import read_admin_key
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.connection import WayOut
@@ -140,7 +141,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._spec: AgentSpec = find_agent(config.agent).spec
         self._installed: Installation = ensure_installed(self._spec)
         self._backend: Backend = get_backend(config.sandbox)
-        self._key = admin_key_given()
+        self._key = read_admin_key()
         self._thread = LoopThread("turngate-sessions")
         self._lock = threading.Lock()
         self._open = 0

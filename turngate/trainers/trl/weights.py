@@ -19,10 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.client.gateway import GatewayClient
+from turngate.client.keys import read_admin_key
+from turngate.client.protocol import PauseMode
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import TurngateError
-from turngate.gateway.fence import Pause
 from turngate.trainers.trl.retry import patiently
 
 log = logging.getLogger("turngate")
@@ -49,7 +50,9 @@ class NotHeld(TurngateError):
     kind = "fence_open"
 
 
-def fenced(trainer: Any, gateway: str, *, admin_key: str = "", pause: Pause = "hold", limit_s: float = LIMIT_S) -> None:
+def fenced(
+    trainer: Any, gateway: str, *, admin_key: str = "", pause: PauseMode = "hold", limit_s: float = LIMIT_S
+) -> None:
     """Put a trainer's weight sync inside the fence. On ranks that send none, and where TRL publishes adapters under new names (calls in
     flight keep theirs, and need no fence), nothing changes."""
     if trainer.weight_transfer is not None:
@@ -68,12 +71,12 @@ class FencedTransfer:
         gateway: str,
         *,
         admin_key: str = "",
-        pause: Pause = "hold",
+        pause: PauseMode = "hold",
         limit_s: float = LIMIT_S,
     ) -> None:
         self._inner = inner
-        self._gateway = GatewayClient(gateway, admin_key or admin_key_given())
-        self._mode: Pause = pause
+        self._gateway = GatewayClient(gateway, admin_key or read_admin_key())
+        self._mode: PauseMode = pause
         self._limit_s = limit_s
         self._thread = LoopThread("turngate-fence")
         self._version: int | None = None  # at which the fence was closed; None: it is open

@@ -22,7 +22,8 @@ from typing import Annotated
 import msgspec
 
 from turngate.client.feed import Delivery, Feed, FeedConfig
-from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.client.gateway import GatewayClient
+from turngate.client.keys import read_admin_key
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.batch import Batch
@@ -116,7 +117,7 @@ class TurngateWorker:
     def __init__(self, config: WorkerConfig, *, admin_key: str = "", checkpoint: Path | None = None) -> None:
         self.config = config = config.named()
         self.checkpoint = checkpoint
-        self._key = admin_key or admin_key_given()
+        self._key = admin_key or read_admin_key()
         self._from = None if checkpoint is None else _read(checkpoint, config.feed)
         self._thread = LoopThread("turngate-worker")
         self._gateway: GatewayClient | None = None

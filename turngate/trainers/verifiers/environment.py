@@ -27,7 +27,8 @@ from pydantic import Field, model_validator
 from turngate.agents.install import ensure_installed
 from turngate.agents.launch import ModelLimits as Told
 from turngate.agents.spec import find_agent
-from turngate.client.gateway import GatewayClient, admin_key_given
+from turngate.client.gateway import GatewayClient
+from turngate.client.keys import read_admin_key
 from turngate.common.aio import run_to_completion
 from turngate.errors import Boundary, TurngateError
 from turngate.rollout.connection import WayOut
@@ -149,7 +150,7 @@ _ground: ContextVar[Ground | None] = ContextVar("turngate_ground", default=None)
 async def _grounds(config: TurngateHarnessConfig) -> AsyncIterator[Ground]:
     try:
         async with (
-            GatewayClient(gateway_url(config), admin_key_given()) as gateway,
+            GatewayClient(gateway_url(config), read_admin_key()) as gateway,
             WayOut(gateway.url, config.public_url, config.tunnel) as wayout,
         ):
             await gateway.check()

@@ -29,7 +29,7 @@ import msgspec
 import verifiers.v1 as vf
 from pydantic import Field
 
-from turngate.client.gateway import admin_key_given
+from turngate.client.keys import read_admin_key
 from turngate.common.aio import run_to_completion
 from turngate.errors import ConfigError
 from turngate.trainers.verifiers.graft import Turn, graft
@@ -314,7 +314,7 @@ def gateway_url(config: Any) -> str:
 
 def _admin_key() -> str:
     try:
-        return admin_key_given()
+        return read_admin_key()
     except ConfigError as error:
         raise vf.InterceptionError(error.message) from None
 
