@@ -128,7 +128,12 @@ async def test_a_zero_is_a_reward(tmp_path: Path) -> None:
         ([say("Hello.")], {"grader": "broken"}, "TaskError"),  # an invalid task: its grader fails
         ([say("Hello.")], {"setup": "exit 3"}, "TaskError"),
         ([Turn(fail_before=True)] * 9, {}, "ProviderError"),
-        ([say("Hello.")], {"sandbox": "docker", "image": "turngate-has-no-such-image"}, "SandboxError"),
+        pytest.param(
+            [say("Hello.")],
+            {"sandbox": "docker", "image": "turngate-has-no-such-image"},
+            "SandboxError",
+            marks=[pytest.mark.needs("docker"), pytest.mark.full],
+        ),
         ([say("Hello.")], {"options": {"command": "exec python3 -", "other": "x"}}, "HarnessError"),
     ],
 )
