@@ -8,6 +8,8 @@ The names below come from `turngate.api` (docs/python.md), and are loaded when t
 
 from __future__ import annotations
 
+from turngate import _moved
+
 TYPE_CHECKING = False  # type checkers know it by its name; `typing` itself takes longer to load than all of this
 if TYPE_CHECKING:
     from typing import Any
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
         run,
         run_sync,
     )
+
+_moved.install()
 
 __version__ = "0.1.0"
 __all__ = [
