@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Check names, prose and sizes: `python tools/check_names.py [PATH …]`. Part of `make check`; docs/decisions/0015-names.md has the reasons.
+"""Check names, prose and sizes: `python tools/check_names.py [PATH …]`. Part of `make check`.
+
+Reasons: docs/decisions/0015-names-and-layout.md.
 
 - A function that does something is an imperative verb. A past participle is for properties and predicates.
 - A public class name means one thing in the whole package, and a module is named for the thing in it.
