@@ -38,7 +38,7 @@ from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.connection import WayOut
+from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
 from turngate.sandboxes import get_backend
 from turngate.tasks.task import Script, Task
@@ -91,12 +91,12 @@ async def measure(
 ) -> Result:
     async with (
         GatewayClient(f"http://127.0.0.1:{gateway.port}", key) as client,
-        WayOut(f"http://127.0.0.1:{gateway.port}") as wayout,
+        GatewayConnector(f"http://127.0.0.1:{gateway.port}") as connector,
     ):
 
         async def batch(name: str, count: int, running: int) -> BatchResult:
             plan = _plan(folder / name, sandbox, graded=graded, count=count, running=running)
-            result = await run_batch(plan, client, wayout)
+            result = await run_batch(plan, client, connector)
             _check(result, graded=graded)
             return result
 

@@ -46,8 +46,8 @@ from tests.golden import recording
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
 from turngate.errors import TurngateError
-from turngate.rollout.agent_check import INSTRUCTION, Staging, check
-from turngate.rollout.playbook import Scene, filled, spoken
+from turngate.rollout.agent_check import INSTRUCTION, CheckOptions, check_agent
+from turngate.rollout.playbook import Scene, fill_steps, format_step
 from turngate.sandboxes.local import LocalBackend
 from turngate.server.asgi import App, Receive, Scope, Send
 
@@ -271,10 +271,12 @@ def _script(agent: AgentSpec, scenes: Scenes | None, workdir: str) -> Iterator[s
     yield INSTRUCTION
     yield _ERRAND
     steps = (
-        filled(agent.check, {"workdir": workdir}) if scenes is None else [s for x in scenes(workdir) for s in x.steps]
+        fill_steps(agent.check, {"workdir": workdir})
+        if scenes is None
+        else [s for x in scenes(workdir) for s in x.steps]
     )
     for step in steps:
-        yield from (step.say, step.think, spoken(step))
+        yield from (step.say, step.think, format_step(step))
         for call in step.calls:
             yield from _leaves(call.arguments)
 
@@ -359,10 +361,10 @@ async def record(name: str, agent: AgentSpec, scenes: Scenes | None) -> Json:
     with tempfile.TemporaryDirectory(prefix="tg-") as folder:  # short, because a unix socket's path must be
         root = Path(folder) / "s"
         root.mkdir(mode=0o700)
-        staging = Staging(scenes=scenes, around=listening(heard))
-        report = await check(agent, installed, LocalBackend(root), Path(folder) / "run", staging)
-    if not report.whole:
-        raise NotRecorded("; ".join(f"not so: {f.what} ({f.detail})" for f in report.findings if not f.ok))
+        staging = CheckOptions(scenes=scenes, around=listening(heard))
+        report = await check_agent(agent, installed, LocalBackend(root), Path(folder) / "run", staging)
+    if not report.passed:
+        raise NotRecorded("; ".join(f"not so: {f.name} ({f.detail})" for f in report.results if not f.ok))
     days = {now.astimezone(zone) for now in (began, datetime.now(UTC)) for zone in (UTC, None)}
     steady = Steady(list(facts(installed, root, days)), Elided(_script(agent, scenes, "/sandbox/work")))
     # A call without a header of its own is the relay's, which looks whether the gateway is there.

@@ -25,6 +25,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 Mode = Literal["exact", "gate", "observe"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Capture = Literal["tokens", "logprobs", "text"]
+STALE = "stale"  # the stop reason of a session that no feed can use any more
+BATCH_STREAM = "batch:"  # the prefix of the event stream of a batch; its id follows
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]

@@ -28,9 +28,10 @@ from turngate.client.feed import Delivery, Feed  # noqa: E402
 from turngate.client.gateway import GatewayClient  # noqa: E402
 from turngate.client.keys import read_admin_key  # noqa: E402
 from turngate.client.protocol import FeedConfig  # noqa: E402
-from turngate.rollout.connection import WayOut  # noqa: E402
-from turngate.rollout.outcome import Order, Outcome  # noqa: E402
+from turngate.rollout.connection import GatewayConnector  # noqa: E402
+from turngate.rollout.outcome import Outcome  # noqa: E402
 from turngate.rollout.rollout import Rollout  # noqa: E402
+from turngate.rollout.spec import RolloutSpec  # noqa: E402
 from turngate.sandboxes import get_backend  # noqa: E402
 from turngate.trainers.trl.rows import items  # noqa: E402
 
@@ -41,7 +42,7 @@ async def rolled_out(given: argparse.Namespace, gateway: GatewayClient, folder: 
     """A group of one, whose advantage is its reward."""
     [task] = tasks.read_tasks(given.task, only=[given.only] if given.only else (), limit=1)
     agent = find_agent(given.agent).spec
-    order = Order(
+    order = RolloutSpec(
         task=task,
         agent=agent,
         installed=ensure_installed(agent, lambda line: print(line, file=sys.stderr)),
@@ -53,8 +54,8 @@ async def rolled_out(given: argparse.Namespace, gateway: GatewayClient, folder: 
         group=f"{FEED}.{os.getpid()}",
     )
     choices = FeedConfig(n=1, advantage="none", groups=f"{FEED}.")
-    async with await Feed.open(gateway, FEED, choices) as feed, WayOut(gateway.url) as wayout:
-        outcome = await Rollout(order, gateway, wayout, lambda at: print(f"  {at.stage}", file=sys.stderr)).run()
+    async with await Feed.open(gateway, FEED, choices) as feed, GatewayConnector(gateway.url) as connector:
+        outcome = await Rollout(order, gateway, connector, lambda at: print(f"  {at.stage}", file=sys.stderr)).run()
         if outcome.reward is None:
             raise SystemExit(f"{outcome.kind or outcome.status}: {outcome.fault or outcome.grade}")
         delivery = await feed.next(30)

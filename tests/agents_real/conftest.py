@@ -18,7 +18,7 @@ from tests.agents_real.kit import Check, Staged
 from tests.needs import needs
 from tests.sandboxes.kit import MAKE, need
 from tests.speed import scaled
-from turngate.rollout.agent_check import Report, Stage, Staging, staged
+from turngate.rollout.agent_check import AgentCheck, CheckOptions, CheckReport, prepare_check
 from turngate.sandboxes import owner
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.docker import OWNER_LABEL
@@ -53,10 +53,12 @@ def backend(root: Path) -> Callable[[str], Backend]:
 def stage(backend: Callable[[str], Backend], tmp_path: Path) -> Staged:
     """An agent and a sandbox, both by name, ready for a rollout on the scripted engine."""
 
-    def stage(agent: str, sandbox: str = "local", staging: Staging = Staging()) -> AbstractAsyncContextManager[Stage]:
+    def stage(
+        agent: str, sandbox: str = "local", staging: CheckOptions = CheckOptions()
+    ) -> AbstractAsyncContextManager[AgentCheck]:
         spec, installed = kit.agent(agent)
         patient = msgspec.structs.replace(staging, timeout_s=scaled(staging.timeout_s))
-        return staged(spec, installed, backend(sandbox), tmp_path, patient)
+        return prepare_check(spec, installed, backend(sandbox), tmp_path, patient)
 
     return stage
 
@@ -65,9 +67,9 @@ def stage(backend: Callable[[str], Backend], tmp_path: Path) -> Staged:
 def run(stage: Staged) -> Check:
     """The same, run to its end: what `turngate agents check` does."""
 
-    async def run(agent: str, sandbox: str = "local", staging: Staging = Staging()) -> Report:
+    async def run(agent: str, sandbox: str = "local", staging: CheckOptions = CheckOptions()) -> CheckReport:
         async with stage(agent, sandbox, staging) as ready:
-            return await ready.played()
+            return await ready.run()
 
     return run
 

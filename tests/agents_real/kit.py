@@ -18,10 +18,10 @@ from tests.needs import require
 from tests.speed import scaled
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
-from turngate.rollout.agent_check import Report, Stage
+from turngate.rollout.agent_check import AgentCheck, CheckReport
 
-Check = Callable[..., Awaitable[Report]]
-Staged = Callable[..., AbstractAsyncContextManager[Stage]]
+Check = Callable[..., Awaitable[CheckReport]]
+Staged = Callable[..., AbstractAsyncContextManager[AgentCheck]]
 
 
 def agent(name: str) -> tuple[AgentSpec, Installation]:
@@ -74,7 +74,7 @@ class Branch(NamedTuple):
     roles: tuple[str, ...]
 
 
-def branches(report: Report) -> list[Branch]:
+def branches(report: CheckReport) -> list[Branch]:
     """The trace, taken apart where it forks, in the order in which that happened."""
     nodes = {node["id"]: node for node in report.trace["nodes"]}
     found: dict[int, Branch] = {}
@@ -88,25 +88,25 @@ def branches(report: Report) -> list[Branch]:
     return [found[key] for key in sorted(found)]
 
 
-def turns(report: Report, role: str) -> list[Any]:
+def turns(report: CheckReport, role: str) -> list[Any]:
     return [node for node in report.trace["nodes"] if node["kind"] == "sampled" and node["role"] == role]
 
 
-def rows(report: Report, role: str) -> int:
+def rows(report: CheckReport, role: str) -> int:
     """How many rows train turns of a role."""
     return sum(any(span["role"] == role and span["trained"] for span in row["spans"]) for row in report.samples)
 
 
-def trained_once(report: Report) -> bool:
+def trained_once(report: CheckReport) -> bool:
     """Every turn of the agent and its helpers is trained in one row, and nothing else in any."""
     counted = Counter(span["node"] for row in report.samples for span in row["spans"] if span["trained"])
     return counted == Counter(node["id"] for role in ("main", "subagent") for node in turns(report, role))
 
 
-def findings(report: Report) -> str:
+def findings(report: CheckReport) -> str:
     """What was found, for a test that fails."""
     outcome = report.outcome
-    lines = [f"{'yes' if f.ok else 'NO '} {f.what}: {f.detail}" for f in report.findings]
+    lines = [f"{'yes' if f.ok else 'NO '} {f.name}: {f.detail}" for f in report.results]
     lines += [f"branch {branch}" for branch in branches(report)]
     lines += [f"note: {note}" for note in outcome.notes]
     lines += [f"said: {(outcome.collected.stderr or outcome.collected.stdout)[-500:]}"]

@@ -18,7 +18,7 @@ from tests.agents_real.kit import Branch, Check, Staged, branches, call, finding
 from tests.speed import scaled
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import CheckCall
-from turngate.rollout.agent_check import Staging
+from turngate.rollout.agent_check import CheckOptions
 from turngate.rollout.playbook import Scene
 
 pytestmark = pytest.mark.full
@@ -57,8 +57,8 @@ async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent:
             Scene("HELP-2", (looks["w"], reports(agent, "Three words.")), pace_s=0.1),
         )
 
-    report = await run(agent, staging=Staging(scenes=scenes, instruction=TASK))
-    assert report.whole, findings(report)
+    report = await run(agent, staging=CheckOptions(scenes=scenes, instruction=TASK))
+    assert report.passed, findings(report)
     own, *others = [branch for branch in branches(report) if "side" not in branch.roles]
     assert own.cause is None and set(own.roles) == {"main"}
     assert others == [Branch("subagent", ("subagent", "subagent"))] * 2
@@ -82,8 +82,8 @@ async def test_codex_spawns_an_agent_and_waits_for_it(run: Check) -> None:
         Scene("MAIN-TASK", (spawns, waits, says("Done.")), finds={"helper": r'"agent_id":\s*"([^"]+)"'}),
         Scene("HELP-1", (looks, says("Three lines."))),
     )
-    report = await run("codex", staging=Staging(scenes=lambda workdir: scenes, instruction=TASK))
-    assert report.whole, findings(report)
+    report = await run("codex", staging=CheckOptions(scenes=lambda workdir: scenes, instruction=TASK))
+    assert report.passed, findings(report)
     assert branches(report) == [Branch(None, ("main",) * 3), Branch("subagent", ("subagent",) * 2)]
     assert kit.rows(report, "main") == kit.rows(report, "subagent") == 1 and kit.trained_once(report)
 
@@ -98,9 +98,9 @@ async def test_a_codex_agent_that_inherits_its_parents_history_forks_there(run: 
         Scene("MAIN-TASK", (spawns, waits, says("Done."))),
     )
     # Codex gives its newer multi-agent tools to models that it knows by name.
-    staging = Staging(scenes=lambda workdir: scenes, instruction=TASK, model="gpt-6.1-sol")
+    staging = CheckOptions(scenes=lambda workdir: scenes, instruction=TASK, model="gpt-6.1-sol")
     report = await run("codex", staging=staging)
-    assert report.whole, findings(report)
+    assert report.passed, findings(report)
     assert branches(report) == [Branch(None, ("main",) * 3), Branch("subagent", ("subagent",) * 2)]
     [shared] = [row for row in report.samples if row["spans"][-1]["role"] == "subagent"]
     assert [span["role"] for span in shared["spans"]] == ["main", "subagent", "subagent"]
@@ -147,8 +147,8 @@ WINDOWS = {"claude-code": (57000, 3), "opencode": (28500, 2), "codex": (45000, 3
 async def test_after_a_summary_the_work_goes_on_in_a_new_branch(run: Check, agent: str) -> None:
     tokens, long = WINDOWS[agent]
     told = ModelLimits(context_tokens=tokens, max_output_tokens=2000)
-    report = await run(agent, staging=Staging(scenes=long_work(agent, long), instruction=TASK, told=told))
-    assert report.whole, findings(report)
+    report = await run(agent, staging=CheckOptions(scenes=long_work(agent, long), instruction=TASK, model_limits=told))
+    assert report.passed, findings(report)
     assert SUMMARY in turns(report, "side")[-1]["message"]["content"], "the summary is a side call"
     own, side, *after = [branch for branch in branches(report) if branch.cause or "main" in branch.roles]
     assert own.cause is None and set(own.roles) == {"main"}
@@ -174,7 +174,7 @@ ENDS = {  # whatever their exit code says
 @pytest.mark.parametrize("agent", kit.agents(*COMPACTS, *ENDS))
 async def test_a_context_overflow_is_understood(run: Check, agent: str) -> None:
     status, most = {**COMPACTS, **ENDS}[agent]
-    staging = Staging(scenes=long_work(agent, 4), instruction=TASK, max_context=most, timeout_s=60)
+    staging = CheckOptions(scenes=long_work(agent, 4), instruction=TASK, max_context=most, timeout_s=60)
     report = await run(agent, staging=staging)
     assert report.outcome.status == status, findings(report)
     causes = [branch.cause for branch in branches(report)]
@@ -193,11 +193,11 @@ async def test_a_context_overflow_is_understood(run: Check, agent: str) -> None:
 SPEECH = "word " * 400
 
 
-def slow(agent: str) -> Staging:
+def slow(agent: str) -> CheckOptions:
     """Two quick turns, then one that takes its time."""
     quick = [says("Look.", shell(agent, "cat notes.txt")), says("Print.", shell(agent, "echo SLOW''LY"))]
     scenes = (Scene("SLOWLY", (says(SPEECH),), pace_s=0.2), Scene("MAIN-TASK", tuple(quick)))
-    return Staging(scenes=lambda workdir: scenes, instruction=TASK)
+    return CheckOptions(scenes=lambda workdir: scenes, instruction=TASK)
 
 
 def broken_off(report: Any) -> None:
@@ -209,7 +209,7 @@ def broken_off(report: Any) -> None:
     main = [branch for branch in branches(report) if "main" in branch.roles]
     assert main == [Branch(None, ("main", "main", "aborted"))], findings(report)
     assert kit.rows(report, "main") == 1 and kit.trained_once(report)
-    [exact] = [finding for finding in report.findings if "every recorded id" in finding.what]
+    [exact] = [finding for finding in report.results if "every recorded id" in finding.name]
     assert exact.ok
 
 
@@ -222,7 +222,7 @@ async def in_the_third_turn(engine: Any, agent: str) -> None:
 @pytest.mark.parametrize("agent", kit.agents("pi", "codex", "claude-code", "gemini-cli", "opencode"))
 async def test_an_agent_that_is_killed_in_mid_turn(stage: Staged, agent: str, root: Path) -> None:
     async with stage(agent, staging=slow(agent)) as ready:
-        running = asyncio.create_task(ready.played())
+        running = asyncio.create_task(ready.run())
         await in_the_third_turn(ready.engine, agent)
         for pid, command in kit.processes_of(root).items():
             if "supervisor.py" not in command and "relay." not in command:
@@ -237,7 +237,7 @@ async def test_an_agent_that_is_killed_in_mid_turn(stage: Staged, agent: str, ro
 @pytest.mark.needs("agent:claude-code")
 async def test_a_session_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
     async with stage("claude-code", staging=slow("claude-code")) as ready:
-        running = asyncio.create_task(ready.played())
+        running = asyncio.create_task(ready.run())
         await in_the_third_turn(ready.engine, "claude-code")
         await ready.gateway.cancel(ready.rollout.outcome.session)
         report = await asyncio.wait_for(running, scaled(20))
@@ -248,7 +248,7 @@ async def test_a_session_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
 @pytest.mark.needs("agent:pi")
 async def test_a_rollout_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
     async with stage("pi", staging=slow("pi")) as ready:
-        running = asyncio.create_task(ready.played())
+        running = asyncio.create_task(ready.run())
         await in_the_third_turn(ready.engine, "pi")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

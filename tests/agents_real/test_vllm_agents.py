@@ -18,9 +18,10 @@ from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import Order, Outcome
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Outcome
 from turngate.rollout.rollout import Rollout
+from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Backend
 from turngate.server.run import run_embedded
 from turngate.tasks.task import Task
@@ -55,7 +56,7 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         tokenizer=str(model.folder),
         echo_prompt=True,
     )
-    order = Order(
+    order = RolloutSpec(
         task=Task(id="vllm", instruction=ASKED),
         agent=talkative(spec) if agent == "pi" else spec,
         installed=installed,
@@ -63,14 +64,14 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         model=model.name,
         timeout_s=scaled(120),
         session={"limits": {"turns": TURNS[agent]}, "max_tokens": 48, "sampling": {"temperature": TEMPERATURE}},
-        told=ModelLimits(context_tokens=model.max_context, max_output_tokens=1024),
+        model_limits=ModelLimits(context_tokens=model.max_context, max_output_tokens=1024),
         folder=folder / "rollouts",
     )
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(run_embedded(config))
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
-        wayout = await stack.enter_async_context(WayOut(address.url))
-        outcome = await Rollout(order, gateway, wayout).run()
+        connector = await stack.enter_async_context(GatewayConnector(address.url))
+        outcome = await Rollout(order, gateway, connector).run()
         return outcome, await gateway.trace(outcome.session), await gateway.samples(outcome.session, everything=True)
 
 

@@ -24,10 +24,10 @@ from turngate.client.keys import ADMIN_KEY
 from turngate.errors import SandboxError
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import EndPolicy
+from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.progress import Tally
+from turngate.rollout.progress import BatchProgress
+from turngate.rollout.spec import EndPolicy
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.sandboxes.supervised import SupervisedSandbox
@@ -103,7 +103,7 @@ def plan(folder: Path, root: Path, names: Sequence[str], **fields: Any) -> Batch
         "policy": EndPolicy(timed_out="exclude"),
         "bounds": Bounds(running=8),
         "back_off_s": 0.2,
-        "least_free": 4_000_000,
+        "min_free_bytes": 4_000_000,
         **fields,
     }
     root.mkdir(mode=0o700, exist_ok=True)
@@ -135,7 +135,7 @@ def storm(folder: Path, root: Path, scale: float) -> BatchPlan:
         backend=Unsteady(root, every=50),
         bounds=Bounds(running=running_at_once(scale), starting=8, grading=8),
         seed=7,
-        least_free=8_000_000,
+        min_free_bytes=8_000_000,
     )
 
 
@@ -143,14 +143,14 @@ async def main(url: str, out: str, root: str, scale: str) -> int:
     """Run a storm. Print the number of finished rollouts as it grows, then the reason if the batch stopped early."""
     printed = 0
 
-    def watch(tally: Tally) -> None:
+    def watch(tally: BatchProgress) -> None:
         nonlocal printed
         if tally.done > printed:
             printed = tally.done
             print(printed, flush=True)
 
-    async with GatewayClient(url, os.environ[ADMIN_KEY]) as client, WayOut(url) as wayout:
-        result: BatchResult = await run_batch(storm(Path(out), Path(root), float(scale)), client, wayout, watch)
+    async with GatewayClient(url, os.environ[ADMIN_KEY]) as client, GatewayConnector(url) as connector:
+        result: BatchResult = await run_batch(storm(Path(out), Path(root), float(scale)), client, connector, watch)
     print(result.stopped, file=sys.stderr)
     return 0 if result.complete else 3
 

@@ -28,27 +28,27 @@ from tests.cli.kit import ran, refused
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, SandboxUnavailable
-from turngate.rollout.batch import Batch, Stopped, rollouts, run_batch
+from turngate.rollout.batch import Batch, BatchStopped, rollouts, run_batch
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.connection import WayOut
-from turngate.rollout.ledger import NAME, Begun, Finished, Ledger, now, read
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.ledger import LEDGER_NAME, AttemptStarted, FinishedRollout, Ledger, read_ledger, timestamp
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.progress import Tally
+from turngate.rollout.progress import BatchProgress
 from turngate.sandboxes.local import LocalBackend
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 class Stage:
-    def __init__(self, gateway: kit.Running, client: GatewayClient, wayout: WayOut, root: Path) -> None:
-        self.gateway, self.client, self.wayout, self.root = gateway, client, wayout, root
+    def __init__(self, gateway: kit.Running, client: GatewayClient, connector: GatewayConnector, root: Path) -> None:
+        self.gateway, self.client, self.connector, self.root = gateway, client, connector, root
         self.out = root / "out"
 
     def plan(self, *names: str, **fields: Any) -> BatchPlan:
         return plan(self.out, self.root / "s", names, **{"n": 2, **fields})
 
     def batch(self, wanted: BatchPlan, **how: Any) -> Batch:
-        return Batch(wanted, self.client, self.wayout, **how)
+        return Batch(wanted, self.client, self.connector, **how)
 
     def left(self) -> list[str]:
         return [path.name for path in (self.root / "s").iterdir() if path.name != "agent.py"] + sandbox_processes(
@@ -64,9 +64,9 @@ async def staged() -> AsyncIterator[Stage]:
         async with (
             kit.gateway(engine, model="m") as gateway,
             GatewayClient(gateway.root, gateway.app.admin_key) as client,
-            WayOut(gateway.root) as wayout,
+            GatewayConnector(gateway.root) as connector,
         ):
-            stage = Stage(gateway, client, wayout, root)
+            stage = Stage(gateway, client, connector, root)
             yield stage
             opened = [s["id"] for s in (await every_session(gateway)).values() if s["status"] == "open"]
             assert (stage.left(), opened) == ([], [])
@@ -80,11 +80,11 @@ async def test_each_rollout_is_in_the_class_of_what_befell_it() -> None:
     async with staged() as stage:
         seen: list[int] = []
 
-        def watch(tally: Tally) -> None:
+        def watch(tally: BatchProgress) -> None:
             seen.append(tally.done)
 
         wanted = stage.plan("well-0", "sandbox-0", "engine-0", "setup-0", retries=1)
-        result = await run_batch(wanted, stage.client, stage.wayout, watch)
+        result = await run_batch(wanted, stage.client, stage.connector, watch)
         kinds = {task.task: dict(task.kinds) for task in result.summary.tasks}
         assert kinds == {
             "well-0": {"graded": 2},
@@ -102,21 +102,21 @@ async def test_each_rollout_is_in_the_class_of_what_befell_it() -> None:
         assert (one.boundary, one.stage, one.reward) == ("engine", "agent", None)
         outcome = json.loads((stage.out / "rollouts" / one.session / "outcome.json").read_bytes())
         assert (outcome["rollout"], outcome["attempt"]) == (one.rollout, 2)
-        again = await run_batch(wanted, stage.client, stage.wayout)
+        again = await run_batch(wanted, stage.client, stage.connector)
         assert again.finished == result.finished, "a batch that is done is not done again"
 
 
 async def test_rollouts_come_as_they_are_finished_and_closing_stops() -> None:
     async with staged() as stage:
         wanted = stage.plan("well-0", "hang-0", n=2, bounds=Bounds(running=3))
-        async with aclosing(rollouts(wanted, stage.client, stage.wayout)) as finished:
+        async with aclosing(rollouts(wanted, stage.client, stage.connector)) as finished:
             first = await anext(finished)
             assert first.kind == "graded"
-        known = read(stage.out)
+        known = read_ledger(stage.out)
         assert first.rollout in known.finished and known.open == {} and len(known.finished) < 4
-        told = [one async for one in rollouts(wanted, stage.client, stage.wayout)]
+        told = [one async for one in rollouts(wanted, stage.client, stage.connector)]
         assert told[0] == first, "those of an earlier run are told first"
-        assert {one.rollout for one in told} == set(read(stage.out).finished) and len(told) == 4
+        assert {one.rollout for one in told} == set(read_ledger(stage.out).finished) and len(told) == 4
 
 
 async def test_being_cancelled_ends_what_runs_and_the_same_plan_goes_on() -> None:
@@ -124,16 +124,16 @@ async def test_being_cancelled_ends_what_runs_and_the_same_plan_goes_on() -> Non
         wanted = stage.plan("hang-0", "well-0", n=2, bounds=Bounds(running=2, warm=1))
         batch = stage.batch(wanted)
         running = asyncio.create_task(batch.run())
-        await kit.until(lambda: batch.tally.places["run"] == 2 and batch.tally.sampled_tokens > 0, 60)
+        await kit.until(lambda: batch.progress.states["run"] == 2 and batch.progress.sampled_tokens > 0, 60)
         with pytest.raises(ConfigError, match="another batch is running in"):
-            await run_batch(wanted, stage.client, stage.wayout)
+            await run_batch(wanted, stage.client, stage.connector)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         assert stage.left() == [] and not batch.result.complete
-        known = read(stage.out)
+        known = read_ledger(stage.out)
         assert known.open == {} and known.faults == {}, "a cancelled attempt is nobody's fault"
-        result = await run_batch(wanted, stage.client, stage.wayout)
+        result = await run_batch(wanted, stage.client, stage.connector)
         assert result.complete
         assert result.summary.overall.kinds == {"graded": 2, "agent failed": 2}
 
@@ -142,12 +142,12 @@ async def test_an_attempt_that_the_gateway_has_the_outcome_of_is_not_run_again()
     """The runner was killed between the record at the gateway and the line in its ledger."""
     async with staged() as stage:
         wanted = stage.plan("well-0", n=3)
-        first = await run_batch(wanted, stage.client, stage.wayout)
-        lines = (stage.out / NAME).read_bytes().splitlines(keepends=True)
+        first = await run_batch(wanted, stage.client, stage.connector)
+        lines = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
         cut = next(n for n, line in enumerate(lines) if b'"finished"' in line)
-        lost = msgspec.json.decode(lines[cut], type=Finished)
-        (stage.out / NAME).write_bytes(b"".join(lines[:cut] + lines[cut + 1 :]))
-        again = await run_batch(wanted, stage.client, stage.wayout)
+        lost = msgspec.json.decode(lines[cut], type=FinishedRollout)
+        (stage.out / LEDGER_NAME).write_bytes(b"".join(lines[:cut] + lines[cut + 1 :]))
+        again = await run_batch(wanted, stage.client, stage.connector)
         [adopted] = [one for one in again.finished if one.rollout == lost.rollout]
         assert (adopted.session, adopted.reward, adopted.kind) == (lost.session, lost.reward, lost.kind)
         assert len(await every_session(stage.gateway)) == 3 and again.complete == first.complete is True
@@ -157,15 +157,17 @@ async def test_sessions_of_a_killed_runner_are_ended() -> None:
     """One was opened, and one was about to be."""
     async with staged() as stage:
         wanted = stage.plan("well-0", n=2)
-        batch = (await run_batch(wanted, stage.client, stage.wayout)).batch
-        head = (stage.out / NAME).read_bytes().splitlines(keepends=True)[0]
-        (stage.out / NAME).write_bytes(head)
+        batch = (await run_batch(wanted, stage.client, stage.connector)).batch
+        head = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)[0]
+        (stage.out / LEDGER_NAME).write_bytes(head)
         opened = await stage.client.open({"model": "m"})
-        ledger = Ledger.opened(stage.out)
+        ledger = Ledger.open(stage.out)
         for index, session in enumerate((opened.id, "never-opened")):
-            await ledger.add(Begun(rollout=f"{batch}.well-0.{index}", attempt=1, session=session, at=now()))
+            await ledger.add(
+                AttemptStarted(rollout=f"{batch}.well-0.{index}", attempt=1, session=session, at=timestamp())
+            )
         await ledger.close()
-        again = await run_batch(wanted, stage.client, stage.wayout)
+        again = await run_batch(wanted, stage.client, stage.connector)
         assert [(one.attempt, one.kind) for one in again.finished] == [(2, "graded")] * 2
         assert (await stage.client.show(opened.id))["status"] == "cancelled"
 
@@ -178,21 +180,21 @@ async def test_a_task_that_is_known_to_be_invalid_is_not_tried_any_more() -> Non
         assert result.summary.overall.kinds == {"invalid task": 8}
         tried = Counter(one.attempt for one in result.finished)
         assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two are looked after at once"
-        assert any("setup-0: invalid, and not tried any more: setup: setup.sh" in note for note in batch.tally.notes)
+        assert any("setup-0: invalid, and not tried any more: setup: setup.sh" in note for note in batch.progress.notes)
 
 
 async def test_another_plan_on_the_same_folder_is_refused_with_what_differs() -> None:
     async with staged() as stage:
-        await run_batch(stage.plan("well-0", n=1), stage.client, stage.wayout)
-        before = (stage.out / NAME).read_bytes()
+        await run_batch(stage.plan("well-0", n=1), stage.client, stage.connector)
+        before = (stage.out / LEDGER_NAME).read_bytes()
         for other, line in (
             (stage.plan("well-0", n=2), "n: was 1, is now 2"),
             (stage.plan("well-1", n=1), "tasks: well-0 is gone; tasks: well-1 is new"),
             (stage.plan("well-0", n=1, model="other"), "model: was m, is now other"),
         ):
             with pytest.raises(ConfigError, match=line):
-                await run_batch(other, stage.client, stage.wayout)
-        assert (stage.out / NAME).read_bytes() == before
+                await run_batch(other, stage.client, stage.connector)
+        assert (stage.out / LEDGER_NAME).read_bytes() == before
 
 
 # ── what stops a batch ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,13 +221,13 @@ async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
     async with staged() as stage:
         wanted = stage.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
         broken = msgspec.structs.replace(wanted, backend=Gone(stage.root / "s", after=4))
-        result = await run_batch(broken, stage.client, stage.wayout)
+        result = await run_batch(broken, stage.client, stage.connector)
         assert result.stopped == "no sandbox can be made: the daemon is gone; start it"
-        assert not result.complete and read(stage.out).faults == {}
+        assert not result.complete and read_ledger(stage.out).faults == {}
         assert all(one.kind == "graded" for one in result.finished), "nothing was burnt"
         with pytest.raises(SandboxUnavailable):
-            await run_batch(broken, stage.client, stage.wayout)
-        assert (await run_batch(wanted, stage.client, stage.wayout)).summary.overall.kinds == {"graded": 5}
+            await run_batch(broken, stage.client, stage.connector)
+        assert (await run_batch(wanted, stage.client, stage.connector)).summary.overall.kinds == {"graded": 5}
 
 
 async def test_a_gateway_that_is_gone_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,16 +235,16 @@ async def test_a_gateway_that_is_gone_stops_the_batch(monkeypatch: pytest.Monkey
     async with staged() as stage:
         wanted = stage.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
         async with GatewayClient("http://127.0.0.1:9", "x") as nobody:
-            with pytest.raises(Stopped, match="cannot be reached"):
-                _ = [one async for one in rollouts(wanted, nobody, stage.wayout)]
-        assert read(stage.out).finished == {}
-        assert (await run_batch(wanted, stage.client, stage.wayout)).complete
+            with pytest.raises(BatchStopped, match="cannot be reached"):
+                _ = [one async for one in rollouts(wanted, nobody, stage.connector)]
+        assert read_ledger(stage.out).finished == {}
+        assert (await run_batch(wanted, stage.client, stage.connector)).complete
 
 
 async def test_where_everything_fails_not_everything_is_burnt() -> None:
     async with staged() as stage:
         wanted = stage.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
-        result = await run_batch(wanted, stage.client, stage.wayout)
+        result = await run_batch(wanted, stage.client, stage.connector)
         assert "attempts all failed by no fault of an agent's" in result.stopped
         assert result.summary.overall.finished < 40
 
@@ -322,17 +324,17 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(home: Path) -> None:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ}, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
-    ledger = Path(line.strip().rpartition(" in ")[2]) / NAME
+    ledger = Path(line.strip().rpartition(" in ")[2]) / LEDGER_NAME
     end = time.monotonic() + scaled(30)
-    while not (ledger.is_file() and len(read(ledger.parent).open) >= 2):
+    while not (ledger.is_file() and len(read_ledger(ledger.parent).open) >= 2):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=scaled(60))
     assert process.returncode == 130, said
     assert "the same command goes on with them" in said
-    known = read(ledger.parent)
+    known = read_ledger(ledger.parent)
     assert known.open == {} and known.finished == {}
     told = ran(*command(home, "--n", "2", "--concurrency", "4"))
     assert told.exit_code == 0, told.stderr
-    assert len(read(ledger.parent).finished) == 4
+    assert len(read_ledger(ledger.parent).finished) == 4

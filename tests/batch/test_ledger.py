@@ -16,30 +16,41 @@ import pytest
 
 from tests.needs import require
 from turngate.errors import ConfigError
-from turngate.rollout.ledger import NAME, RESERVE, Begun, Ended, Entry, Finished, Head, Ledger, LedgerError, read
+from turngate.rollout.ledger import (
+    LEDGER_NAME,
+    RESERVE_NAME,
+    AttemptEnded,
+    AttemptStarted,
+    FinishedRollout,
+    Ledger,
+    LedgerEntry,
+    LedgerError,
+    LedgerHeader,
+    read_ledger,
+)
 
-HEAD = Head(batch="b", terms={"n": "2"}, tasks={"t": "1"}, made=1.0)
+HEAD = LedgerHeader(batch="b", terms={"n": "2"}, tasks={"t": "1"}, made=1.0)
 
 
-def begun(index: int, attempt: int = 1) -> Begun:
-    return Begun(rollout=f"b.t.{index}", attempt=attempt, session=f"s{index}-{attempt}", at=2.0)
+def begun(index: int, attempt: int = 1) -> AttemptStarted:
+    return AttemptStarted(rollout=f"b.t.{index}", attempt=attempt, session=f"s{index}-{attempt}", at=2.0)
 
 
-def finished(index: int, **fields: object) -> Finished:
-    return Finished(rollout=f"b.t.{index}", task="t", index=index, kind="graded", at=3.0, **fields)  # type: ignore[arg-type]
+def finished(index: int, **fields: object) -> FinishedRollout:
+    return FinishedRollout(rollout=f"b.t.{index}", task="t", index=index, kind="graded", at=3.0, **fields)  # type: ignore[arg-type]
 
 
-async def wrote(folder: Path, *entries: Entry) -> None:
-    ledger = Ledger.opened(folder)
+async def wrote(folder: Path, *entries: LedgerEntry) -> None:
+    ledger = Ledger.open(folder)
     for entry in entries:
         await ledger.add(entry)
     await ledger.close()
 
 
 async def test_what_was_added_is_known_again(tmp_path: Path) -> None:
-    lost = Ended(rollout="b.t.1", attempt=1, session="s1-1", why="fault", message="no", at=2.5)
+    lost = AttemptEnded(rollout="b.t.1", attempt=1, session="s1-1", why="fault", message="no", at=2.5)
     await wrote(tmp_path, HEAD, begun(0), begun(1), finished(0, reward=0.0), lost, begun(1, 2))
-    known = read(tmp_path)
+    known = read_ledger(tmp_path)
     assert known.head == HEAD
     assert list(known.finished) == ["b.t.0"] and known.finished["b.t.0"].reward == 0.0
     assert known.open == {"b.t.1": begun(1, 2)}
@@ -47,15 +58,15 @@ async def test_what_was_added_is_known_again(tmp_path: Path) -> None:
 
 
 async def test_what_was_stale_uses_up_no_retries(tmp_path: Path) -> None:
-    stale = Ended(rollout="b.t.1", attempt=1, session="s1-1", why="stale", at=2.5)
+    stale = AttemptEnded(rollout="b.t.1", attempt=1, session="s1-1", why="stale", at=2.5)
     await wrote(tmp_path, HEAD, begun(1), stale, finished(0, round=2))
-    known = read(tmp_path)
+    known = read_ledger(tmp_path)
     assert (known.faults, known.stale, known.open, known.finished["b.t.0"].round) == ({}, {"b.t.1": 1}, {}, 2)
 
 
 async def test_a_reward_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
     await wrote(tmp_path, HEAD, finished(0), finished(1, reward=0.0))
-    found = read(tmp_path).finished
+    found = read_ledger(tmp_path).finished
     assert found["b.t.0"].reward is None and found["b.t.0"].passed is None
     assert found["b.t.1"].reward == 0.0 and found["b.t.1"].passed is False
 
@@ -63,23 +74,23 @@ async def test_a_reward_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
 async def test_a_ledger_that_was_cut_at_any_byte_has_all_lines_before(tmp_path: Path) -> None:
     """As a kill leaves it. What is added afterwards stands on a line of its own."""
     await wrote(tmp_path, HEAD, begun(0), finished(0, message="ü\n"), begun(1))
-    data = (tmp_path / NAME).read_bytes()
+    data = (tmp_path / LEDGER_NAME).read_bytes()
     ends = [n + 1 for n, byte in enumerate(data) if byte == ord("\n")]
     for cut in range(ends[0], len(data) + 1):
-        (tmp_path / NAME).write_bytes(data[:cut])
+        (tmp_path / LEDGER_NAME).write_bytes(data[:cut])
         whole = sum(end <= cut for end in ends)
         await wrote(tmp_path, begun(7))
-        known = read(tmp_path)
+        known = read_ledger(tmp_path)
         assert ("b.t.0" in known.finished, "b.t.1" in known.open) == (whole >= 3, whole >= 4)
         assert known.open["b.t.7"] == begun(7)
 
 
 async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Path) -> None:
     await wrote(tmp_path, HEAD)
-    data = (tmp_path / NAME).read_bytes()
+    data = (tmp_path / LEDGER_NAME).read_bytes()
     for cut in (0, 1, len(data) - 1):
-        (tmp_path / NAME).write_bytes(data[:cut])
-        ledger = Ledger.opened(tmp_path)
+        (tmp_path / LEDGER_NAME).write_bytes(data[:cut])
+        ledger = Ledger.open(tmp_path)
         assert ledger.known.head is None
         await ledger.close()
 
@@ -87,37 +98,37 @@ async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Pa
 @pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b'{"type":"begun"}\n', b'{"type":"other"}\n'])
 async def test_a_line_that_nobody_of_us_wrote_is_told_by_its_number(line: bytes, tmp_path: Path) -> None:
     await wrote(tmp_path, HEAD, begun(0))
-    with open(tmp_path / NAME, "ab") as file:
+    with open(tmp_path / LEDGER_NAME, "ab") as file:
         file.write(line)
     with pytest.raises(LedgerError, match="line 3 is no line of a ledger"):
-        Ledger.opened(tmp_path)
+        Ledger.open(tmp_path)
 
 
 async def test_lines_without_a_first_are_not_a_batch(tmp_path: Path) -> None:
     await wrote(tmp_path, begun(0))
     with pytest.raises(LedgerError, match="does not say which batch it is of"):
-        read(tmp_path)
+        read_ledger(tmp_path)
 
 
 async def test_two_runners_do_not_have_one_folder(tmp_path: Path) -> None:
-    ledger = Ledger.opened(tmp_path)
+    ledger = Ledger.open(tmp_path)
     with pytest.raises(ConfigError, match="another batch is running in"):
-        Ledger.opened(tmp_path)
+        Ledger.open(tmp_path)
     await ledger.close()
     await wrote(tmp_path, HEAD)  # and now it is free
 
 
 async def test_many_at_once_are_all_there_and_whole(tmp_path: Path) -> None:
-    ledger = Ledger.opened(tmp_path)
+    ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
     await asyncio.gather(*(ledger.add(begun(n)) for n in range(500)))
     assert len(ledger.known.open) == 500
     await ledger.close()
-    assert read(tmp_path).open == ledger.known.open
+    assert read_ledger(tmp_path).open == ledger.known.open
 
 
 async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_path: Path) -> None:
-    ledger = Ledger.opened(tmp_path)
+    ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
     adding = asyncio.create_task(ledger.add(begun(0)))
     await asyncio.sleep(0)
@@ -125,7 +136,7 @@ async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_
     with pytest.raises(asyncio.CancelledError):
         await adding
     await ledger.close()
-    assert read(tmp_path).open == {"b.t.0": begun(0)}
+    assert read_ledger(tmp_path).open == {"b.t.0": begun(0)}
 
 
 @pytest.mark.process
@@ -136,7 +147,7 @@ def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_
         from pathlib import Path
         from tests.batch.test_ledger import HEAD, Ledger, begun
         async def main():
-            ledger = Ledger.opened(Path(sys.argv[1]))
+            ledger = Ledger.open(Path(sys.argv[1]))
             await ledger.add(HEAD)
             for n in itertools.count():
                 await ledger.add(begun(n))
@@ -150,7 +161,7 @@ def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_
     told += map(int, child.stdout.read().splitlines())
     child.wait()
     child.stdout.close()
-    ledger = Ledger.opened(tmp_path)
+    ledger = Ledger.open(tmp_path)
     os.close(ledger._fd)
     assert set(ledger.known.open) >= {f"b.t.{n}" for n in told}
 
@@ -183,7 +194,7 @@ def fill(disk: Path) -> None:
 @pytest.mark.needs("root")
 async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     """The reserve takes what is still to be said; when that is gone too, the line is refused and half of it is not there."""
-    ledger = Ledger.opened(small_disk / "out")
+    ledger = Ledger.open(small_disk / "out")
     await ledger.add(HEAD)
     fill(small_disk)
     written = 0
@@ -191,14 +202,14 @@ async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
         while True:
             await ledger.add(finished(written, message="m" * 20_000))
             written += 1
-    assert ledger.full and not (small_disk / "out" / RESERVE).exists()
+    assert ledger.full and not (small_disk / "out" / RESERVE_NAME).exists()
     assert written > 20
     with pytest.raises(LedgerError):  # and so is every other, even where it would fit
         await ledger.add(begun(0))
     await ledger.close()
     (small_disk / "filler").unlink()
     await wrote(small_disk / "out", finished(written))
-    assert list(read(small_disk / "out").finished) == [f"b.t.{n}" for n in range(written + 1)]
+    assert list(read_ledger(small_disk / "out").finished) == [f"b.t.{n}" for n in range(written + 1)]
 
 
 @pytest.mark.process
@@ -207,13 +218,13 @@ async def test_a_disk_that_is_full_from_the_start_is_refused(small_disk: Path) -
     (small_disk / "out").mkdir()
     fill(small_disk)
     with pytest.raises(ConfigError, match=r"has no room \(No space left on device\)"):
-        Ledger.opened(small_disk / "out")
+        Ledger.open(small_disk / "out")
 
 
 @pytest.mark.parametrize("limit", [1000, 5000])
 async def test_a_write_that_comes_only_half_way_is_taken_back(limit: int, tmp_path: Path) -> None:
     """A limit on the size of files cuts a line in the middle, as a disk does."""
-    ledger = Ledger.opened(tmp_path)
+    ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored: Callable[..., object] | int | None = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -226,5 +237,5 @@ async def test_a_write_that_comes_only_half_way_is_taken_back(limit: int, tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)  # type: ignore[arg-type]
     await ledger.close()
-    data = (tmp_path / NAME).read_bytes()
-    assert data.endswith(b"}\n") and len(read(tmp_path).open) == n
+    data = (tmp_path / LEDGER_NAME).read_bytes()
+    assert data.endswith(b"}\n") and len(read_ledger(tmp_path).open) == n

@@ -15,7 +15,7 @@ from turngate.client.feed import Feed
 from turngate.client.protocol import FeedConfig
 from turngate.errors import AgentError, BadRequest, StoreError
 from turngate.rollout.batch import BatchResult, run_batch
-from turngate.rollout.ledger import read
+from turngate.rollout.ledger import read_ledger
 from turngate.rollout.rollout import Rollout
 from turngate.store.outcome import Recorded
 
@@ -49,7 +49,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ran(stage: Stage, n: int = 1) -> BatchResult:
-    return await asyncio.wait_for(run_batch(stage.plan("well-0", n=n), stage.client, stage.wayout), scaled(60))
+    return await asyncio.wait_for(run_batch(stage.plan("well-0", n=n), stage.client, stage.connector), scaled(60))
 
 
 async def test_a_gateway_that_cannot_write_for_a_moment_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +79,8 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
                 "could not be recorded at the gateway (gateway: the disk is full); taking the batch up"
                 in result.stopped
             )
-            [late] = read(stage.out).unrecorded.values()
-            assert read(stage.out).open == {} and late.finished.kind == "graded"
+            [late] = read_ledger(stage.out).unrecorded.values()
+            assert read_ledger(stage.out).open == {} and late.finished.kind == "graded"
             assert (stage.out / "rollouts" / late.finished.session / "outcome.json").is_file()
         assert await feed.next(0.1) is None
         failing.left = 0
@@ -106,7 +106,7 @@ async def test_a_runner_that_is_stopped_while_it_waits_for_the_gateway_does_not_
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert len(read(stage.out).unrecorded) == 1 and read(stage.out).open == {}
+        assert len(read_ledger(stage.out).unrecorded) == 1 and read_ledger(stage.out).open == {}
         failing.left = 0
         result = await ran(stage)
         assert result.complete and result.finished[0].attempt == 1
@@ -120,14 +120,14 @@ async def test_what_the_gateway_has_counts_where_somebody_was_there_before(
     async with staged() as stage:
         failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
         await ran(stage)
-        [late] = read(stage.out).unrecorded.values()
+        [late] = read_ledger(stage.out).unrecorded.values()
         failing.left = 0
         if meanwhile == "deleted":
             await stage.gateway.app.control.delete(late.finished.session)
         else:
             await stage.client.record(late.finished.session, Recorded(kind="graded", reward=0.25, task="well-0"))
         [one] = (await ran(stage)).finished
-        assert read(stage.out).unrecorded == {}
+        assert read_ledger(stage.out).unrecorded == {}
         if meanwhile == "deleted":
             assert (one.attempt, one.kind) == (2, "graded"), "there is nothing left to record it beside"
         else:

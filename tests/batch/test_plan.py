@@ -15,9 +15,9 @@ from tests.speed import scaled
 from turngate.agents.install import Installation
 from turngate.agents.spec import find_agent
 from turngate.errors import ConfigError
-from turngate.rollout.concurrency import Bounds, Gates
-from turngate.rollout.ledger import Head
-from turngate.rollout.plan import BatchPlan, differences
+from turngate.rollout.concurrency import Bounds, Concurrency
+from turngate.rollout.ledger import LedgerHeader
+from turngate.rollout.plan import BatchPlan, describe_changes
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks.task import Script, Task
 
@@ -37,37 +37,39 @@ def plan(folder: Path, **fields: Any) -> BatchPlan:
 
 
 def told(before: BatchPlan, after: BatchPlan) -> list[str]:
-    head = Head(batch="b", terms=before.terms(), tasks=before.digests(), made=0.0)
-    return differences(head, after.terms(), after.digests())
+    head = LedgerHeader(batch="b", terms=before.terms(), tasks=before.digests(), made=0.0)
+    return describe_changes(head, after.terms(), after.digests())
 
 
 def test_groups_stay_together_and_a_seed_orders_them_anew(tmp_path: Path) -> None:
     given = plan(tmp_path)
-    assert given.in_order() == given.tasks
-    shuffled = plan(tmp_path, seed=1).in_order()
+    assert given.ordered_tasks() == given.tasks
+    shuffled = plan(tmp_path, seed=1).ordered_tasks()
     assert shuffled != given.tasks and {t.id for t in shuffled} == {t.id for t in given.tasks}
-    assert shuffled == plan(tmp_path, seed=1).in_order() != plan(tmp_path, seed=2).in_order()
+    assert shuffled == plan(tmp_path, seed=1).ordered_tasks() != plan(tmp_path, seed=2).ordered_tasks()
 
 
 def test_with_a_seed_each_rollout_samples_by_one_of_its_own_that_stays(tmp_path: Path) -> None:
     given = plan(tmp_path, seed=3, session={"limits": {"turns": 5}})
     seeds = [
-        given.order(task, index, "b", attempt).session["sampling"]["seed"]
+        given.rollout_spec(task, index, "b", attempt).session["sampling"]["seed"]
         for task in given.tasks
         for index in range(4)
         for attempt in (1, 2)
     ]
     assert len(set(seeds)) == 80 and seeds[::2] == seeds[1::2]
-    assert given.order(given.tasks[0], 0, "b", 1).session["limits"] == {"turns": 5}
-    assert "sampling" not in plan(tmp_path).order(given.tasks[0], 0, "b", 1).session
+    assert given.rollout_spec(given.tasks[0], 0, "b", 1).session["limits"] == {"turns": 5}
+    assert "sampling" not in plan(tmp_path).rollout_spec(given.tasks[0], 0, "b", 1).session
 
 
 def test_each_round_has_an_order_names_and_seeds_of_its_own(tmp_path: Path) -> None:
     given = plan(tmp_path, seed=1, rounds=3)
-    assert given.total == 240 and plan(tmp_path, rounds=3).in_order(2) == given.tasks
-    orders = [given.in_order(number) for number in range(3)]
-    assert orders[0] == plan(tmp_path, seed=1).in_order() and len({tuple(t.id for t in one) for one in orders}) == 3
-    first, later = (given.order(given.tasks[0], 3, "b", 1, number) for number in (0, 2))
+    assert given.total == 240 and plan(tmp_path, rounds=3).ordered_tasks(2) == given.tasks
+    orders = [given.ordered_tasks(number) for number in range(3)]
+    assert (
+        orders[0] == plan(tmp_path, seed=1).ordered_tasks() and len({tuple(t.id for t in one) for one in orders}) == 3
+    )
+    first, later = (given.rollout_spec(given.tasks[0], 3, "b", 1, number) for number in (0, 2))
     assert (first.group, later.group, later.rollout) == ("b.t0", "b.t0@2", "b.t0@2.3")
     assert first.session["sampling"]["seed"] != later.session["sampling"]["seed"]
     assert told(plan(tmp_path, rounds=1), plan(tmp_path, rounds=5)) == [], "more may be asked for later"
@@ -75,7 +77,7 @@ def test_each_round_has_an_order_names_and_seeds_of_its_own(tmp_path: Path) -> N
 
 def test_names_are_made_of_batch_task_and_index(tmp_path: Path) -> None:
     given = plan(tmp_path, timeout_s=None, tasks=(Task(id="t", instruction="x", timeout_s=7.0),))
-    order = given.order(given.tasks[0], 3, "b", 2)
+    order = given.rollout_spec(given.tasks[0], 3, "b", 2)
     assert (order.rollout, order.group, order.attempt, order.timeout_s) == ("b.t.3", "b.t", 2, 7.0)
 
 
@@ -148,7 +150,7 @@ def test_bounds_of_nothing_are_refused(bound: str, line: str) -> None:
 
 async def test_no_phase_has_more_in_it_than_it_may_and_no_more_sandboxes_are_there() -> None:
     bounds = Bounds(running=3, starting=2, grading=1, warm=2)
-    gates = Gates(bounds)
+    gates = Concurrency(bounds)
     most: Counter[str] = Counter()
     here: Counter[str] = Counter()
 
@@ -157,9 +159,9 @@ async def test_no_phase_has_more_in_it_than_it_may_and_no_more_sandboxes_are_the
         most[what] = max(most[what], here[what])
 
     async def rollout(n: int) -> None:
-        ticket = gates.ticket()
+        slot = gates.new_slot()
         try:
-            async with ticket("start"):
+            async with slot("start"):
                 enter("start")
                 enter("sandbox")
                 await asyncio.sleep(0.001)
@@ -167,61 +169,61 @@ async def test_no_phase_has_more_in_it_than_it_may_and_no_more_sandboxes_are_the
             if n % 5 == 0:  # it failed
                 here["sandbox"] -= 1
                 return
-            async with ticket("run"):
+            async with slot("run"):
                 enter("run")
                 await asyncio.sleep(0.002)
                 here["run"] -= 1
             here["sandbox"] -= 1
-            async with ticket("grade"):
+            async with slot("grade"):
                 enter("grade")
                 await asyncio.sleep(0.001)
                 here["grade"] -= 1
         finally:
-            ticket.leave()
+            slot.leave()
 
     await asyncio.wait_for(asyncio.gather(*(rollout(n) for n in range(60))), scaled(20))
     assert most == {"start": 2, "run": 3, "grade": 1, "sandbox": 5}
-    assert +gates.places == Counter()
+    assert +gates.states == Counter()
 
 
 async def test_sandboxes_are_made_ahead_while_agents_run() -> None:
-    gates = Gates(Bounds(running=1, starting=4, grading=1, warm=2))
+    gates = Concurrency(Bounds(running=1, starting=4, grading=1, warm=2))
     go = asyncio.Event()
 
     async def rollout() -> None:
-        ticket = gates.ticket()
+        slot = gates.new_slot()
         try:
-            async with ticket("start"):
+            async with slot("start"):
                 pass
-            async with ticket("run"):
+            async with slot("run"):
                 await go.wait()
         finally:
-            ticket.leave()
+            slot.leave()
 
     running = [asyncio.create_task(rollout()) for _ in range(6)]
-    await until(lambda: +gates.places == Counter(run=1, ready=2, waiting=3))
+    await until(lambda: +gates.states == Counter(run=1, ready=2, waiting=3))
     await asyncio.sleep(0.05)
-    assert +gates.places == Counter(run=1, ready=2, waiting=3)
+    assert +gates.states == Counter(run=1, ready=2, waiting=3)
     go.set()
     await asyncio.wait_for(asyncio.gather(*running), scaled(5))
 
 
 async def test_whoever_is_cancelled_at_a_gate_holds_nothing() -> None:
-    gates = Gates(Bounds(running=1, starting=1, grading=1, warm=0))
+    gates = Concurrency(Bounds(running=1, starting=1, grading=1, warm=0))
 
     async def rollout() -> None:
-        ticket = gates.ticket()
+        slot = gates.new_slot()
         try:
-            async with ticket("start"), ticket("run"):
+            async with slot("start"), slot("run"):
                 await asyncio.sleep(60)
         finally:
-            ticket.leave()
+            slot.leave()
 
     running = [asyncio.create_task(rollout()) for _ in range(3)]
-    await until(lambda: gates.places["run"] == 1)
+    await until(lambda: gates.states["run"] == 1)
     for one in (running[1], running[0]):
         one.cancel()
-    await until(lambda: +gates.places == Counter(run=1))
+    await until(lambda: +gates.states == Counter(run=1))
     running[2].cancel()
     await asyncio.wait(running)
-    assert +gates.places == Counter()
+    assert +gates.states == Counter()

@@ -17,9 +17,9 @@ from turngate.errors import SandboxError
 from turngate.rollout import batch
 from turngate.rollout.batch import run_batch
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.ledger import Entry, Finished, Ledger, Reopened, read
-from turngate.rollout.plan import stream
-from turngate.rollout.progress import Tally
+from turngate.rollout.ledger import FinishedRollout, Ledger, LedgerEntry, ReopenedRollout, read_ledger
+from turngate.rollout.plan import batch_stream
+from turngate.rollout.progress import BatchProgress
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.supervised import SupervisedSandbox
 from turngate.server.web import routes
@@ -74,7 +74,7 @@ async def test_a_batch_that_runs_takes_it_up_at_once() -> None:
     async with staged() as stage:
         backend = Once(stage.root / "s")
         wanted = stage.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
-        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
         client = await entered(stage)
         one = await failed_one(client)
         assert (one["status"], one["turns"], one["attempt"], one["task"]) == ("done", 0, 1, "once-0")
@@ -98,34 +98,34 @@ async def test_a_batch_that_is_run_again_takes_it_up_once(monkeypatch: pytest.Mo
     async with staged() as stage:
         backend = Once(stage.root / "s")
         wanted = stage.plan("once-0", "well-0", n=1, retries=0, backend=backend)
-        first = await run_batch(wanted, stage.client, stage.wayout)
+        first = await run_batch(wanted, stage.client, stage.connector)
         assert first.complete and {one.kind for one in first.finished} == {"graded", "infrastructure fault"}
         client = await entered(stage)
         one = await failed_one(client)
         for _ in range(2):  # who presses twice is not given two
             asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
             assert asked["taken"] is None and "run again on its folder" in asked["message"]
-        second = await run_batch(wanted, stage.client, stage.wayout)
+        second = await run_batch(wanted, stage.client, stage.connector)
         assert [(o.task, o.kind, o.attempt) for o in second.finished] == [
             ("once-0", "graded", 2),
             ("well-0", "graded", 1),
         ]
-        third = await run_batch(wanted, stage.client, stage.wayout)
-        assert third.finished == second.finished and read(stage.out).attempts[one["name"]] == 2
+        third = await run_batch(wanted, stage.client, stage.connector)
+        assert third.finished == second.finished and read_ledger(stage.out).attempts[one["name"]] == 2
 
 
 def asked_for(stage: Stage, task: str, kind: str) -> dict[str, Any]:
     """The wish that the page would announce for the rollout of a task, where it ended so."""
-    [one] = [one for one in read(stage.out).finished.values() if (one.task, one.kind) == (task, kind)]
+    [one] = [one for one in read_ledger(stage.out).finished.values() if (one.task, one.kind) == (task, kind)]
     return {"rollout": one.rollout, "session": one.session, "attempt": one.attempt}
 
 
 async def answers(stage: Stage, seq: int | None = None) -> list[bool | None]:
     """What was answered to one wish, or to all of them."""
     told = []
-    head = read(stage.out).head
+    head = read_ledger(stage.out).head
     assert head is not None
-    async for event in stage.client.events(stream(head.batch), wait=False):
+    async for event in stage.client.events(batch_stream(head.batch), wait=False):
         if event["kind"] == "note" and seq in (None, event["data"].get("retry")) and "retry" in event["data"]:
             told.append(event["data"]["taken"])
     return told
@@ -134,7 +134,7 @@ async def answers(stage: Stage, seq: int | None = None) -> list[bool | None]:
 async def test_who_cancels_one_may_ask_for_it_at_once() -> None:
     async with staged() as stage:
         wanted = stage.plan("hang-0", "hang-1", n=1, retries=0, bounds=Bounds(running=2))
-        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
         client = await entered(stage)
         one = await row(client, status="running")
         assert (await client.post(f"/page/api/rollouts/{one['id']}/cancel", headers=OWN)).status_code == 200
@@ -142,7 +142,7 @@ async def test_who_cancels_one_may_ask_for_it_at_once() -> None:
         first = await running
         again = [finished.attempt for finished in first.finished if finished.rollout == one["name"]]
         assert asked["taken"] in (True, None) and again == [2] and (await answers(stage))[-1] is True
-        second = await run_batch(wanted, stage.client, stage.wayout)
+        second = await run_batch(wanted, stage.client, stage.connector)
         assert second.finished == first.finished
 
 
@@ -158,7 +158,7 @@ async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monk
     monkeypatch.setattr(Ledger, "_append", slowly)
     async with staged() as stage:
         wanted = stage.plan("once-0", n=1, retries=0, backend=Once(stage.root / "s"))
-        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
         client = await entered(stage)
         one = await failed_one(client)
         asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
@@ -172,16 +172,16 @@ async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monk
 async def test_a_wish_is_answered_once_and_one_that_was_refused_is_never_granted() -> None:
     async with staged() as stage:
         wanted = stage.plan("once-0", "well-0", n=1, retries=0, backend=Once(stage.root / "s"))
-        first = await run_batch(wanted, stage.client, stage.wayout)
-        of, wish = stream(first.batch), asked_for(stage, "once-0", "infrastructure fault")
+        first = await run_batch(wanted, stage.client, stage.connector)
+        of, wish = batch_stream(first.batch), asked_for(stage, "once-0", "infrastructure fault")
         refused = stage.gateway.app.control.announce(of, "retry", wish)
         await stage.client.announce(of, "note", {"retry": refused, "taken": False, "message": "no"})
-        assert (await run_batch(wanted, stage.client, stage.wayout)).finished == first.finished
+        assert (await run_batch(wanted, stage.client, stage.connector)).finished == first.finished
         put_off = stage.gateway.app.control.announce(of, "retry", wish)
         await stage.client.announce(of, "note", {"retry": put_off, "taken": None, "message": "later"})
         nonsense = stage.gateway.app.control.announce(of, "retry", asked_for(stage, "well-0", "graded"))
         for _ in range(3):
-            last = await run_batch(wanted, stage.client, stage.wayout)
+            last = await run_batch(wanted, stage.client, stage.connector)
             assert [(one.kind, one.attempt) for one in last.finished] == [("graded", 2), ("graded", 1)]
         told = [await answers(stage, seq) for seq in (refused, put_off, nonsense)]
         assert told == [[False], [None, True], [False]]
@@ -190,12 +190,12 @@ async def test_a_wish_is_answered_once_and_one_that_was_refused_is_never_granted
 async def test_a_batch_does_not_end_over_a_wish_that_it_is_writing_down(monkeypatch: pytest.MonkeyPatch) -> None:
     others_done, add = asyncio.Event(), Ledger.add
 
-    async def late(self: Ledger, entry: Entry) -> None:
-        if isinstance(entry, Reopened):
+    async def late(self: Ledger, entry: LedgerEntry) -> None:
+        if isinstance(entry, ReopenedRollout):
             await others_done.wait()
         await add(self, entry)
 
-    def watch(tally: Tally) -> None:
+    def watch(tally: BatchProgress) -> None:
         if tally.done == 2:
             others_done.set()
 
@@ -203,7 +203,7 @@ async def test_a_batch_does_not_end_over_a_wish_that_it_is_writing_down(monkeypa
     async with staged() as stage:
         backend = Once(stage.root / "s")
         wanted = stage.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
-        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, watch))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector, watch))
         client = await entered(stage)
         one = await failed_one(client)
         await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)
@@ -229,11 +229,11 @@ async def test_one_that_is_asked_for_before_its_group_comes_is_not_given_out_twi
     async with staged() as stage:
         backend = Held(stage.root / "s")
         wanted = stage.plan("well-0", "well-1", "once-0", n=1, retries=0, backend=backend, bounds=Bounds(running=3))
-        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
         client = await entered(stage)
         one = await failed_one(client)
         async with asyncio.timeout(scaled(20)):
-            while not read(stage.out).finished:
+            while not read_ledger(stage.out).finished:
                 await asyncio.sleep(0.02)
         running.cancel()
         await asyncio.wait([running])
@@ -244,13 +244,13 @@ async def test_one_that_is_asked_for_before_its_group_comes_is_not_given_out_twi
             if ordinal >= 0:  # the group that has nothing but a fault counts for none
                 await second_may.wait()
 
-        def watch(tally: Tally) -> None:
+        def watch(tally: BatchProgress) -> None:
             if tally.kinds["graded"]:
                 one_done.set()
             if tally.kinds["graded"] == 2:
                 backend.may["once"].set()
 
-        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, watch, pace=pace))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector, watch, throttle=pace))
         await one_done.wait()
         asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
         second_may.set()
@@ -261,6 +261,6 @@ async def test_one_that_is_asked_for_before_its_group_comes_is_not_given_out_twi
 
 
 def test_what_is_left_is_not_told_while_less_is_done_than_before() -> None:
-    tally = Tally(total=6, before=5, done=5)
-    tally.remove(Finished(rollout="b.t.0", task="t", index=0, kind="cancelled", at=0.0))
-    assert tally.left_s is None
+    tally = BatchProgress(total=6, before=5, done=5)
+    tally.remove(FinishedRollout(rollout="b.t.0", task="t", index=0, kind="cancelled", at=0.0))
+    assert tally.remaining_s is None

@@ -20,8 +20,8 @@ from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
 from turngate.rollout.batch import run_batch
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.ledger import NAME, read
-from turngate.rollout.throttle import Ahead
+from turngate.rollout.ledger import LEDGER_NAME, read_ledger
+from turngate.rollout.throttle import TrainerThrottle
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -45,7 +45,7 @@ async def test_tasks_come_round_and_each_group_is_closed_once_complete(monkeypat
     told = Told(monkeypatch, deaf=2)
     async with staged() as stage:
         wanted = stage.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
-        result = await run_batch(wanted, stage.client, stage.wayout)
+        result = await run_batch(wanted, stage.client, stage.connector)
         batch = result.batch
         groups = {f"{batch}.well-0", f"{batch}.sandbox-0", f"{batch}.well-0@1", f"{batch}.sandbox-0@1"}
         assert set(told.closed) == groups and len(told.closed) == 4, "also those that faults have shrunken"
@@ -61,21 +61,21 @@ async def test_tasks_come_round_and_each_group_is_closed_once_complete(monkeypat
 
         # Taken up with more rounds: what there is counts, and the gateway hears of it again.
         told.closed.clear()
-        more = await run_batch(msgspec.structs.replace(wanted, rounds=3), stage.client, stage.wayout)
+        more = await run_batch(msgspec.structs.replace(wanted, rounds=3), stage.client, stage.connector)
         assert more.complete and more.finished[:8] == result.finished and len(more.finished) == 12
         assert set(told.closed) == {*groups, f"{batch}.well-0@2", f"{batch}.sandbox-0@2"}
         with pytest.raises(ConfigError, match="rounds: 1 is less than the 3 that"):
-            await run_batch(msgspec.structs.replace(wanted, rounds=1), stage.client, stage.wayout)
+            await run_batch(msgspec.structs.replace(wanted, rounds=1), stage.client, stage.connector)
 
 
 async def test_an_attempt_of_a_later_round_is_adopted_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
     Told(monkeypatch)
     async with staged() as stage:
         wanted = stage.plan("well-0", n=1, rounds=2)
-        first = await run_batch(wanted, stage.client, stage.wayout)
-        lines = (stage.out / NAME).read_bytes().splitlines(keepends=True)
-        (stage.out / NAME).write_bytes(b"".join(lines[:-1]))
-        again = await run_batch(wanted, stage.client, stage.wayout)
+        first = await run_batch(wanted, stage.client, stage.connector)
+        lines = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
+        (stage.out / LEDGER_NAME).write_bytes(b"".join(lines[:-1]))
+        again = await run_batch(wanted, stage.client, stage.connector)
         assert [(one.round, one.session) for one in again.finished] == [(o.round, o.session) for o in first.finished]
 
 
@@ -84,7 +84,7 @@ async def test_no_group_begins_before_its_pace_and_one_that_came_to_nothing_make
 ) -> None:
     told = Told(monkeypatch)
     async with staged() as stage:
-        pace = Ahead(2)
+        pace = TrainerThrottle(2)
         asked: list[int] = []
 
         async def noted(number: int) -> None:
@@ -93,13 +93,13 @@ async def test_no_group_begins_before_its_pace_and_one_that_came_to_nothing_make
 
         names = ("well-0", "sandbox-0", "well-1", "well-2")
         wanted = stage.plan(*names, n=1, retries=0, bounds=Bounds(running=4))
-        batch = stage.batch(wanted, pace=noted)
+        batch = stage.batch(wanted, throttle=noted)
         running = asyncio.create_task(batch.run())
         await kit.until(lambda: len(told.closed) == 3, 60)
         await asyncio.sleep(0.1)
-        assert {one.task for one in read(stage.out).finished.values()} == {"well-0", "sandbox-0", "well-1"}
-        assert batch.tally.held, "the fourth waits, though there is room for agents"
-        pace.trained(1)
+        assert {one.task for one in read_ledger(stage.out).finished.values()} == {"well-0", "sandbox-0", "well-1"}
+        assert batch.progress.held, "the fourth waits, though there is room for agents"
+        pace.mark_trained(1)
         result = await asyncio.wait_for(running, scaled(60))
         assert result.complete and asked in ([0, 1, 2, 1, 2], [0, 1, 1, 2]), asked
 
@@ -112,7 +112,7 @@ async def test_a_pace_that_fails_ends_the_batch_and_nothing_is_left() -> None:
                 raise RuntimeError("the trainer is gone")
 
         with pytest.raises(RuntimeError, match="the trainer is gone"):
-            await run_batch(stage.plan("hang-0", "well-0", n=1), stage.client, stage.wayout, pace=broken)
+            await run_batch(stage.plan("hang-0", "well-0", n=1), stage.client, stage.connector, throttle=broken)
 
 
 def batch_of(group: str) -> str:
@@ -124,19 +124,19 @@ async def test_a_trainer_gets_every_group_once_and_none_before_it_asks_for_more(
     async with staged() as stage:
         wanted = stage.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
         async with await Feed.open(stage.client, "train", FeedConfig(n=2)) as feed:
-            pace = Ahead(1, trained=feed.committed)
-            running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout, pace=pace))
+            pace = TrainerThrottle(1, trained=feed.committed)
+            running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector, throttle=pace))
             seen = []
             async with asyncio.timeout(scaled(60)):
                 async for delivery in feed:
-                    begun = {rollout.rpartition(".")[0] for rollout in read(stage.out).attempts}
+                    begun = {rollout.rpartition(".")[0] for rollout in read_ledger(stage.out).attempts}
                     assert (f"{batch_of(delivery.group)}.well-0@1" in begun) == bool(seen), (
                         "not before the first is trained"
                     )
                     seen.append(delivery.group)
                     assert len(delivery.rollouts) == 2
                     await feed.commit(delivery.number)
-                    pace.trained(delivery.number)
+                    pace.mark_trained(delivery.number)
                     if len(seen) == 2:
                         break
             result = await asyncio.wait_for(running, scaled(60))
@@ -152,11 +152,11 @@ async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_ru
             (stage.root / "s" / "agent.py").write_text(offering)
             batch = stage.batch(wanted)
             running = asyncio.create_task(batch.run())
-            await kit.until(lambda: batch.tally.sampled_tokens > 0, 60)
+            await kit.until(lambda: batch.progress.sampled_tokens > 0, 60)
             await stage.gateway.resume(1)
             [one] = (await asyncio.wait_for(running, scaled(60))).finished
         assert (one.kind, one.attempt) == ("agent failed", 2), "the second time it ran out of its own time"
-        assert read(stage.out).stale == {one.rollout: 1}
+        assert read_ledger(stage.out).stale == {one.rollout: 1}
 
 
 async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatc
             wanted = stage.plan("hang-0", n=1, retries=0, session={"limits": {"turns": 1}})
             offering = twice.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
             (stage.root / "s" / "agent.py").write_text(offering)
-            running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+            running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
             async with asyncio.timeout(scaled(60)):
                 async for event in stage.client.events():
                     if event["kind"] == "limit":
@@ -179,7 +179,7 @@ async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatc
         assert (one.kind, one.attempt, one.status) == ("graded", 2, "limit"), (
             "of the new policy, it met its limit again"
         )
-        assert read(stage.out).stale == {one.rollout: 1}
+        assert read_ledger(stage.out).stale == {one.rollout: 1}
 
 
 async def test_a_feed_can_take_the_groups_of_one_batch_and_leave_those_of_another() -> None:
@@ -187,17 +187,17 @@ async def test_a_feed_can_take_the_groups_of_one_batch_and_leave_those_of_anothe
     async with staged() as stage:
         async with await Feed.open(stage.client, "train", FeedConfig(n=1, groups="train.")) as feed:
             training = stage.plan("well-0", n=1, name="train")
-            result = await run_batch(training, stage.client, stage.wayout)
+            result = await run_batch(training, stage.client, stage.connector)
             for name in ("held-out", ""):
                 beside = stage.plan("well-1", n=1, name=name)
                 beside = msgspec.structs.replace(beside, folder=stage.root / f"beside{name}")
-                assert (await run_batch(beside, stage.client, stage.wayout)).complete
+                assert (await run_batch(beside, stage.client, stage.connector)).complete
             delivery = await feed.next(scaled(10))
             assert delivery is not None and delivery.group == f"{result.batch}.well-0"
             assert delivery.group.startswith("train.") and await feed.next(0.2) is None
         with pytest.raises(ConfigError, match="name: was train, is now other"):
-            await run_batch(msgspec.structs.replace(training, name="other"), stage.client, stage.wayout)
-        assert (await run_batch(training, stage.client, stage.wayout)).finished == result.finished
+            await run_batch(msgspec.structs.replace(training, name="other"), stage.client, stage.connector)
+        assert (await run_batch(training, stage.client, stage.connector)).finished == result.finished
 
 
 async def stale_once_it_hangs(stage: Stage, times: int) -> None:
@@ -221,11 +221,11 @@ async def test_a_stale_rollout_is_run_again_or_left_out_and_nobody_is_blamed(
     told = Told(monkeypatch)
     async with staged() as stage:
         wanted = stage.plan("hang-0", n=1, retries=0, stale_retries=retries)
-        running = asyncio.create_task(run_batch(wanted, stage.client, stage.wayout))
+        running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
         await asyncio.wait_for(stale_once_it_hangs(stage, cancelled), scaled(60))
         [one] = (await asyncio.wait_for(running, scaled(60))).finished
         assert (one.kind, one.attempt, one.reward) == (kind, attempt, None)
-        assert read(stage.out).faults == {} and len(told.closed) == 1
+        assert read_ledger(stage.out).faults == {} and len(told.closed) == 1
         outcomes = [s["outcome"] for s in (await every_session(stage.gateway)).values() if s["stop"] == "stale"]
         assert outcomes == [None] * cancelled, "nothing was judged"
 
@@ -248,11 +248,11 @@ async def test_winding_up_ends_agents_and_grades_what_others_have_left(monkeypat
         batch = stage.batch(wanted)
         running = asyncio.create_task(batch.run())
         await asyncio.wait_for(grading.wait(), scaled(60))
-        await kit.until(lambda: batch.tally.places["run"] == 1, 60)
+        await kit.until(lambda: batch.progress.states["run"] == 1, 60)
         await batch.wind_up()
-        await kit.until(lambda: batch.tally.places["run"] == 0, 60)
+        await kit.until(lambda: batch.progress.states["run"] == 0, 60)
         go.set()
         result = await asyncio.wait_for(running, scaled(60))
         assert [(one.task, one.kind) for one in result.finished] == [("well-0", "graded")] and not result.complete
-        assert read(stage.out).open == {}
-        assert (await run_batch(wanted, stage.client, stage.wayout)).complete
+        assert read_ledger(stage.out).open == {}
+        assert (await run_batch(wanted, stage.client, stage.connector)).complete

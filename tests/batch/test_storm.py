@@ -31,7 +31,7 @@ from tests.speed import SLOWNESS, scaled, slowness
 from turngate.client.keys import ADMIN_KEY
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Turn
-from turngate.rollout.ledger import Known, read
+from turngate.rollout.ledger import LedgerState, read_ledger
 from turngate.sandboxes import folders
 
 pytestmark = [pytest.mark.needs("root"), pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.mark.full]
@@ -114,7 +114,7 @@ async def test_rollouts_through_a_storm(disk: Path, root: Path, storm_scale: flo
             assert await first.until(lambda done: done >= 0.4 * count) >= 0.4 * count
             first.process.send_signal(signal.SIGKILL)
             await first.process.wait()
-        before = read(out)
+        before = read_ledger(out)
         assert len(before.open) > running_at_once(storm_scale) / 3, "too few rollouts were running at the kill"
         async with run() as second:
             await second.until(lambda done: done >= 0.7 * count)
@@ -122,12 +122,12 @@ async def test_rollouts_through_a_storm(disk: Path, root: Path, storm_scale: flo
             code, errors = await second.wait()
             assert code == 3 and "the disk is full" in errors, errors
         (disk / "filler").unlink()
-        assert_kept(before, read(out))
-        before = read(out)
+        assert_kept(before, read_ledger(out))
+        before = read_ledger(out)
         assert before.open == {}, "the runner stopped by itself and left rollouts open"
         async with run() as third:
             assert await third.wait() == (0, "\n")
-        known = read(out)
+        known = read_ledger(out)
         assert_kept(before, known)
         assert_classes(known, names)
         sessions = await every_session(gateway)
@@ -138,13 +138,13 @@ async def test_rollouts_through_a_storm(disk: Path, root: Path, storm_scale: flo
     assert list(out.glob("rollouts/*/work")) == []
 
 
-def assert_kept(before: Known, after: Known) -> None:
+def assert_kept(before: LedgerState, after: LedgerState) -> None:
     """Finished rollouts are unchanged and were not run again."""
     assert before.finished.items() <= after.finished.items()
     assert all(after.attempts.get(id, 0) == before.attempts.get(id, 0) for id in before.finished)
 
 
-def assert_classes(known: Known, names: list[str]) -> None:
+def assert_classes(known: LedgerState, names: list[str]) -> None:
     """Every planned rollout is recorded once, in the class that fits its fault, and only graded ones have a reward."""
     assert known.head is not None
     wanted = {f"{known.head.batch}.{name}.{index}" for name in names for index in range(4)}
@@ -160,7 +160,7 @@ def assert_classes(known: Known, names: list[str]) -> None:
     assert {one.reward for one in known.finished.values() if one.kind == "graded"} == {0.0, 1.0}
 
 
-def assert_sessions(known: Known, sessions: dict[str, Any]) -> None:
+def assert_sessions(known: LedgerState, sessions: dict[str, Any]) -> None:
     """No session is open, each belongs to one attempt, and only that of a rollout's last attempt has the reward."""
     assert [session["id"] for session in sessions.values() if session["status"] == "open"] == []
     finished = {one.session: one for one in known.finished.values() if one.session}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from turngate.rollout.ledger import Finished
+from turngate.rollout.ledger import FinishedRollout
 from turngate.rollout.plot import lines, panels, svg
-from turngate.rollout.summary import histogram, pass_at_k, summed_up
+from turngate.rollout.summary import build_histogram, pass_at_k, summarize
 
 
-def done(task: str, index: int, reward: float | None = None, **fields: Any) -> Finished:
+def done(task: str, index: int, reward: float | None = None, **fields: Any) -> FinishedRollout:
     known = {"kind": "graded" if reward is not None else "infrastructure fault", "attempt": 1, "at": 1.0, **fields}
-    return Finished(rollout=f"b.{task}.{index}", task=task, index=index, reward=reward, **known)
+    return FinishedRollout(rollout=f"b.{task}.{index}", task=task, index=index, reward=reward, **known)
 
 
 @pytest.mark.parametrize("graded", range(1, 8))
@@ -37,7 +37,7 @@ def test_pass_at_k_of_more_than_was_tried_is_not_made_up(graded: int, passed: in
 def test_only_known_rewards_count() -> None:
     """Three of four are known; the fourth is in no mean, is not 0, and makes the group a shrunken one."""
     found = [done("a", 0, 1.0), done("a", 1, 0.0), done("a", 2, 0.5), done("a", 3, message="boom")]
-    summary = summed_up("b", ["a"], 4, found)
+    summary = summarize("b", ["a"], 4, found)
     [task] = summary.tasks
     assert (task.graded, task.passed, task.mean_reward) == (3, 1, 0.5)
     assert task.rewards == (1.0, 0.0, 0.5, None)
@@ -51,7 +51,7 @@ def test_only_known_rewards_count() -> None:
 
 def test_resolved_wins_over_the_reward_in_what_a_pass_is() -> None:
     found = [done("a", 0, 0.9, resolved=True), done("a", 1, 1.0, resolved=False), done("a", 2, 1.0), done("a", 3, 0.99)]
-    assert summed_up("b", ["a"], 4, found).overall.passed == 2
+    assert summarize("b", ["a"], 4, found).overall.passed == 2
 
 
 def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
@@ -64,7 +64,7 @@ def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
         done("nobody", 0),
         done("nobody", 1),
     ]
-    summary = summed_up("b", ["zeros", "ones", "mixed", "alone", "nobody", "later"], 2, found)
+    summary = summarize("b", ["zeros", "ones", "mixed", "alone", "nobody", "later"], 2, found)
     assert [(g.task, g.reward) for g in summary.no_signal] == [("zeros", 0.0), ("ones", 1.0), ("alone", 0.5)]
     assert [g.task for g in summary.shrunken] == ["alone", "nobody"]
     assert summary.overall.mean_reward == pytest.approx(3.5 / 7)
@@ -79,7 +79,7 @@ def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
 def test_a_group_is_of_one_round() -> None:
     """The same task, better in the second round: neither group has a signal, though their rewards differ."""
     found = [done("a", i, float(r), round=r) for r in range(2) for i in range(2)] + [done("b", 0, 1.0), done("b", 1)]
-    summary = summed_up("b", ["a", "b"], 2, found, rounds=3)
+    summary = summarize("b", ["a", "b"], 2, found, rounds=3)
     assert [(g.task, g.round, g.reward) for g in summary.no_signal] == [("a", 0, 0.0), ("a", 1, 1.0), ("b", 0, 1.0)]
     assert [(g.task, g.round, g.graded, g.wanted) for g in summary.shrunken] == [("b", 0, 1, 2)]
     assert [(r.round, r.wanted, r.finished, r.mean_reward) for r in summary.rounds] == [
@@ -94,7 +94,7 @@ def test_a_group_is_of_one_round() -> None:
 
 def test_every_finished_rollout_is_in_one_class() -> None:
     kinds = ["graded", "agent failed", "invalid task", "infrastructure fault", "not graded", "cancelled", "stale"]
-    summary = summed_up("b", ["a"], 7, [done("a", n, kind=kind) for n, kind in enumerate(kinds)])
+    summary = summarize("b", ["a"], 7, [done("a", n, kind=kind) for n, kind in enumerate(kinds)])
     assert dict(summary.overall.kinds) == dict.fromkeys(kinds, 1)
     assert summary.overall.mean_reward is None and summary.overall.pass_at == ()
 
@@ -106,7 +106,7 @@ def test_times_are_means_over_those_that_came_so_far() -> None:
         ),
         done("a", 1, seconds={"sandbox": 3.0}),
     ]
-    overall = summed_up("b", ["a"], 2, found).overall
+    overall = summarize("b", ["a"], 2, found).overall
     assert overall.stages == {"sandbox": 2.0, "setup": 1.0, "agent": 4.0, "grade": 2.0}
     assert overall.phases == {"start": 2.5, "run": 4.0, "grade": 2.0}
     assert (overall.mean_turns, overall.mean_tokens) == (3, 9)
@@ -114,18 +114,18 @@ def test_times_are_means_over_those_that_came_so_far() -> None:
 
 def test_the_histogram_has_every_reward_once() -> None:
     rewards = [0.0, 0.05, 0.1, 0.999, 1.0, -0.5, 2.0]
-    bins = histogram(rewards)
+    bins = build_histogram(rewards)
     assert sum(b.count for b in bins) == len(rewards)
     assert (bins[0].low, bins[-1].high) == (-0.5, 2.0)
-    assert [b.count for b in histogram([0.0, 1.0])] == [1, *[0] * 8, 1]
-    assert histogram([]) == ()
+    assert [b.count for b in build_histogram([0.0, 1.0])] == [1, *[0] * 8, 1]
+    assert build_histogram([]) == ()
 
 
 def test_the_picture_is_well_formed_whatever_a_task_is_called() -> None:
     found = [
         done("a<b>&\"'", n, float(n % 2), seconds={"agent": 1.0}, turns=n, sampled_tokens=n * 100) for n in range(8)
     ]
-    summary = summed_up("<batch>", ["a<b>&\"'"], 8, found)
+    summary = summarize("<batch>", ["a<b>&\"'"], 8, found)
     root = ET.fromstring(svg(summary, found))
     said = " ".join(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))
     for wanted in ("<batch>", "mean reward 0.500", "pass@k", "k = 8", "100.0%", "turns per rollout", "agent", "1.00 s"):
@@ -134,7 +134,7 @@ def test_the_picture_is_well_formed_whatever_a_task_is_called() -> None:
 
 
 def test_a_batch_of_nothing_has_a_picture_too() -> None:
-    summary = summed_up("b", ["a"], 2, [])
+    summary = summarize("b", ["a"], 2, [])
     assert "no rewards" in svg(summary, [])
     ET.fromstring(svg(summary, []))
     assert lines(panels(summary, [])[0]) == ["rewards: nothing to show"]
@@ -142,5 +142,5 @@ def test_a_batch_of_nothing_has_a_picture_too() -> None:
 
 def test_bars_are_as_long_as_what_they_show() -> None:
     found = [done("a", n, 1.0 if n else 0.0) for n in range(5)]
-    rewards = lines(panels(summed_up("b", ["a"], 5, found), found)[0], width=8)
+    rewards = lines(panels(summarize("b", ["a"], 5, found), found)[0], width=8)
     assert rewards[1].endswith("██ 1") and rewards[-1].endswith("████████ 4")

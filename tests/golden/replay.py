@@ -19,7 +19,7 @@ from turngate.agents.spec import CheckCall, CheckStep, find_agent
 from turngate.dialects.messages_stream import unsealed
 from turngate.engines.scripted import Scripted
 from turngate.rollout.agent_check import MODEL
-from turngate.rollout.playbook import spoken
+from turngate.rollout.playbook import format_step
 
 
 class Played(msgspec.Struct):
@@ -33,7 +33,7 @@ class Played(msgspec.Struct):
 
 async def play(record: Json) -> Played:
     exchanges = record["exchanges"]
-    script = [kit.say(spoken(said(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
+    script = [kit.say(format_step(said(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
     async with kit.gateway(engine=Scripted(script, model=MODEL), model=MODEL) as g:
         signals = resolve_signals(find_agent(record["agent"]).spec.signals, MODEL)
         session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals))

@@ -23,9 +23,10 @@ from turngate.agents.install import Installation
 from turngate.agents.spec import AgentSpec, find_agent, parse_spec
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import Script, Turn
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import Order, Outcome, Progress
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.rollout.rollout import Rollout
+from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes import folders
 from turngate.sandboxes.base import Backend
 from turngate.tasks.task import Task
@@ -59,10 +60,12 @@ def ask(*texts):
 class Stage:
     """Where rollouts are run: `gateway`, `folder` for what agents leave, `root` for the folders of sandboxes."""
 
-    def __init__(self, gateway: kit.Running, client: GatewayClient, wayout: WayOut, root: Path, folder: Path) -> None:
+    def __init__(
+        self, gateway: kit.Running, client: GatewayClient, connector: GatewayConnector, root: Path, folder: Path
+    ) -> None:
         self.gateway = gateway
         self.client = client
-        self.wayout = wayout
+        self.connector = connector
         self.root = root
         self.folder = folder
         self.stages: list[str] = []  # of the last rollout, in order
@@ -75,7 +78,7 @@ class Stage:
         agent: AgentSpec | None = None,
         backend: Backend | str = "local",
         client: GatewayClient | None = None,
-        watch: Callable[[Progress], None] = lambda progress: None,
+        watch: Callable[[RolloutProgress], None] = lambda progress: None,
         task: Task | None = None,
         timeout_s: float | None = None,
         **order: Any,
@@ -83,12 +86,12 @@ class Stage:
         """One that is about to begin. `program` is Python; or give a `task` and the shell `command` that is to do it."""
         self.stages = seen = []
 
-        def watched(progress: Progress) -> None:
+        def watched(progress: RolloutProgress) -> None:
             if not seen or seen[-1] != progress.stage:
                 seen.append(progress.stage)
             watch(progress)
 
-        whole = Order(
+        whole = RolloutSpec(
             task=task or Task(id="test", instruction=PRELUDE + program),
             agent=agent or find_agent("shell").spec,
             installed=Installation(),
@@ -97,7 +100,7 @@ class Stage:
             timeout_s=timeout_s or scaled(60),
             **{"folder": self.folder, "options": {} if agent else {"command": command}, **order},
         )
-        return Rollout(whole, client or self.client, self.wayout, watched)
+        return Rollout(whole, client or self.client, self.connector, watched)
 
     async def run(self, program: str = "", **how: Any) -> Outcome:
         return await self.rollout(program, **how).run()
@@ -139,8 +142,8 @@ async def staged(script: Script | Sequence[Turn] = (), **config: Any) -> AsyncIt
             kit.gateway(script or (lambda request, n: kit.say("Done.")), **config)
         )
         client = await stack.enter_async_context(GatewayClient(running.root, running.app.admin_key))
-        wayout = await stack.enter_async_context(WayOut(running.root))
-        stage = Stage(running, client, wayout, root, folder)
+        connector = await stack.enter_async_context(GatewayConnector(running.root))
+        stage = Stage(running, client, connector, root, folder)
         yield stage
         assert stage.alive() == []
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turngate.agents.spec import find_agent
-from turngate.rollout.transcript_diff import differences
+from turngate.rollout.transcript_diff import compare_transcript
 from turngate.trace.session import farewell
 
 pytestmark = pytest.mark.process
@@ -46,7 +46,7 @@ def compared(tmp_path: Path) -> Any:
             file.write_text("\n".join(map(json.dumps, records)))
         transcript = find_agent("claude-code").spec.transcript
         assert transcript is not None
-        return differences(transcript, folder, trace)[1]
+        return compare_transcript(transcript, folder, trace)[1]
 
     return compare
 

@@ -12,7 +12,7 @@ from tests.rollout.kit import Stage, staged
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
 from turngate.rollout import rollout as one
-from turngate.rollout.outcome import Progress
+from turngate.rollout.outcome import RolloutProgress
 from turngate.rollout.rollout import Rollout
 from turngate.tasks.task import Task
 
@@ -39,12 +39,14 @@ async def test_nothing_is_left_of_a_rollout_that_is_cancelled(where: str, late: 
     async with staged() as stage:
         before = asyncio.all_tasks()
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: RolloutProgress) -> None:
             if progress.stage == where and not asked:
                 asked.append(asyncio.get_running_loop().call_later(late, running.cancel))
 
         def left() -> list[asyncio.Task[Any]]:
-            return [task for task in asyncio.all_tasks() - before if "Rollout" in repr(task) or "wayout" in repr(task)]
+            return [
+                task for task in asyncio.all_tasks() - before if "Rollout" in repr(task) or "connector" in repr(task)
+            ]
 
         asked: list[Any] = []
         program = PROGRAM.replace("sleep 1", "sleep 3600") if where == "agent" else PROGRAM
@@ -156,7 +158,7 @@ async def test_a_crashing_watcher_does_not_leave_a_sandbox_behind() -> None:
     """Not an error of ours to hide; but what was made is cleaned up."""
     async with staged() as stage:
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: RolloutProgress) -> None:
             if progress.stage == "agent":
                 raise RuntimeError("the watcher's own fault")
 

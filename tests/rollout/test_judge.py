@@ -21,7 +21,8 @@ from turngate.errors import Boundary
 from turngate.rollout import classify
 from turngate.rollout import rollout as one
 from turngate.rollout.classify import without_grading
-from turngate.rollout.outcome import AtEnd, EndPolicy, Fault, Outcome
+from turngate.rollout.outcome import Fault, Outcome
+from turngate.rollout.spec import EndAction, EndPolicy
 from turngate.sandboxes import posix
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.grading.types import Grade
@@ -78,7 +79,7 @@ def ended(status: Any = "finished", **facts: Any) -> Outcome:
     ],
 )
 def test_a_fault_has_a_class_and_no_reward(boundary: Boundary, kind: str) -> None:
-    everything: AtEnd = "zero"
+    everything: EndAction = "zero"
     policy = EndPolicy(timed_out=everything, failed=everything, limit=everything)
     found = without_grading(ended("error", fault=Fault("agent", boundary, "it broke")), policy)
     assert found == Grade(kind=kind, reward=None, message="it broke")  # type: ignore[arg-type]

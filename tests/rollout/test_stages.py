@@ -23,8 +23,8 @@ from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import Turn
 from turngate.errors import SandboxError
 from turngate.rollout import rollout as one
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import Outcome, Progress
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.tasks.task import Task
@@ -44,7 +44,7 @@ print(first, ask("Hi", first, "More?")); wait(2)
 """
 
 
-def told(folder: Path, progress: Progress) -> None:
+def told(folder: Path, progress: RolloutProgress) -> None:
     (folder / str(progress.turns)).touch()
 
 
@@ -80,7 +80,7 @@ async def test_the_stages_come_in_order_and_each_has_its_time(stage: Stage) -> N
 async def test_progress_counts_turns_as_they_come(stage: Stage, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: RolloutProgress) -> None:
         seen.append((progress.stage, progress.turns, progress.sampled_tokens))
         told(tmp_path, progress)
 
@@ -183,7 +183,7 @@ async def test_a_limit_that_was_met_as_the_agent_ended_still_counts(stage: Stage
 async def test_a_session_that_is_ended_at_the_gateway_ends_its_agent(verb: str, stage: Stage) -> None:
     """A trainer calls a stale rollout off by its session."""
 
-    def ended(progress: Progress) -> None:
+    def ended(progress: RolloutProgress) -> None:
         if progress.turns == 1 and not done:
             done.append(stage.gateway.start(getattr(stage.client, verb)(progress.session)))
 
@@ -494,7 +494,7 @@ async def test_a_gateway_in_another_process_can_be_started_again_in_the_middle(t
         first = await asyncio.to_thread(stack.enter_context, process(tmp_path / "data", "--script", script))
         key = (tmp_path / "data" / "admin-key").read_text().strip()
         client = await stack.enter_async_context(GatewayClient(first.url, key))
-        stage.wayout = await stack.enter_async_context(WayOut(first.url))
+        stage.connector = await stack.enter_async_context(GatewayConnector(first.url))
         rollout = stage.rollout(program, client=client)
         running = asyncio.create_task(rollout.run())
         await until(lambda: running.done() or rollout.progress.turns == 1, 30)

@@ -20,7 +20,7 @@ from tests.engines.local_kit import model  # skips where there is no torch
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, TurngateError
-from turngate.rollout.connection import WayOut
+from turngate.rollout.connection import GatewayConnector
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Settings, Step
 from turngate.trainers.local.training import Clocked, Goal, Place, Shares, Told, train
@@ -34,9 +34,9 @@ async def placed(data: Path) -> AsyncIterator[Place]:
     async with (
         kit.gateway(engine=engine, data=data, model="m") as gateway,
         GatewayClient(gateway.root, gateway.app.admin_key) as client,
-        WayOut(gateway.root) as wayout,
+        GatewayConnector(gateway.root) as connector,
     ):
-        yield Place(engine, client, wayout)
+        yield Place(engine, client, connector)
 
 
 @pytest.fixture

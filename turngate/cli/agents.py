@@ -18,8 +18,8 @@ from turngate.cli.run import Watching, stoppable
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, say
 from turngate.errors import AgentError
-from turngate.rollout.agent_check import Report, Staging
-from turngate.rollout.agent_check import check as checked
+from turngate.rollout.agent_check import CheckOptions, CheckReport
+from turngate.rollout.agent_check import check_agent as checked
 from turngate.sandboxes import get_backend
 
 
@@ -65,11 +65,11 @@ def check(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
     place = get_backend(sandbox)
     installed = ensure_installed(spec, lambda line: say(console, line, "dim"))
 
-    async def run(folder: Path) -> Report:
+    async def run(folder: Path) -> CheckReport:
         await place.check()
         await place.sweep()
         with Watching(console) as watching:
-            return await checked(spec, installed, place, folder, Staging(image=image), watching.see)
+            return await checked(spec, installed, place, folder, CheckOptions(image=image), watching.see)
 
     with tempfile.TemporaryDirectory(prefix="turngate-check-") as scratch:
         try:
@@ -79,10 +79,10 @@ def check(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
     _tell(report, console)
     if keep is not None and report.outcome.session:
         say(console, f"look: turngate show {report.outcome.session} --data {shlex.quote(str(keep / 'data'))}", "dim")
-    return report.whole
+    return report.passed
 
 
-def _tell(report: Report, console: Console) -> None:
+def _tell(report: CheckReport, console: Console) -> None:
     outcome = report.outcome
     table = Table(
         title=f"{outcome.agent} {outcome.version} in the {outcome.sandbox} sandbox: {outcome.turns} turns, "
@@ -91,9 +91,9 @@ def _tell(report: Report, console: Console) -> None:
     )
     for heading in ("", "what", "seen"):
         table.add_column(heading, overflow="fold")
-    for finding in report.findings:
+    for finding in report.results:
         mark = Text("yes", style="green") if finding.ok else Text("NO", style="bold red")
-        table.add_row(mark, finding.what, Text(sanitize(finding.detail)))
+        table.add_row(mark, finding.name, Text(sanitize(finding.detail)))
     console.print(table)
-    verdict = "Captured whole." if report.whole else "NOT captured whole."
-    console.print(verdict, style="bold green" if report.whole else "bold red")
+    verdict = "Captured whole." if report.passed else "NOT captured whole."
+    console.print(verdict, style="bold green" if report.passed else "bold red")

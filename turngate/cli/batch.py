@@ -41,13 +41,13 @@ from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError
 from turngate.rollout import plot
 from turngate.rollout.batch import Batch, BatchResult
-from turngate.rollout.concurrency import Bounds, Place
-from turngate.rollout.connection import WayOut
-from turngate.rollout.ledger import KINDS, NAME
+from turngate.rollout.concurrency import Bounds, SlotState
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.ledger import LEDGER_NAME, ROLLOUT_CLASSES
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.progress import Tally
-from turngate.rollout.summary import Group as Odd
-from turngate.rollout.summary import Numbers, Summary
+from turngate.rollout.progress import BatchProgress
+from turngate.rollout.summary import GroupStats as Odd
+from turngate.rollout.summary import RolloutStats, Summary
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Resources
 from turngate.tasks.task import Task
@@ -62,7 +62,7 @@ _OFTEN = 10.0  # seconds between plain lines
 _WIDE = 110  # columns, with which there is room for the phases
 _MOST_TASKS = 40  # in the table
 _MOST_ODD = 10  # groups that are named
-_PLACES: Mapping[Place, str] = {
+_PLACES: Mapping[SlotState, str] = {
     "waiting": "waiting",
     "start": "starting",
     "ready": "warm",
@@ -89,7 +89,7 @@ def ordered(given: Mapping[str, Any]) -> int:
         if out is None:
             folder = Path(config.data) / "batches" / plan.fingerprint()
             plan = msgspec.structs.replace(plan, folder=folder)
-        if given["resume"] and not (plan.folder / NAME).is_file():
+        if given["resume"] and not (plan.folder / LEDGER_NAME).is_file():
             raise ConfigError(f"resume: {plan.folder} holds no batch; leave out --resume to begin one", param="resume")
         return plan
 
@@ -135,7 +135,7 @@ def _plan(
         network=given["network"],
         resources=Resources(cpus=positive(given, "cpus"), memory_mb=positive(given, "memory_mb")),
         session=session_settings(given),
-        told=chosen.told,
+        model_limits=chosen.told,
         options=chosen.options,
         policy=end_policy(given),
         grade=given["grade"],
@@ -151,7 +151,7 @@ async def _run(
     try:
         async with (
             reached(config, gateway, console) as (client, own),
-            WayOut(client.url, reach.public_url, reach.tunnel) as wayout,
+            GatewayConnector(client.url, reach.public_url, reach.tunnel) as connector,
         ):
             model = config.model or next(iter(await client.models()), "turngate")
             plan = await asyncio.to_thread(planned, model)
@@ -160,7 +160,7 @@ async def _run(
             if own and config.engine == "scripted":
                 say(console, f"note: {MADE_UP}", "dim")
             with Watching(console, plan.total) as watching:
-                batch = Batch(plan, client, wayout, watching.see)
+                batch = Batch(plan, client, connector, watching.see)
                 return await _to_its_end(batch)
     except asyncio.CancelledError:
         heeded()
@@ -209,7 +209,7 @@ def _kept(result: BatchResult, console: Console) -> list[str]:
             kept.append(f"  {name:13} {result.folder / name}")
         except OSError as error:
             say(console, f"{result.folder / name} could not be written: {error.strerror}", "yellow")
-    return [*kept, f"  {NAME:13} {result.folder / NAME}"]
+    return [*kept, f"  {LEDGER_NAME:13} {result.folder / LEDGER_NAME}"]
 
 
 # ── while it runs ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,11 +220,11 @@ class Watching(Showing):
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console)
-        self._tally = Tally(total=total)
+        self._tally = BatchProgress(total=total)
         self._noted = 0
         self._told = time.monotonic()
 
-    def see(self, tally: Tally) -> None:
+    def see(self, tally: BatchProgress) -> None:
         self._tally = tally
         for note in tally.notes[self._noted :]:
             say(self._console, sanitize_line(note), "yellow")
@@ -247,7 +247,7 @@ class Watching(Showing):
 
     def _how_far(self) -> str:
         tally = self._tally
-        left = tally.left_s
+        left = tally.remaining_s
         eta = "" if left is None else f", {_clock(left)} left"
         return f"{_clock(time.monotonic() - tally.started)}  {tally.done}/{tally.total} rollouts{eta}"
 
@@ -258,11 +258,11 @@ class Watching(Showing):
         return [*facts, f"{tally.tokens_per_s:,.0f} tokens/s"]
 
     def _classes(self) -> str:
-        return " · ".join(f"{self._tally.kinds[kind]} {kind}" for kind in KINDS if self._tally.kinds[kind])
+        return " · ".join(f"{self._tally.kinds[kind]} {kind}" for kind in ROLLOUT_CLASSES if self._tally.kinds[kind])
 
     def _where(self) -> str:
         tally = self._tally
-        places = [f"{tally.places[place]} {name}" for place, name in _PLACES.items() if tally.places[place]]
+        places = [f"{tally.states[place]} {name}" for place, name in _PLACES.items() if tally.states[place]]
         return ", ".join([*places, *([f"{tally.retrying} to be tried again"] if tally.retrying else [])])
 
 
@@ -329,7 +329,7 @@ def _rounds(summary: Summary) -> Table:
     return table
 
 
-def _cells(numbers: Numbers, ks: Sequence[int], *, wide: bool) -> list[str | Text]:
+def _cells(numbers: RolloutStats, ks: Sequence[int], *, wide: bool) -> list[str | Text]:
     estimates = {p.k: p.estimate for p in numbers.pass_at}
     phases = (numbers.phases.get("start"), numbers.phases.get("run"), numbers.phases.get("grade"))
     others = [

@@ -30,9 +30,10 @@ from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_store
 from turngate.config import ServeConfig, load_config
 from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError, DataInUse, Unauthorized
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome, Progress
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.rollout.rollout import Rollout
+from turngate.rollout.spec import EndAction, EndPolicy, RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Resources
 from turngate.server.bind import find_running_gateway
@@ -69,7 +70,7 @@ class Reach(msgspec.Struct, frozen=True):
     tunnel: str = ""
 
 
-def run(order: Order, config: ServeConfig, gateway: Named, reach: Reach, *, as_json: bool) -> int:
+def run(order: RolloutSpec, config: ServeConfig, gateway: Named, reach: Reach, *, as_json: bool) -> int:
     """The exit code: 0 finished, 1 the agent did not make it, 3 not the agent's fault, 130 cancelled."""
     console = new_console(stderr=as_json)
     with stdout_kept(as_json):
@@ -110,7 +111,9 @@ def _write(path: Path, outcome: Outcome) -> None:
         outcome.notes = (*outcome.notes, f"{path} could not be written: {error.strerror}")
 
 
-async def _run(order: Order, config: ServeConfig, gateway: Named, reach: Reach, console: Console) -> Outcome | None:
+async def _run(
+    order: RolloutSpec, config: ServeConfig, gateway: Named, reach: Reach, console: Console
+) -> Outcome | None:
     """None: it was cancelled before there was a rollout."""
     outcome = None
     try:
@@ -118,12 +121,12 @@ async def _run(order: Order, config: ServeConfig, gateway: Named, reach: Reach, 
         await order.backend.sweep()
         async with (
             reached(config, gateway, console) as (client, own),
-            WayOut(client.url, reach.public_url, reach.tunnel) as wayout,
+            GatewayConnector(client.url, reach.public_url, reach.tunnel) as connector,
         ):
             if not order.model:
                 order = msgspec.structs.replace(order, model=next(iter(await client.models()), "turngate"))
             with Watching(console) as watch:
-                rollout = Rollout(order, client, wayout, watch.see)
+                rollout = Rollout(order, client, connector, watch.see)
                 try:
                     outcome = await rollout.run()
                 except asyncio.CancelledError:
@@ -232,11 +235,11 @@ class Watching(Showing):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._progress = Progress(started=time.time())
+        self._progress = RolloutProgress(started=time.time())
         self._stage = ""
         self._told = 0.0
 
-    def see(self, progress: Progress) -> None:
+    def see(self, progress: RolloutProgress) -> None:
         self._progress = progress
         if self._live is not None:
             if progress.stage != self._stage:  # a short one is shown too
@@ -341,7 +344,7 @@ def ordered(given: Mapping[str, Any]) -> int:
     config = gateway_config(given)
     task = tasks.load_task(Path(given["task"])) if given["task"] else tasks.task_from_prompt(given["prompt"])
     chosen = chosen_agent(given, task.instruction)
-    order = Order(
+    order = RolloutSpec(
         task=task,
         agent=chosen.spec,
         installed=chosen.installed,
@@ -354,7 +357,7 @@ def ordered(given: Mapping[str, Any]) -> int:
         session=session_settings(given),
         grade=given["grade"],
         policy=end_policy(given),
-        told=chosen.told,
+        model_limits=chosen.told,
         options=chosen.options,
         folder=writable(given["out"]) if given["out"] else Path(config.data) / "rollouts",
     )
@@ -415,8 +418,8 @@ def chosen_agent(given: Mapping[str, Any], instruction: str) -> Chosen:
 def end_policy(given: Mapping[str, Any]) -> EndPolicy:
     """What becomes of agents that did not end well by themselves."""
     for flag in ("on_timeout", "on_failure", "on_limit"):
-        if given[flag] not in get_args(AtEnd):
-            raise ConfigError(f"{flag}: {given[flag]!r} is none of {', '.join(get_args(AtEnd))}", param=flag)
+        if given[flag] not in get_args(EndAction):
+            raise ConfigError(f"{flag}: {given[flag]!r} is none of {', '.join(get_args(EndAction))}", param=flag)
     if given["on_lost"] not in ("exclude", "zero"):
         raise ConfigError(f"on_lost: {given['on_lost']!r} is neither exclude nor zero", param="on_lost")
     return EndPolicy(

@@ -26,8 +26,8 @@ from turngate.errors import ConfigError, TaskError
 from turngate.rollout import ledger
 from turngate.rollout.batch import BatchResult
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.plan import BatchPlan, differences
-from turngate.rollout.progress import Tally
+from turngate.rollout.plan import BatchPlan, describe_changes
+from turngate.rollout.progress import BatchProgress
 from turngate.sandboxes import get_backend
 from turngate.tasks.task import Task
 
@@ -151,13 +151,13 @@ class Watching(Showing):
         self._steps = steps
         self._done = 0
         self._phase, self._total = "starting", 1
-        self._tally: Tally | None = None
+        self._tally: BatchProgress | None = None
         self._began = self._told = time.monotonic()
 
     def phase(self, name: str, total: int) -> None:
         self._phase, self._total, self._tally = name, total, None
 
-    def see(self, tally: Tally) -> None:
+    def see(self, tally: BatchProgress) -> None:
         self._tally = tally
         if self._live is None and time.monotonic() - self._told > _OFTEN:
             self._told = time.monotonic()
@@ -188,8 +188,8 @@ class Watching(Showing):
         return Group(head)
 
 
-def _where(tally: Tally) -> str:
-    counts = {"starting": tally.places["start"], "running": tally.places["run"], "grading": tally.places["grade"]}
+def _where(tally: BatchProgress) -> str:
+    counts = {"starting": tally.states["start"], "running": tally.states["run"], "grading": tally.states["grade"]}
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
@@ -300,7 +300,7 @@ def _run(given: Mapping[str, Any]) -> Run:
         seed=given["seed"],
         timeout_s=positive(given, "timeout"),
         session={"sampling": {"temperature": temperature}, **limits},
-        told=chosen.told,
+        model_limits=chosen.told,
         options=chosen.options,
     )
     settings = Settings(groups=given["groups"], learning_rate=positive(given, "learning_rate"), temperature=temperature)
@@ -356,12 +356,12 @@ def _goes_on(run: Run) -> None:
 
 def _begun(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
     """How many rounds of it have begun. Refused where its folder holds another batch."""
-    if not (plan.folder / ledger.NAME).exists():
+    if not (plan.folder / ledger.LEDGER_NAME).exists():
         return 0
-    known = ledger.read(plan.folder)
+    known = ledger.read_ledger(plan.folder)
     if known.head is None:
         return 0
-    changed = [one.partition(": ") for one in differences(known.head, plan.terms(), plan.digests())]
+    changed = [one.partition(": ") for one in describe_changes(known.head, plan.terms(), plan.digests())]
     if changed:
         told = [(options.get(name, name), how) for name, _, how in changed]
         raise ConfigError(

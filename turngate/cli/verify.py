@@ -23,7 +23,7 @@ from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
 from turngate.render import find
-from turngate.rollout.transcript_diff import differences
+from turngate.rollout.transcript_diff import compare_transcript
 from turngate.types import Json
 from turngate.verify import (
     TOLERANCE,
@@ -210,7 +210,7 @@ def transcripts(folder: Path) -> Transcript:
             transcript = find_agent(name).spec.transcript
             if transcript is None:
                 return None, f"{name} keeps no transcript"
-            return differences(transcript, left, trace)[1], ""
+            return compare_transcript(transcript, left, trace)[1], ""
         except TurngateError as error:
             return None, error.message
 

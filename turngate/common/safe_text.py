@@ -20,3 +20,8 @@ def sanitize(text: str) -> str:
 def sanitize_line(text: str) -> str:
     """Replace control characters, line breaks and tabs, so that the text stays on one line."""
     return sanitize(text).replace("\n", "␊").replace("\t", " ")
+
+
+def make_encodable(text: str) -> str:
+    """Escape lone surrogates, so that the text can be encoded: file names may be any bytes, and JSON may hold halves of pairs."""
+    return text.encode("utf-8", "backslashreplace").decode()

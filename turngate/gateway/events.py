@@ -15,12 +15,11 @@ from typing import TypeVar
 
 from turngate.store.beside import Event, happened
 from turngate.store.sqlite import Store
-from turngate.types import Json
+from turngate.types import BATCH_STREAM, Json
 
 T = TypeVar("T")
 PAGE = 256  # events that a follower holds at once
 ALIVE_S = 15.0
-OF_A_BATCH = "batch:"  # before a batch's id: the name under which its events are kept, which any worker may add to
 LOOK_S = 0.05  # how often a follower of all looks whether another worker has written something
 
 
@@ -97,7 +96,7 @@ class Events:
                 if not wait:
                     return
                 if not await self._woken(
-                    more, state, looks=self._shared and (not session or session.startswith(OF_A_BATCH))
+                    more, state, looks=self._shared and (not session or session.startswith(BATCH_STREAM))
                 ):
                     yield None
 

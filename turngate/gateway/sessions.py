@@ -35,12 +35,11 @@ from turngate.trace.roles import roles
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.signals import faults
 from turngate.trace.tree import Sampled, Trace
-from turngate.types import Json, Message, Mode, Sampling
+from turngate.types import STALE, Json, Message, Mode, Sampling
 from turngate.views.session import Looks
 
 log = logging.getLogger("turngate")
 _SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-STALE = "stale"  # what stopped a session that no feed could use any more
 ANNOUNCED = 16 * 1024  # bytes of an event that somebody else tells
 _PRUNE_S = 3600.0
 _HELD = "fence_held"  # settings: until when calls are held at most; empty: they are not

@@ -22,10 +22,11 @@ from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derived_logprobs
 from turngate.errors import AgentError
 from turngate.render import BUILTIN_TOKENIZER, load
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import Order, Outcome, Watch
-from turngate.rollout.playbook import Playbook, Scene, filled
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Outcome, ProgressCallback
+from turngate.rollout.playbook import Playbook, Scene, fill_steps
 from turngate.rollout.rollout import Rollout
+from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Backend, Network
 from turngate.server.asgi import App
 from turngate.server.run import run_embedded
@@ -38,25 +39,25 @@ BEFORE = "alpha\ncolour\nomega\n"
 AFTER = "alpha\ncolor\nomega\n"
 
 
-class Finding(msgspec.Struct, frozen=True):
-    what: str
+class CheckResult(msgspec.Struct, frozen=True):
+    name: str
     ok: bool
     detail: str = ""
 
 
-class Report(msgspec.Struct, frozen=True):
+class CheckReport(msgspec.Struct, frozen=True):
     outcome: Outcome
-    findings: tuple[Finding, ...]
+    results: tuple[CheckResult, ...]
     trace: Json
     samples: list[Json]
     folder: Path
 
     @property
-    def whole(self) -> bool:
-        return all(finding.ok for finding in self.findings)
+    def passed(self) -> bool:
+        return all(finding.ok for finding in self.results)
 
 
-class Staging(msgspec.Struct, frozen=True, kw_only=True):
+class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a check may vary."""
 
     image: str = ""
@@ -64,14 +65,14 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     scenes: Callable[[str], tuple[Scene, ...]] | None = None  # by working folder; None: the agent's own steps
     instruction: str = INSTRUCTION
     model: str = MODEL
-    told: ModelLimits = ModelLimits()
+    model_limits: ModelLimits = ModelLimits()
     max_context: int | None = None  # of the model; None: what the agent is told
     session: Mapping[str, Json] = {}  # further settings of the session
     timeout_s: float = 240.0
     around: Callable[[App], App] = lambda app: app  # may listen to what passes between agent and gateway
 
 
-class Stage(msgspec.Struct, frozen=True):
+class AgentCheck(msgspec.Struct, frozen=True):
     """A check that is ready to run, with everything that it runs on: for tests that look at it, or meddle, meanwhile."""
 
     engine: Scripted
@@ -80,42 +81,42 @@ class Stage(msgspec.Struct, frozen=True):
     folder: Path
     usual: bool  # the agent's own steps are played
 
-    async def played(self) -> Report:
+    async def run(self) -> CheckReport:
         await self.rollout.run()
         return await self.report()
 
-    async def report(self) -> Report:
+    async def report(self) -> CheckReport:
         """What is to be said of it by now."""
         outcome = self.rollout.outcome
         trace = await self.gateway.trace(outcome.session) if outcome.session else {"nodes": []}
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
         left = self.folder / "rollouts" / outcome.session
-        findings = tuple(_findings(outcome, trace, samples, self.engine, left, usual=self.usual))
-        return Report(outcome, findings, trace, samples, left)
+        findings = tuple(_evaluate(outcome, trace, samples, self.engine, left, usual=self.usual))
+        return CheckReport(outcome, findings, trace, samples, left)
 
 
-async def check(
+async def check_agent(
     agent: AgentSpec,
     installed: Installation,
     backend: Backend,
     folder: Path,
-    staging: Staging = Staging(),
-    watch: Watch = lambda progress: None,
-) -> Report:
+    staging: CheckOptions = CheckOptions(),
+    watch: ProgressCallback = lambda progress: None,
+) -> CheckReport:
     """Run it in `folder`, where the recording and what the agent left behind stay."""
-    async with staged(agent, installed, backend, folder, staging, watch) as stage:
-        return await stage.played()
+    async with prepare_check(agent, installed, backend, folder, staging, watch) as stage:
+        return await stage.run()
 
 
 @asynccontextmanager
-async def staged(
+async def prepare_check(
     agent: AgentSpec,
     installed: Installation,
     backend: Backend,
     folder: Path,
-    staging: Staging = Staging(),
-    watch: Watch = lambda progress: None,
-) -> AsyncIterator[Stage]:
+    staging: CheckOptions = CheckOptions(),
+    watch: ProgressCallback = lambda progress: None,
+) -> AsyncIterator[AgentCheck]:
     """A gateway on the scripted engine and a rollout on it, which the block runs."""
     if not agent.check and staging.scenes is None:
         raise AgentError(f"{agent.name}: check: the description has no [[check]] steps to play", param="check")
@@ -124,13 +125,13 @@ async def staged(
     engine = Scripted(
         Playbook(renderer, scenes),
         model=staging.model,
-        max_context=staging.max_context or staging.told.context_tokens,
+        max_context=staging.max_context or staging.model_limits.context_tokens,
         keep=100_000,
     )
     config = ServeConfig(data=str(folder / "data"), model=staging.model, port=0, alive_s=2.0)
 
     def set_up(workdir: str) -> None:
-        played = staging.scenes or (lambda at: (Scene(INSTRUCTION[:40], filled(agent.check, {"workdir": at})),))
+        played = staging.scenes or (lambda at: (Scene(INSTRUCTION[:40], fill_steps(agent.check, {"workdir": at})),))
         scenes[:] = played(workdir)
 
     async with AsyncExitStack() as stack:
@@ -140,8 +141,8 @@ async def staged(
             run_embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
         )
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
-        wayout = await stack.enter_async_context(WayOut(address.url))
-        order = Order(
+        connector = await stack.enter_async_context(GatewayConnector(address.url))
+        order = RolloutSpec(
             task=Task(id="check", instruction=staging.instruction, files=files),
             agent=agent,
             installed=installed,
@@ -151,36 +152,38 @@ async def staged(
             image=staging.image,
             network=staging.network,
             session=staging.session,
-            told=staging.told,
+            model_limits=staging.model_limits,
             folder=folder / "rollouts",
         )
-        rollout = Rollout(order, gateway, wayout, watch, placed=set_up)
-        yield Stage(engine, gateway, rollout, folder, staging.scenes is None)
+        rollout = Rollout(order, gateway, connector, watch, on_sandbox_ready=set_up)
+        yield AgentCheck(engine, gateway, rollout, folder, staging.scenes is None)
 
 
-def _findings(
+def _evaluate(
     outcome: Outcome, trace: Json, samples: list[Json], engine: Scripted, left: Path, *, usual: bool
-) -> list[Finding]:
+) -> list[CheckResult]:
     turns = [node for node in trace["nodes"] if node["kind"] == "sampled"]
-    fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _tail(outcome)
-    found = [Finding("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)]
+    fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
+    found = [
+        CheckResult("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)
+    ]
     if usual:
-        found.append(_task_done(left))
-        found.append(_one_row(samples))
+        found.append(_check_work(left))
+        found.append(_check_rows(samples))
     found += [
-        Finding(
+        CheckResult(
             "every model call it made is in the trace",
             bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
             f"{outcome.calls} through its door, {len(engine.received)} at the engine, {len(turns)} in the trace",
         ),
-        _exact(trace, turns, engine),
-        _untrained(samples),
+        _check_exactness(trace, turns, engine),
+        _check_side_calls(samples),
     ]
     collected = outcome.collected
     if collected.transcript_turns is not None:
         agrees = not collected.differences and collected.transcript_turns > 0
         found.append(
-            Finding(
+            CheckResult(
                 "its own transcript agrees, turn by turn",
                 agrees,
                 "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
@@ -189,23 +192,25 @@ def _findings(
     return found
 
 
-def _task_done(left: Path) -> Finding:
+def _check_work(left: Path) -> CheckResult:
     notes, done = left / "work" / "notes.txt", left / "work" / "done.txt"
     written = notes.read_text() if notes.is_file() else "missing"
     ok = written == AFTER and done.is_file() and done.read_text().strip() == "done"
-    return Finding(
+    return CheckResult(
         "the task is done", ok, f"notes.txt {written!r}, done.txt {'is there' if done.is_file() else 'missing'}"
     )
 
 
-def _one_row(samples: list[Json]) -> Finding:
+def _check_rows(samples: list[Json]) -> CheckResult:
     main = [row for row in samples if any(span["role"] == "main" for span in row["spans"])]
     trained = [row for row in main if any(row["mask"])]
     turns = [len(row["spans"]) for row in main]
-    return Finding("the main conversation is exactly one row", len(main) == len(trained) == 1, f"rows of {turns} turns")
+    return CheckResult(
+        "the main conversation is exactly one row", len(main) == len(trained) == 1, f"rows of {turns} turns"
+    )
 
 
-def _exact(trace: Json, turns: list[Json], engine: Scripted) -> Finding:
+def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> CheckResult:
     """The ids that are recorded before each turn are those that the engine saw, and its log-probabilities follow from them."""
     nodes = {node["id"]: node for node in trace["nodes"]}
     sent = sorted(request.prompt.tobytes() for request in engine.received)
@@ -220,10 +225,10 @@ def _exact(trace: Json, turns: list[Json], engine: Scripted) -> Finding:
         kept.append(ids.tobytes())
         scored = scored and turn["logprobs"] == derived_logprobs(ids, turn["ids"])
     ok = sorted(kept) == sent and scored
-    return Finding("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
+    return CheckResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
 
 
-def _untrained(samples: list[Json]) -> Finding:
+def _check_side_calls(samples: list[Json]) -> CheckResult:
     wrong = [
         span["role"]
         for row in samples
@@ -231,12 +236,12 @@ def _untrained(samples: list[Json]) -> Finding:
         if span["trained"] != (span["role"] in ("main", "subagent")) and not span["reason"].startswith("trained in")
     ]
     sides = sum(span["role"] == "side" for row in samples for span in row["spans"])
-    return Finding("side calls are labelled and not trained", not wrong, f"{sides} side calls")
+    return CheckResult("side calls are labelled and not trained", not wrong, f"{sides} side calls")
 
 
-def _tail(outcome: Outcome) -> str:
+def _describe_end(outcome: Outcome) -> str:
     said = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
     return said[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
 
 
-__all__ = ["CheckStep", "Finding", "Report", "Stage", "Staging", "check", "staged"]
+__all__ = ["AgentCheck", "CheckOptions", "CheckReport", "CheckResult", "CheckStep", "check_agent", "prepare_check"]

@@ -1,8 +1,8 @@
 """Many rollouts: n of each task, through failures, crashes and Ctrl-C, each of them in exactly one class at the end.
 
-    result = await run_batch(plan, gateway, wayout)
+    result = await run_batch(plan, gateway, connector)
 
-    async with aclosing(rollouts(plan, gateway, wayout)) as finished:
+    async with aclosing(rollouts(plan, gateway, connector)) as finished:
         async for one in finished: …
 
 A few workers pull from one list, group by group, so that memory does not grow with the batch; a trainer's `pace` says when the next group
@@ -34,23 +34,33 @@ import msgspec
 from turngate.client.gateway import GatewayClient, Refused, Unreachable
 from turngate.common.aio import run_to_completion
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
-from turngate.gateway.sessions import STALE
 from turngate.rollout import retry_requests
 from turngate.rollout.classify import recorded as as_recorded
-from turngate.rollout.concurrency import Gates, Ticket
-from turngate.rollout.connection import WayOut
-from turngate.rollout.group_closer import Closing
-from turngate.rollout.ledger import Begun, Ended, Finished, Head, Kind, Ledger, LedgerError, Reopened, Unrecorded, now
-from turngate.rollout.outcome import Fault, Outcome, Progress
-from turngate.rollout.plan import BatchPlan, differences, group_name, stream
-from turngate.rollout.progress import Tally, Watch
-from turngate.rollout.retry_requests import Asked
+from turngate.rollout.concurrency import Concurrency, Slot
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.group_closer import GroupCloser
+from turngate.rollout.ledger import (
+    AttemptEnded,
+    AttemptStarted,
+    FinishedRollout,
+    Ledger,
+    LedgerError,
+    LedgerHeader,
+    ReopenedRollout,
+    RolloutClass,
+    UnrecordedRollout,
+    timestamp,
+)
+from turngate.rollout.outcome import Fault, Outcome, RolloutProgress
+from turngate.rollout.plan import BatchPlan, batch_stream, describe_changes, group_name
+from turngate.rollout.progress import BatchProgress, BatchProgressCallback
+from turngate.rollout.retry_requests import RetryRequest
 from turngate.rollout.rollout import Rollout
-from turngate.rollout.summary import Summary, summed_up
-from turngate.rollout.throttle import Pace, at_once
+from turngate.rollout.summary import Summary, summarize
+from turngate.rollout.throttle import Throttle, unthrottled
 from turngate.store.outcome import Recorded
 from turngate.tasks.task import Task
-from turngate.types import Json
+from turngate.types import STALE, Json
 
 log = logging.getLogger("turngate")
 _LONGEST_S = 60.0  # between two attempts
@@ -62,7 +72,7 @@ _LISTEN_S = 5.0  # before a gateway that could not be heard is tried again
 _SOON_S = 2.0  # for an attempt to be over, before whoever asks for another one is told that it is not
 _NOT_YET = "attempt {} is not over yet; what comes of the wish is decided when it is, and told in the batch's events"
 _ENDING = "the batch is just ending; run it again on its folder, and it is taken up"
-_RETRIED: tuple[Kind, ...] = (
+_RETRIED: tuple[RolloutClass, ...] = (
     "infrastructure fault",
     "cancelled",
     "stale",
@@ -75,7 +85,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     batch: str
     folder: Path
-    finished: tuple[Finished, ...]  # by round, task and index
+    finished: tuple[FinishedRollout, ...]  # by round, task and index
     summary: Summary
     stopped: str = ""  # why it ended early; the same plan goes on
 
@@ -96,29 +106,29 @@ class _Todo(msgspec.Struct, frozen=True):
 async def run_batch(
     plan: BatchPlan,
     gateway: GatewayClient,
-    wayout: WayOut,
-    watch: Watch = lambda tally: None,
+    connector: GatewayConnector,
+    watch: BatchProgressCallback = lambda tally: None,
     *,
-    pace: Pace = at_once,
+    throttle: Throttle = unthrottled,
 ) -> BatchResult:
     """To the end, or to where it has to stop. Being cancelled ends what runs, cleanly; the same plan goes on with the rest."""
-    return await Batch(plan, gateway, wayout, watch, pace=pace).run()
+    return await Batch(plan, gateway, connector, watch, throttle=throttle).run()
 
 
 async def rollouts(
     plan: BatchPlan,
     gateway: GatewayClient,
-    wayout: WayOut,
-    watch: Watch = lambda tally: None,
+    connector: GatewayConnector,
+    watch: BatchProgressCallback = lambda tally: None,
     *,
-    pace: Pace = at_once,
-) -> AsyncIterator[Finished]:
+    throttle: Throttle = unthrottled,
+) -> AsyncIterator[FinishedRollout]:
     """The rollouts as they are finished, those of an earlier run first. Closing the iterator stops the batch.
 
     One that somebody asks for again after it was told is told once more: of two with one `rollout`, the higher `attempt` counts.
     """
-    queue: asyncio.Queue[Finished | None] = asyncio.Queue()
-    batch = Batch(plan, gateway, wayout, watch, pace=pace, tell=queue.put_nowait)
+    queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
+    batch = Batch(plan, gateway, connector, watch, throttle=throttle, tell=queue.put_nowait)
     running = asyncio.create_task(batch.run())
     running.add_done_callback(lambda _: queue.put_nowait(None))
     try:
@@ -126,13 +136,13 @@ async def rollouts(
             yield one
         result = await running
         if result.stopped:
-            raise Stopped(result.stopped)
+            raise BatchStopped(result.stopped)
     finally:
         running.cancel()
         await run_to_completion(_gone(running))
 
 
-class Stopped(TurngateError):
+class BatchStopped(TurngateError):
     """A batch cannot go on. What is finished stays finished."""
 
     kind = "batch_stopped"
@@ -145,25 +155,25 @@ class Batch:
         self,
         plan: BatchPlan,
         gateway: GatewayClient,
-        wayout: WayOut,
-        watch: Watch = lambda tally: None,
+        connector: GatewayConnector,
+        watch: BatchProgressCallback = lambda tally: None,
         *,
-        pace: Pace = at_once,
-        tell: Callable[[Finished], None] = lambda finished: None,
+        throttle: Throttle = unthrottled,
+        tell: Callable[[FinishedRollout], None] = lambda finished: None,
     ) -> None:
         self._plan = plan
         self._gateway = gateway
-        self._wayout = wayout
+        self._connector = connector
         self._watch = watch
-        self._pace = pace
+        self._throttle = throttle
         self._tell = tell
-        self._closing = Closing(gateway, plan.n, self._stop)
+        self._closing = GroupCloser(gateway, plan.n, self._stop)
         self._ledger: Ledger | None = None
-        self._gates = Gates(plan.bounds)
-        self.tally = Tally(total=plan.total, places=self._gates.places)
+        self._gates = Concurrency(plan.bounds)
+        self.progress = BatchProgress(total=plan.total, states=self._gates.states)
         self._fresh: deque[_Todo] = deque()  # of the group that has begun, those that nobody has taken yet
         self._all_given = False  # no group is left to begin
-        self._tickets: dict[asyncio.Task[object], Ticket | None] = {}  # of the workers that are at something
+        self._slots: dict[asyncio.Task[object], Slot | None] = {}  # of the workers that are at something
         self._winding_up = False
         self._again: list[tuple[float, int, _Todo]] = []  # by when the next attempt is due
         self._numbers = itertools.count()
@@ -190,7 +200,7 @@ class Batch:
 
     async def _opened(self) -> Ledger:
         """Being cancelled meanwhile leaves nothing locked."""
-        opening = asyncio.ensure_future(asyncio.to_thread(Ledger.opened, self._plan.folder))
+        opening = asyncio.ensure_future(asyncio.to_thread(Ledger.open, self._plan.folder))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -209,7 +219,7 @@ class Batch:
             await self._worked()
             if self._answering:
                 await asyncio.wait(self._answering, timeout=_TOLD_S)
-            if not await self._closing.told(_TOLD_S if self._stopped else _BACK_S):
+            if not await self._closing.flush(_TOLD_S if self._stopped else _BACK_S):
                 self._stop(
                     "the gateway could not be told which groups are complete; taking the batch up again tells it"
                 )
@@ -226,8 +236,8 @@ class Batch:
     async def wind_up(self) -> None:
         """Begin nothing more and end the agents that run, but grade what they have left already. `run` then returns what there is."""
         self._winding_up = True
-        for worker, ticket in self._tickets.items():
-            if ticket is None or not ticket.agent_is_done:
+        for worker, slot in self._slots.items():
+            if slot is None or not slot.agent_is_done:
                 worker.cancel()
         await self._change()
 
@@ -241,7 +251,7 @@ class Batch:
             batch=self._batch,
             folder=plan.folder,
             finished=finished,
-            summary=summed_up(
+            summary=summarize(
                 self._batch,
                 tuple(order),
                 plan.n,
@@ -259,9 +269,9 @@ class Batch:
         terms = self._plan.terms()
         head = ledger.known.head
         if head is None:
-            head = Head(batch=self._plan.new_id(), terms=terms, tasks=tasks, made=now())
+            head = LedgerHeader(batch=self._plan.new_id(), terms=terms, tasks=tasks, made=timestamp())
             await ledger.add(head)
-        elif told := differences(head, terms, tasks):
+        elif told := describe_changes(head, terms, tasks):
             raise ConfigError(
                 f"out: {ledger.folder} holds another batch ({'; '.join(told)}); choose another --out folder, or run it as it was",
                 param="out",
@@ -290,15 +300,15 @@ class Batch:
             await self._closed(begun, "lost", "its runner ended before it did")
         for seq, asked in asked_for.items():
             await self._tell_asker(seq, *(asked.granted() if seq in granted else (False, self._no_retry(asked))))
-        self.tally.before = self.tally.done
-        if self.tally.before:
-            self._note(f"{self.tally.before} of {self.tally.total} rollouts are finished already")
-        self.tally.started = time.monotonic()
-        self._watch(self.tally)
+        self.progress.before = self.progress.done
+        if self.progress.before:
+            self._note(f"{self.progress.before} of {self.progress.total} rollouts are finished already")
+        self.progress.started = time.monotonic()
+        self._watch(self.progress)
 
     # ── what others ask of it ───────────────────────────────────────────────────────────────────────────────────
 
-    async def _wishes_left(self) -> dict[int, Asked]:
+    async def _wishes_left(self) -> dict[int, RetryRequest]:
         """What was asked for while nobody listened, by its place in the stream. A gateway that does not answer is found out by others."""
         try:
             async with asyncio.timeout(_BACK_S):
@@ -306,16 +316,16 @@ class Batch:
         except TimeoutError:
             return {}
 
-    async def _caught_up(self) -> dict[int, Asked]:
-        found, self._heard = await retry_requests.left(self._gateway, self._batch)
+    async def _caught_up(self) -> dict[int, RetryRequest]:
+        found, self._heard = await retry_requests.read_pending(self._gateway, self._batch)
         return found
 
-    async def _reopened(self, asked_for: Mapping[int, Asked]) -> set[int]:
+    async def _reopened(self, asked_for: Mapping[int, RetryRequest]) -> set[int]:
         """Which of them are granted: rollouts that are done again, before anybody counts them as finished."""
         taken = set()
         for seq, asked in asked_for.items():
             if asked.rollout in self._books.known.finished and not self._no_retry(asked):
-                await self._books.add(Reopened(rollout=asked.rollout, attempt=asked.attempt, at=now()))
+                await self._books.add(ReopenedRollout(rollout=asked.rollout, attempt=asked.attempt, at=timestamp()))
                 self._note(f"{asked.rollout}: is tried again, as somebody asked")
                 taken.add(seq)
         return taken
@@ -324,26 +334,26 @@ class Batch:
         """To who asks for another attempt of a rollout that is finished without having been judged."""
         while True:
             try:
-                await self._gateway.announce(stream(self._batch), "note", {"batch": self._batch, "listens": True})
+                await self._gateway.announce(batch_stream(self._batch), "note", {"batch": self._batch, "listens": True})
                 if self._heard is None:
                     for seq, asked in (await self._caught_up()).items():
                         self._consider(seq, asked)
-                async for event in self._gateway.events(stream(self._batch), self._heard or 0):
+                async for event in self._gateway.events(batch_stream(self._batch), self._heard or 0):
                     self._heard = event["seq"]
-                    if (asked_now := retry_requests.asked(event)) is not None:
+                    if (asked_now := retry_requests.parse_request(event)) is not None:
                         self._consider(event["seq"], asked_now)
             except TurngateError as error:
                 log.debug("nobody can ask this batch for retries now: %s", error.message)
             await asyncio.sleep(_LISTEN_S)
 
-    def _consider(self, seq: int, asked: Asked) -> None:
+    def _consider(self, seq: int, asked: RetryRequest) -> None:
         """Beside the listening: an attempt may take its time to end. The batch does not end before the wish is decided."""
         self._under_way += 1
         task = asyncio.create_task(self._answer(seq, asked))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer(self, seq: int, asked: Asked) -> None:
+    async def _answer(self, seq: int, asked: RetryRequest) -> None:
         """The page shows an attempt as over a little before the ledger has it, and a cancelled one while its agent is being ended."""
         try:
             if not await self._over_within(_SOON_S, asked):
@@ -359,7 +369,7 @@ class Batch:
             await self._change()
         await self._tell_asker(seq, taken, message)
 
-    async def _over_within(self, limit_s: float | None, asked: Asked) -> bool:
+    async def _over_within(self, limit_s: float | None, asked: RetryRequest) -> bool:
         """Whether the attempt is settled, as far as it will be."""
         try:
             async with asyncio.timeout(limit_s), self._changed:
@@ -368,10 +378,10 @@ class Batch:
             return False
         return True
 
-    def _is_at_work(self, asked: Asked) -> bool:
+    def _is_at_work(self, asked: RetryRequest) -> bool:
         return self._at_work.get(asked.rollout) == asked.attempt
 
-    async def _decided(self, asked: Asked) -> tuple[bool | None, str]:
+    async def _decided(self, asked: RetryRequest) -> tuple[bool | None, str]:
         """What is answered, once it is true. None: a later run decides."""
         if self._is_at_work(asked):
             return None, _ENDING
@@ -383,19 +393,19 @@ class Batch:
         return asked.granted()
 
     async def _tell_asker(self, seq: int, taken: bool | None, message: str) -> None:
-        await retry_requests.answer(self._gateway, self._batch, seq, taken, message)
+        await retry_requests.send_reply(self._gateway, self._batch, seq, taken, message)
 
-    async def _begin_again(self, one: Finished) -> None:
+    async def _begin_again(self, one: FinishedRollout) -> None:
         self._wished.add(one.rollout)
-        await self._books.add(Reopened(rollout=one.rollout, attempt=one.attempt, at=now()))
-        self.tally.remove(one)
+        await self._books.add(ReopenedRollout(rollout=one.rollout, attempt=one.attempt, at=timestamp()))
+        self.progress.remove(one)
         self._closing.reopened(one)
         task = next(task for task in self._plan.tasks if task.id == one.task)
         self._later(_Todo(one.rollout, task, one.round, one.index), 0.0)
         self._note(f"{one.rollout}: is tried again, as somebody asked")
         await self._change()
 
-    def _no_retry(self, asked: Asked) -> str:
+    def _no_retry(self, asked: RetryRequest) -> str:
         """Why a rollout is not tried again; empty: it can be."""
         known = self._books.known
         late = known.unrecorded.get(asked.rollout)
@@ -412,7 +422,7 @@ class Batch:
         """Whether some worker is sure to look again for what is to be done."""
         return self._working > 0 and not (self._stopped or self._winding_up)
 
-    async def _made_up_for(self, late: Unrecorded) -> None:
+    async def _made_up_for(self, late: UnrecordedRollout) -> None:
         """The gateway hears what came of a rollout that an earlier run has seen to its end. Where that still cannot be, the batch stops."""
         one = late.finished
         deadline = time.monotonic() + _BACK_S
@@ -433,7 +443,7 @@ class Batch:
             except TurngateError as error:
                 return self._stop(_untold(one, error.message))
 
-    async def _closed(self, begun: Begun, why: Literal["cancelled", "lost"], message: str) -> None:
+    async def _closed(self, begun: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
         """The end of an attempt that was not seen to its end. Where the gateway has its outcome it was over, and counts: to run it
         again would make two of it."""
         shown = await self._cancelled_at_gateway(begun.session)
@@ -462,7 +472,7 @@ class Batch:
 
     async def _worked(self) -> None:
         """Workers until nothing is left to do, or something stops them."""
-        count = min(self._plan.bounds.rollouts, self._plan.total - self.tally.before)
+        count = min(self._plan.bounds.rollouts, self._plan.total - self.progress.before)
         self._working = count
         workers = [asyncio.create_task(self._work()) for _ in range(count)]
         stopping = asyncio.create_task(self._stopping.wait())
@@ -487,9 +497,9 @@ class Batch:
             left = [todo for todo in group if todo.id not in finished and todo.id not in self._wished]
             if not left:
                 continue
-            self.tally.held = True
+            self.progress.held = True
             await self._paced(ordinal)
-            self.tally.held, self.tally.round = False, left[0].round
+            self.progress.held, self.progress.round = False, left[0].round
             async with self._changed:
                 self._fresh.extend(left)
                 self._changed.notify_all()
@@ -501,9 +511,9 @@ class Batch:
         """Returns when a group may begin. One before it that nobody will hear of makes room for it."""
         closing = self._closing
         while True:
-            closing.another_barren.clear()
-            asked = asyncio.ensure_future(self._pace(ordinal - closing.barren))
-            fewer = asyncio.create_task(closing.another_barren.wait())
+            closing.empty_group_added.clear()
+            asked = asyncio.ensure_future(self._throttle(ordinal - closing.empty_groups))
+            fewer = asyncio.create_task(closing.empty_group_added.wait())
             try:
                 await asyncio.wait({asked, fewer}, return_when=asyncio.FIRST_COMPLETED)
                 if asked.done():
@@ -516,7 +526,7 @@ class Batch:
     def _groups(self) -> Iterator[list[_Todo]]:
         """In the order in which they come, over all rounds."""
         for number in range(self._plan.rounds):
-            for task in self._plan.in_order(number):
+            for task in self._plan.ordered_tasks(number):
                 group = group_name(self._batch, task.id, number)
                 yield [_Todo(f"{group}.{index}", task, number, index) for index in range(self._plan.n)]
 
@@ -526,13 +536,13 @@ class Batch:
         while (todo := await self._next()) is not None:
             me = asyncio.current_task()
             assert me is not None
-            self._tickets[me] = None
+            self._slots[me] = None
             try:
                 await self._attempted(todo)
             except LedgerError as error:
                 self._stop(error.message)
             finally:
-                del self._tickets[me]
+                del self._slots[me]
                 self._at_work.pop(todo.id, None)
                 self._under_way -= 1
                 await self._change()
@@ -560,8 +570,8 @@ class Batch:
         return None
 
     async def _change(self) -> None:
-        self.tally.retrying = len(self._again)
-        self._watch(self.tally)
+        self.progress.retrying = len(self._again)
+        self._watch(self.progress)
         async with self._changed:
             self._changed.notify_all()
 
@@ -575,7 +585,9 @@ class Batch:
             self._stop(full)
             return
         attempt = self._at_work[todo.id] = ledger.known.attempts.get(todo.id, 0) + 1
-        begun = Begun(rollout=todo.id, round=todo.round, attempt=attempt, session=uuid.uuid4().hex, at=now())
+        begun = AttemptStarted(
+            rollout=todo.id, round=todo.round, attempt=attempt, session=uuid.uuid4().hex, at=timestamp()
+        )
         try:
             await ledger.add(begun)
             if full := self._disk_is_full():
@@ -593,21 +605,21 @@ class Batch:
         if ledger.full:
             self._stop(self._disk_is_full())
 
-    async def _run(self, todo: _Todo, begun: Begun) -> Outcome:
-        order = self._plan.order(todo.task, todo.index, self._batch, begun.attempt, todo.round)
-        ticket = self._gates.ticket()
+    async def _run(self, todo: _Todo, begun: AttemptStarted) -> Outcome:
+        order = self._plan.rollout_spec(todo.task, todo.index, self._batch, begun.attempt, todo.round)
+        slot = self._gates.new_slot()
         me = asyncio.current_task()
         assert me is not None
-        self._tickets[me] = ticket
+        self._slots[me] = slot
         seen = 0
 
-        def watched(progress: Progress) -> None:
+        def watched(progress: RolloutProgress) -> None:
             nonlocal seen
-            self.tally.sampled(progress.sampled_tokens - seen)
+            self.progress.sampled(progress.sampled_tokens - seen)
             seen = progress.sampled_tokens
-            self._watch(self.tally)
+            self._watch(self.progress)
 
-        rollout = Rollout(order, self._gateway, self._wayout, watched, gates=ticket, session=begun.session)
+        rollout = Rollout(order, self._gateway, self._connector, watched, gate=slot, session=begun.session)
         try:
             outcome = await rollout.run()
         except asyncio.CancelledError:
@@ -622,10 +634,10 @@ class Batch:
             outcome.status, outcome.kind, outcome.reward = "error", "infrastructure fault", None
             outcome.fault = Fault("clean", "gateway", f"an error of turngate's own: {error!r}")
         finally:
-            ticket.leave()
+            slot.leave()
         return outcome
 
-    async def _settled(self, todo: _Todo, begun: Begun, outcome: Outcome) -> None:
+    async def _settled(self, todo: _Todo, begun: AttemptStarted, outcome: Outcome) -> None:
         """Finished, or to be recorded when the gateway is back, or to be tried again."""
         if _is_owed(outcome):
             await self._put_off(todo, begun, outcome)
@@ -651,10 +663,10 @@ class Batch:
         else:
             await self._finish(_finished(todo, begun, outcome))
 
-    async def _put_off(self, todo: _Todo, begun: Begun, outcome: Outcome) -> None:
+    async def _put_off(self, todo: _Todo, begun: AttemptStarted, outcome: Outcome) -> None:
         """All is known of it, but not by the gateway: no trainer has it before the batch is taken up again."""
         await asyncio.to_thread(_kept, self._plan.folder / "rollouts" / begun.session, outcome)
-        late = Unrecorded(
+        late = UnrecordedRollout(
             finished=_finished(todo, begun, outcome), recorded=as_recorded(outcome), why=outcome.unrecorded[:_TOLD]
         )
         await self._books.add(late)
@@ -662,14 +674,14 @@ class Batch:
     def _later(self, todo: _Todo, wait_s: float) -> None:
         heapq.heappush(self._again, (time.monotonic() + wait_s, next(self._numbers), todo))
 
-    async def _finish(self, finished: Finished) -> None:
+    async def _finish(self, finished: FinishedRollout) -> None:
         await self._books.add(finished)
         self._count(finished)
         if finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after:
             self._note(f"{finished.task}: invalid, and not tried any more: {finished.message}")
 
-    def _count(self, finished: Finished) -> None:
-        self.tally.add(finished)
+    def _count(self, finished: FinishedRollout) -> None:
+        self.progress.add(finished)
         if finished.kind == "invalid task" and finished.attempt:
             self._invalid[finished.task] += 1
         elif finished.kind == "graded":
@@ -718,7 +730,7 @@ class Batch:
     def _disk_is_full(self) -> str:
         """What is said of it; empty: there is room."""
         free = shutil.disk_usage(self._plan.folder).free
-        if free >= self._plan.least_free and not self._books.full:
+        if free >= self._plan.min_free_bytes and not self._books.full:
             return ""
         return f"{self._plan.folder}: the disk is full ({free / 1e6:.1f} MB are left); make room"
 
@@ -729,8 +741,8 @@ class Batch:
             self._stopping.set()
 
     def _note(self, text: str) -> None:
-        self.tally.notes.append(text)
-        self._watch(self.tally)
+        self.progress.notes.append(text)
+        self._watch(self.progress)
 
     @property
     def _books(self) -> Ledger:
@@ -749,17 +761,17 @@ def _is_owed(outcome: Outcome) -> bool:
     return bool(outcome.unrecorded) and outcome.kind != "infrastructure fault"
 
 
-def _untold(one: Finished, why: str) -> str:
+def _untold(one: FinishedRollout, why: str) -> str:
     return f"what came of {one.rollout} could not be recorded at the gateway ({why}); taking the batch up again does that first"
 
 
-def _begun(one: Finished) -> Begun:
-    return Begun(rollout=one.rollout, round=one.round, attempt=one.attempt, session=one.session, at=one.at)
+def _begun(one: FinishedRollout) -> AttemptStarted:
+    return AttemptStarted(rollout=one.rollout, round=one.round, attempt=one.attempt, session=one.session, at=one.at)
 
 
-def _finished(todo: _Todo, begun: Begun, outcome: Outcome) -> Finished:
+def _finished(todo: _Todo, begun: AttemptStarted, outcome: Outcome) -> FinishedRollout:
     fault = outcome.fault
-    return Finished(
+    return FinishedRollout(
         rollout=todo.id,
         task=todo.task.id,
         round=todo.round,
@@ -777,11 +789,11 @@ def _finished(todo: _Todo, begun: Begun, outcome: Outcome) -> Finished:
         stage=fault.stage if fault else "",
         boundary=fault.boundary if fault else "",
         message=_message(outcome)[:_TOLD],
-        at=now(),
+        at=timestamp(),
     )
 
 
-def _kind(outcome: Outcome) -> Kind:
+def _kind(outcome: Outcome) -> RolloutClass:
     if outcome.kind is not None:
         return outcome.kind
     if outcome.status != "cancelled":
@@ -789,9 +801,9 @@ def _kind(outcome: Outcome) -> Kind:
     return "stale" if outcome.stop == STALE else "cancelled"
 
 
-def _adopted(begun: Begun, recorded: Recorded, shown: Json) -> Finished:
+def _adopted(begun: AttemptStarted, recorded: Recorded, shown: Json) -> FinishedRollout:
     """From what the gateway keeps. How long it took is not known."""
-    return Finished(
+    return FinishedRollout(
         rollout=begun.rollout,
         task=recorded.task,
         round=begun.round,
@@ -804,30 +816,32 @@ def _adopted(begun: Begun, recorded: Recorded, shown: Json) -> Finished:
         turns=shown["turns"],
         sampled_tokens=shown["sampled_tokens"],
         message=recorded.message[:_TOLD],
-        at=now(),
+        at=timestamp(),
     )
 
 
-def _skipped(todo: _Todo, times: int) -> Finished:
-    return Finished(
+def _skipped(todo: _Todo, times: int) -> FinishedRollout:
+    return FinishedRollout(
         rollout=todo.id,
         task=todo.task.id,
         round=todo.round,
         index=todo.index,
         kind="invalid task",
         message=f"not tried: {times} rollouts of the task found it invalid",
-        at=now(),
+        at=timestamp(),
     )
 
 
-def _ended(begun: Begun, why: Literal["fault", "cancelled", "lost", "stale"], message: str = "") -> Ended:
-    return Ended(
+def _ended(
+    begun: AttemptStarted, why: Literal["fault", "cancelled", "lost", "stale"], message: str = ""
+) -> AttemptEnded:
+    return AttemptEnded(
         rollout=begun.rollout,
         attempt=begun.attempt,
         session=begun.session,
         why=why,
         message=message[:_TOLD],
-        at=now(),
+        at=timestamp(),
     )
 
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Mapping
 
 from turngate.errors import Boundary
-from turngate.rollout.outcome import AtEnd, EndPolicy, Fault, Outcome
+from turngate.rollout.outcome import Fault, Outcome
+from turngate.rollout.spec import EndAction, EndPolicy
 from turngate.store.outcome import Recorded
 from turngate.tasks.grading.grade import grade
 from turngate.tasks.grading.types import Class, Grade, GradingEnvironment, Work
@@ -27,7 +28,7 @@ def without_grading(outcome: Outcome, policy: EndPolicy) -> Grade | None:
         return Grade(
             kind="agent failed", message=f"it {_ended(outcome)} before its first turn: there is nothing to grade"
         )
-    chosen: Mapping[str, AtEnd] = {"timed out": policy.timed_out, "failed": policy.failed, "limit": policy.limit}
+    chosen: Mapping[str, EndAction] = {"timed out": policy.timed_out, "failed": policy.failed, "limit": policy.limit}
     match chosen.get(outcome.status, "grade"):
         case "exclude":
             return Grade(kind="agent failed", message=f"it {_ended(outcome)}, and is left out for that")

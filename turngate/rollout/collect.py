@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from turngate.agents.launch import Launch
+from turngate.common.safe_text import make_encodable
 from turngate.errors import SandboxError, SandboxFileMissing, TurngateError
 from turngate.sandboxes.base import Sandbox
 
@@ -52,22 +53,22 @@ async def collect(sandbox: Sandbox, launch: Launch, folder: Path, hide: Callable
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise TurngateError(f"{folder} cannot be made: {error.strerror}; choose another --out", param="out") from None
-    said = {name: await _output(sandbox, path, folder / name, missing, hide) for name, path in _outputs(launch).items()}
+    said = {
+        name: await _collect_output(sandbox, path, folder / name, missing, hide)
+        for name, path in _output_paths(launch).items()
+    }
     patterns = [p.replace("**", "*") for p in (launch.transcript, launch.subagents, *launch.logs) if p]
-    files = await _home_files(sandbox, patterns, folder / "home", missing)
-    return Collected(str(folder), said["stdout"], said["stderr"], files, missing=tuple(map(spelled, missing)))
+    files = await _collect_home_files(sandbox, patterns, folder / "home", missing)
+    return Collected(str(folder), said["stdout"], said["stderr"], files, missing=tuple(map(make_encodable, missing)))
 
 
-def spelled(text: str) -> str:
-    """Text that others wrote, in characters that can be written down: file names may be any bytes, and JSON any halves."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _outputs(launch: Launch) -> dict[str, str]:
+def _output_paths(launch: Launch) -> dict[str, str]:
     return {"stdout": launch.stdout, "stderr": launch.stderr}
 
 
-async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str], hide: Callable[[bytes], bytes]) -> str:
+async def _collect_output(
+    sandbox: Sandbox, path: str, target: Path, missing: list[str], hide: Callable[[bytes], bytes]
+) -> str:
     try:
         data = await sandbox.read(path, limit=_LARGEST)
     except SandboxFileMissing:
@@ -80,11 +81,11 @@ async def _output(sandbox: Sandbox, path: str, target: Path, missing: list[str],
             data = tail.stdout[-_LARGEST:]
         missing.append(f"{target.name}: {error.message}" + ("; its end is kept" if data else ""))
     data = hide(data)
-    await _kept(target, data, missing)
+    await _write_file(target, data, missing)
     return data[-_TAIL:].decode("utf-8", "replace")
 
 
-async def _home_files(sandbox: Sandbox, patterns: list[str], target: Path, missing: list[str]) -> int:
+async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Path, missing: list[str]) -> int:
     if not patterns:
         return 0
     look = ["/bin/sh", "-c", _FIND, "sh", str(_MOST_NAMES), sandbox.home, *patterns]
@@ -101,7 +102,7 @@ async def _home_files(sandbox: Sandbox, patterns: list[str], target: Path, missi
         missing.append(f"home: {len(names) - _MOST_FILES} of {len(names)} transcript and log files are left out")
     kept, left = 0, _MOST
     for name in names[:_MOST_FILES]:
-        inside = _inside(name, sandbox.home)
+        inside = _relative_to_home(name, sandbox.home)
         if inside is None:
             missing.append(f"home: {name!r} is no path below the home folder")
             continue
@@ -111,11 +112,11 @@ async def _home_files(sandbox: Sandbox, patterns: list[str], target: Path, missi
             missing.append(f"home/{inside}: {error.message}")
             continue
         left -= len(data)
-        kept += await _kept(target / inside, data, missing)
+        kept += await _write_file(target / inside, data, missing)
     return kept
 
 
-async def _kept(place: Path, data: bytes, missing: list[str]) -> bool:
+async def _write_file(place: Path, data: bytes, missing: list[str]) -> bool:
     """Write a file of the host's. The list of names comes from inside, and need not fit together."""
     try:
         await asyncio.to_thread(place.parent.mkdir, parents=True, exist_ok=True)
@@ -126,7 +127,7 @@ async def _kept(place: Path, data: bytes, missing: list[str]) -> bool:
     return True
 
 
-def _inside(name: str, home: str) -> PurePosixPath | None:
+def _relative_to_home(name: str, home: str) -> PurePosixPath | None:
     """The path below the home folder. The list comes from inside the sandbox: it may say anything."""
     path = PurePosixPath(name)
     if not path.is_relative_to(home) or ".." in path.parts or "\0" in name or str(path) == home:

@@ -20,10 +20,10 @@ import msgspec
 from turngate.errors import ConfigError
 from turngate.rollout.outcome import Phase
 
-Place = Literal["waiting", "start", "ready", "run", "done", "grade"]
+SlotState = Literal["waiting", "start", "ready", "run", "done", "grade"]
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -44,15 +44,15 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_starting(self) -> int:
-        return 2 * _cores() if self.starting is None else self.starting
+        return 2 * _count_cores() if self.starting is None else self.starting
 
     @property
     def most_grading(self) -> int:
-        return _cores() if self.grading is None else self.grading
+        return _count_cores() if self.grading is None else self.grading
 
     @property
     def most_warm(self) -> int:
-        return _cores() if self.warm is None else self.warm
+        return _count_cores() if self.warm is None else self.warm
 
     @property
     def sandboxes(self) -> int:
@@ -64,11 +64,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         return self.sandboxes + self.most_grading
 
 
-class Gates:
+class Concurrency:
     """Of one batch. `places`: how many rollouts are where."""
 
     def __init__(self, bounds: Bounds) -> None:
-        self.places: Counter[Place] = Counter()
+        self.states: Counter[SlotState] = Counter()
         self.sandboxes = asyncio.Semaphore(bounds.sandboxes)
         self.phases: dict[Phase, asyncio.Semaphore] = {
             "start": asyncio.Semaphore(bounds.most_starting),
@@ -76,16 +76,16 @@ class Gates:
             "grade": asyncio.Semaphore(bounds.most_grading),
         }
 
-    def ticket(self) -> Ticket:
-        return Ticket(self)
+    def new_slot(self) -> Slot:
+        return Slot(self)
 
 
-class Ticket:
+class Slot:
     """One rollout's way through the gates. Call `leave` when it is over, whichever way that came."""
 
-    def __init__(self, gates: Gates) -> None:
+    def __init__(self, gates: Concurrency) -> None:
         self._gates = gates
-        self._at: Place | None = None
+        self._at: SlotState | None = None
         self._has_sandbox = False
         self._move("waiting")
 
@@ -121,9 +121,9 @@ class Ticket:
             self._has_sandbox = False
             self._gates.sandboxes.release()
 
-    def _move(self, to: Place | None) -> None:
+    def _move(self, to: SlotState | None) -> None:
         if self._at is not None:
-            self._gates.places[self._at] -= 1
+            self._gates.states[self._at] -= 1
         if to is not None:
-            self._gates.places[to] += 1
+            self._gates.states[to] += 1
         self._at = to

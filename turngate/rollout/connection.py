@@ -26,14 +26,14 @@ class Connection(msgspec.Struct):
     base_url: str
     generations: int | None = None
 
-    def passed(self, method: str, path: str) -> None:
+    def count_call(self, method: str, path: str) -> None:
         """The door let a call through."""
         samples = method == "POST" and not path.endswith(_COUNTS) and not path.startswith(_TOOLS)
         if samples and self.generations is not None:
             self.generations += 1
 
 
-class WayOut:
+class GatewayConnector:
     """For all rollouts of one gateway. `tunnel`: a command that prints a URL; `public_url`: an address that leads there already."""
 
     def __init__(self, gateway: str, public_url: str = "", tunnel: str = "") -> None:
@@ -50,7 +50,7 @@ class WayOut:
         self._tunnel: Tunnel | None = None
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> WayOut:
+    async def __aenter__(self) -> GatewayConnector:
         await self._stack.__aenter__()
         if self._command:
             try:
@@ -74,7 +74,7 @@ class WayOut:
         return (host,) if host else ()
 
     @asynccontextmanager
-    async def connected(self, sandbox: Sandbox, *, python: str = "", node: str = "") -> AsyncIterator[Connection]:
+    async def connect(self, sandbox: Sandbox, *, python: str = "", node: str = "") -> AsyncIterator[Connection]:
         """A relay in the sandbox, for as long as the block runs."""
         python = python or sys.executable  # where the sandbox sees it too, nothing has to be looked for
         if sandbox.shared is None:
@@ -83,7 +83,7 @@ class WayOut:
             return
         connection = Connection("", 0)
         async with (
-            door.open_door(self._gateway, folder=sandbox.shared[0], on_call=connection.passed) as own,
+            door.open_door(self._gateway, folder=sandbox.shared[0], on_call=connection.count_call) as own,
             egress.connect_sandbox(sandbox, own, python=python, node=node) as connection.base_url,
         ):
             yield connection

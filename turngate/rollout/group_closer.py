@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from turngate.client.gateway import GatewayClient, Unreachable
 from turngate.errors import TurngateError
-from turngate.rollout.ledger import Finished
+from turngate.rollout.ledger import FinishedRollout
 
 _AGAIN_S = 0.5  # between two tries, while the gateway does not answer
-HEARD_OF = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
+RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
 
 
-class Closing:
+class GroupCloser:
     """Of one batch. `run` is a task for as long as it goes on; nobody else waits for the gateway. `refused` is told where the gateway
     does not take it, and nothing is to be gained by asking again."""
 
@@ -28,30 +28,30 @@ class Closing:
         self._finished: defaultdict[str, list[bool]] = defaultdict(list)  # by group, whether each is heard of
         self._closed: dict[str, list[bool]] = {}  # likewise, of those that are complete
         self._complete: asyncio.Queue[str] = asyncio.Queue()
-        self.barren = 0  # groups that are complete, and of which no trainer will hear
-        self.another_barren = asyncio.Event()
+        self.empty_groups = 0  # groups that are complete, and of which no trainer will hear
+        self.empty_group_added = asyncio.Event()
 
-    def finished(self, one: Finished) -> None:
+    def finished(self, one: FinishedRollout) -> None:
         """One rollout is, for good, whatever came of it."""
-        group = _group(one)
+        group = _group_name(one)
         members = self._finished[group]
-        members.append(_is_heard_of(one))
+        members.append(_is_recorded(one))
         if len(members) < self._n:
             return
         self._closed[group] = self._finished.pop(group)
         self._complete.put_nowait(group)
         if not any(members):
-            self.barren += 1
-            self.another_barren.set()
+            self.empty_groups += 1
+            self.empty_group_added.set()
 
-    def reopened(self, one: Finished) -> None:
+    def reopened(self, one: FinishedRollout) -> None:
         """One that was finished is to be done again. What its group has by then is told when it is complete once more."""
-        group = _group(one)
+        group = _group_name(one)
         members = self._closed.pop(group, None)
         if members is not None:
             self._finished[group] = members
-            self.barren -= not any(members)
-        self._finished[group].remove(_is_heard_of(one))
+            self.empty_groups -= not any(members)
+        self._finished[group].remove(_is_recorded(one))
 
     async def run(self) -> None:
         while True:
@@ -59,7 +59,7 @@ class Closing:
             await self._close(group)
             self._complete.task_done()
 
-    async def told(self, limit_s: float) -> bool:
+    async def flush(self, limit_s: float) -> bool:
         """Whether the gateway knows of all that are complete, within so many seconds."""
         try:
             async with asyncio.timeout(limit_s):
@@ -80,9 +80,9 @@ class Closing:
                 return None
 
 
-def _group(one: Finished) -> str:
+def _group_name(one: FinishedRollout) -> str:
     return one.rollout.rpartition(".")[0]
 
 
-def _is_heard_of(one: Finished) -> bool:
-    return bool(one.session) and one.kind in HEARD_OF
+def _is_recorded(one: FinishedRollout) -> bool:
+    return bool(one.session) and one.kind in RECORDED_CLASSES

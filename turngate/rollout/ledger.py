@@ -33,15 +33,15 @@ from turngate.store.outcome import Recorded
 from turngate.tasks.grading.types import Class
 from turngate.trace.pass_at_k import has_passed
 
-NAME = "ledger.jsonl"
-RESERVE = "ledger.reserve"
+LEDGER_NAME = "ledger.jsonl"
+RESERVE_NAME = "ledger.reserve"
 _RESERVED = 1_000_000  # bytes: room for the last lines of some thousand rollouts
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # `not graded`: the task has no grader; `cancelled`: somebody ended its session at the gateway; `stale`: the gateway itself did, because
 # the policy had moved on too far for it to be trained.
-Kind = Class | Literal["not graded", "cancelled", "stale"]
-KINDS: tuple[Kind, ...] = (
+RolloutClass = Class | Literal["not graded", "cancelled", "stale"]
+ROLLOUT_CLASSES: tuple[RolloutClass, ...] = (
     "graded",
     "agent failed",
     "invalid task",
@@ -52,7 +52,7 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     """What the batch is. The same folder is never used for another one."""
 
     batch: str
@@ -61,7 +61,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     made: float
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omit_defaults=True):
+class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omit_defaults=True):
     rollout: str
     round: int = 0
     attempt: int
@@ -69,7 +69,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omit_default
     at: float
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_defaults=True):
+class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_defaults=True):
     """An attempt after which the rollout is still to be done."""
 
     rollout: str
@@ -80,14 +80,14 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_default
     at: float
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
+class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
     """A rollout that is done: it is in exactly one class, and has a reward only where a grader gave one."""
 
     rollout: str
     task: str
     round: int = 0
     index: int  # in its group
-    kind: Kind
+    kind: RolloutClass
     reward: float | None = None  # None: not known, which is not 0
     resolved: bool | None = None
     attempt: int = 0  # 0: it was not run at all
@@ -108,7 +108,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
         return has_passed(self.reward, self.resolved)
 
 
-class Reopened(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
+class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
     """A rollout that was finished without having been judged, and is to be done after all."""
 
     rollout: str
@@ -116,15 +116,15 @@ class Reopened(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
     at: float
 
 
-class Unrecorded(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
+class UnrecordedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
     """A rollout that is done, and will be finished when the gateway has its outcome too. Its agent is not run again."""
 
-    finished: Finished
+    finished: FinishedRollout
     recorded: Recorded  # to the letter: the gateway may have it after all, and takes no other one then
     why: str
 
 
-Entry = Head | Begun | Ended | Unrecorded | Finished | Reopened
+LedgerEntry = LedgerHeader | AttemptStarted | AttemptEnded | UnrecordedRollout | FinishedRollout | ReopenedRollout
 
 
 class LedgerError(TurngateError):
@@ -134,61 +134,61 @@ class LedgerError(TurngateError):
     kind = "ledger_error"
 
 
-class Known(msgspec.Struct):
+class LedgerState(msgspec.Struct):
     """What the lines come to."""
 
-    head: Head | None = None
-    finished: dict[str, Finished] = {}  # by rollout
-    open: dict[str, Begun] = {}  # attempts that have begun, and of whose end nothing is written
-    unrecorded: dict[str, Unrecorded] = {}
+    head: LedgerHeader | None = None
+    finished: dict[str, FinishedRollout] = {}  # by rollout
+    open: dict[str, AttemptStarted] = {}  # attempts that have begun, and of whose end nothing is written
+    unrecorded: dict[str, UnrecordedRollout] = {}
     attempts: dict[str, int] = {}  # the last one's number
     faults: dict[str, int] = {}  # attempts that failed by no fault of the agent's
     stale: dict[str, int] = {}  # attempts that the gateway cancelled because the policy moved on
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: LedgerEntry) -> None:
         match entry:
-            case Head():
+            case LedgerHeader():
                 self.head = entry
-            case Begun():
+            case AttemptStarted():
                 self.open[entry.rollout] = entry
                 self.attempts[entry.rollout] = entry.attempt
-            case Ended():
+            case AttemptEnded():
                 self.open.pop(entry.rollout, None)
                 self.unrecorded.pop(entry.rollout, None)
                 if entry.why == "fault":
                     self.faults[entry.rollout] = self.faults.get(entry.rollout, 0) + 1
                 elif entry.why == "stale":
                     self.stale[entry.rollout] = self.stale.get(entry.rollout, 0) + 1
-            case Unrecorded():
+            case UnrecordedRollout():
                 self.open.pop(entry.finished.rollout, None)
                 self.unrecorded[entry.finished.rollout] = entry
-            case Finished():
+            case FinishedRollout():
                 self.open.pop(entry.rollout, None)
                 self.unrecorded.pop(entry.rollout, None)
                 self.finished[entry.rollout] = entry
-            case Reopened():
+            case ReopenedRollout():
                 self.finished.pop(entry.rollout, None)
 
 
 class Ledger:
     """Made by `opened`. `known` is what is surely on the disk."""
 
-    def __init__(self, folder: Path, fd: int, known: Known, size: int) -> None:
+    def __init__(self, folder: Path, fd: int, known: LedgerState, size: int) -> None:
         self.folder = folder
         self.known = known
         self.full = False  # the disk was: the reserve is in use
         self._fd = fd
         self._size = size
-        self._waiting: list[tuple[Entry, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[LedgerEntry, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._broken: LedgerError | None = None
 
     @classmethod
-    def opened(cls, folder: Path) -> Ledger:
+    def open(cls, folder: Path) -> Ledger:
         """The ledger of a folder, which is made if need be. Nobody else has it until it is closed."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o600)
+            fd = os.open(folder / LEDGER_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"out: {folder} cannot be written ({error.strerror}); choose another --out folder", param="out"
@@ -196,13 +196,13 @@ class Ledger:
         try:
             _lock(fd, folder)
             _reserve(folder)
-            data = _whole(fd)
-            return cls(folder, fd, _read(data, folder / NAME), len(data))
+            data = _read_complete_lines(fd)
+            return cls(folder, fd, _parse_ledger(data, folder / LEDGER_NAME), len(data))
         except BaseException:
             os.close(fd)
             raise
 
-    async def add(self, entry: Entry) -> None:
+    async def add(self, entry: LedgerEntry) -> None:
         """It is on the disk when this returns. Being cancelled meanwhile does not take it back."""
         if self._broken is not None:
             raise self._broken
@@ -251,10 +251,10 @@ class Ledger:
                 if error.errno not in _FULL:
                     raise
                 self.full = True
-                (self.folder / RESERVE).unlink(missing_ok=True)
+                (self.folder / RESERVE_NAME).unlink(missing_ok=True)
                 self._put(data)
         except OSError as error:
-            raise LedgerError(f"{self.folder / NAME} cannot be written: {error.strerror}", param="out") from None
+            raise LedgerError(f"{self.folder / LEDGER_NAME} cannot be written: {error.strerror}", param="out") from None
 
     def _put(self, data: bytes) -> None:
         try:
@@ -281,14 +281,14 @@ def _lock(fd: int, folder: Path) -> None:
 def _reserve(folder: Path) -> None:
     """Real room on the disk, given back when there is no other."""
     try:
-        fd = os.open(folder / RESERVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(folder / RESERVE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, _RESERVED)
         finally:
             os.close(fd)
         _sync_folder(folder)
     except OSError as error:
-        (folder / RESERVE).unlink(missing_ok=True)
+        (folder / RESERVE_NAME).unlink(missing_ok=True)
         raise ConfigError(
             f"out: {folder} has no room ({error.strerror}); make some, or choose another --out folder", param="out"
         ) from None
@@ -302,7 +302,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _whole(fd: int) -> bytes:
+def _read_complete_lines(fd: int) -> bytes:
     """The lines that have an end. What comes after them is a line that its writer was killed over: it never was."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
@@ -313,9 +313,9 @@ def _whole(fd: int) -> bytes:
     return whole
 
 
-def _read(data: bytes, path: Path) -> Known:
-    known = Known()
-    decode = msgspec.json.Decoder(Entry).decode
+def _parse_ledger(data: bytes, path: Path) -> LedgerState:
+    known = LedgerState()
+    decode = msgspec.json.Decoder(LedgerEntry).decode
     for number, line in enumerate(data.splitlines(), 1):
         try:
             known.take(decode(line))
@@ -326,15 +326,15 @@ def _read(data: bytes, path: Path) -> Known:
     return known
 
 
-def read(folder: Path) -> Known:
+def read_ledger(folder: Path) -> LedgerState:
     """What a batch has done so far, also while it runs."""
-    path = folder / NAME
+    path = folder / LEDGER_NAME
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"out: {path} cannot be read ({error.strerror})", param="out") from None
-    return _read(data[: data.rfind(b"\n") + 1], path)
+    return _parse_ledger(data[: data.rfind(b"\n") + 1], path)
 
 
-def now() -> float:
+def timestamp() -> float:
     return round(time.time(), 3)

@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from turngate.agents.install import Installation
-from turngate.agents.launch import ModelLimits
-from turngate.agents.spec import AgentSpec
 from turngate.errors import Boundary
 from turngate.rollout.collect import Collected
-from turngate.sandboxes.base import Backend, Network, Resources
 from turngate.tasks.grading.types import Class, Grade
-from turngate.tasks.task import Task
-from turngate.types import Json
 
 Stage = Literal[
     "sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "grade", "record"
 ]
 Phase = Literal["start", "run", "grade"]  # what is bounded when many rollouts run: each has its own limit
 Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
-AtEnd = Literal["grade", "exclude", "zero"]
-Gates = Callable[[Phase], AbstractAsyncContextManager[None]]
-
-
-class EndPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of an agent that did not end well by itself: its work is graded as it stands, or it has no reward, or 0."""
-
-    timed_out: AtEnd = "grade"
-    failed: AtEnd = "grade"  # it ended with another exit code than 0
-    limit: AtEnd = "grade"  # its session met a limit
-    lost: Literal["exclude", "zero"] = (
-        "zero"  # it left nothing that could be graded: it broke its sandbox, or left too much
-    )
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, where, within which bounds."""
-
-    task: Task
-    agent: AgentSpec
-    installed: Installation
-    backend: Backend
-    model: str
-    timeout_s: float
-    image: str = ""
-    network: Network = "none"
-    resources: Resources = Resources()
-    env: Mapping[str, str] = {}
-    session: Mapping[str, Json] = {}  # further settings of the session: limits, sampling, policy …
-    told: ModelLimits = ModelLimits()  # what the agent is told about its model
-    options: Mapping[str, str] = {}  # of the agent's own
-    folder: Path  # where what it left is kept, in a folder of the session's name
-    keep_work: bool = True
-    grade: bool = True  # where the task has a grader
-    policy: EndPolicy = EndPolicy()
-    rollout: str = ""  # the caller's name for it; the session's id where there is none
-    group: str = ""
-    attempt: int = 1
+PhaseGate = Callable[[Phase], AbstractAsyncContextManager[None]]
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -103,7 +59,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class Progress(msgspec.Struct):
+class RolloutProgress(msgspec.Struct):
     """For whoever watches."""
 
     stage: Stage | Literal["done"] = "sandbox"
@@ -113,4 +69,4 @@ class Progress(msgspec.Struct):
     started: float = 0.0
 
 
-Watch = Callable[[Progress], None]
+ProgressCallback = Callable[[RolloutProgress], None]

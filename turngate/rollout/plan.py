@@ -16,17 +16,16 @@ from turngate.agents.install import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import ConfigError
-from turngate.gateway.events import OF_A_BATCH
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.ledger import Head
-from turngate.rollout.outcome import EndPolicy, Order
+from turngate.rollout.ledger import LedgerHeader
+from turngate.rollout.spec import EndPolicy, RolloutSpec
 from turngate.sandboxes.base import Backend, Network, Resources
 from turngate.tasks import staging
 from turngate.tasks.task import Task
-from turngate.types import Json
+from turngate.types import BATCH_STREAM, Json
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-TIMEOUT_S = 1800.0  # for an agent whose task says nothing
+DEFAULT_TIMEOUT_S = 1800.0  # for an agent whose task says nothing
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +51,13 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     resources: Resources = Resources()
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}
-    told: ModelLimits = ModelLimits()
+    model_limits: ModelLimits = ModelLimits()
     options: Mapping[str, str] = {}
     policy: EndPolicy = EndPolicy()
     grade: bool = True
     keep_work: bool = False  # agents' working folders, after they are graded
     invalid_after: int = 3  # rollouts that found a task invalid, before the rest of its group is not tried
-    least_free: int = 64_000_000  # bytes of the disk, with fewer of which no rollout is begun
+    min_free_bytes: int = 64_000_000  # bytes of the disk, with fewer of which no rollout is begun
 
     def __post_init__(self) -> None:
         for name, least in (("n", 1), ("rounds", 1), ("retries", 0), ("stale_retries", 0), ("invalid_after", 1)):
@@ -95,10 +94,10 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             "sandbox": self.backend.name,
             "image": self.image,
             "network": self.network,
-            "cpus, memory": _shown(self.resources),
+            "cpus, memory": _to_json(self.resources),
             "environment": _digest(self.env),
-            "session": _shown(self.session),
-            "context_tokens": _shown(self.told),
+            "session": _to_json(self.session),
+            "context_tokens": _to_json(self.model_limits),
             "timeout": str(self.timeout_s),
             "on-timeout": self.policy.timed_out,
             "on-failure": self.policy.failed,
@@ -114,34 +113,34 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def digests(self) -> dict[str, str]:
         """Of each task, by its id."""
-        return {task.id: _digest(_bare(task)) for task in self.tasks}
+        return {task.id: _digest(_without_source(task)) for task in self.tasks}
 
     def fingerprint(self) -> str:
         """The same for the same batch: a folder's name, where nobody chose another."""
         return _digest([self.terms(), self.digests()])[:12]
 
-    def in_order(self, round: int = 0) -> tuple[Task, ...]:
+    def ordered_tasks(self, round: int = 0) -> tuple[Task, ...]:
         """Group after group, so that the first are complete early. With a seed in an order of its own, each round another."""
         if self.seed is None:
             return self.tasks
         own = random.Random(f"{self.seed} {round}" if round else self.seed)
         return tuple(own.sample(self.tasks, len(self.tasks)))
 
-    def order(self, task: Task, index: int, batch: str, attempt: int, round: int = 0) -> Order:
+    def rollout_spec(self, task: Task, index: int, batch: str, attempt: int, round: int = 0) -> RolloutSpec:
         group = group_name(batch, task.id, round)
-        return Order(
+        return RolloutSpec(
             task=task,
             agent=self.agent,
             installed=self.installed,
             backend=self.backend,
             model=self.model,
-            timeout_s=self.timeout_s or task.timeout_s or TIMEOUT_S,
+            timeout_s=self.timeout_s or task.timeout_s or DEFAULT_TIMEOUT_S,
             image=self.image,
             network=self.network,
             resources=self.resources,
             env=self.env,
-            session=_of_batch(batch, self._session(task, index, round)),
-            told=self.told,
+            session=_with_batch_id(batch, self._session(task, index, round)),
+            model_limits=self.model_limits,
             options=self.options,
             folder=self.folder / "rollouts",
             keep_work=self.keep_work,
@@ -161,14 +160,14 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return {**self.session, "sampling": {"seed": own, **self.session.get("sampling", {})}}
 
 
-def _of_batch(batch: str, session: Mapping[str, Json]) -> Mapping[str, Json]:
+def _with_batch_id(batch: str, session: Mapping[str, Json]) -> Mapping[str, Json]:
     """With the batch that it is of, so that whoever looks at the session knows whom to ask for another attempt."""
     return {**session, "metadata": {"batch": batch, **session.get("metadata", {})}}
 
 
-def stream(batch: str) -> str:
+def batch_stream(batch: str) -> str:
     """Under which the gateway keeps what is asked of a batch, and what it says to that."""
-    return f"{OF_A_BATCH}{batch}"
+    return f"{BATCH_STREAM}{batch}"
 
 
 def group_name(batch: str, task: str, round: int) -> str:
@@ -176,18 +175,18 @@ def group_name(batch: str, task: str, round: int) -> str:
     return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 
-def _bare(task: Task) -> Task:
+def _without_source(task: Task) -> Task:
     """Without the place where it was read: a folder that was moved holds the same tasks."""
     return msgspec.structs.replace(task, source="")
 
 
 def _digest(value: object) -> str:
     """Of all that it says. A path stands for what lies there."""
-    data = msgspec.json.encode(msgspec.to_builtins(value, enc_hook=_content), order="deterministic")
+    data = msgspec.json.encode(msgspec.to_builtins(value, enc_hook=_hash_path), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _content(value: object) -> str:
+def _hash_path(value: object) -> str:
     if not isinstance(value, Path):
         raise NotImplementedError(type(value))
     found = hashlib.sha256()
@@ -200,16 +199,16 @@ def _content(value: object) -> str:
     return found.hexdigest()
 
 
-def _shown(value: object) -> str:
+def _to_json(value: object) -> str:
     return msgspec.json.encode(value, order="deterministic").decode()
 
 
-def differences(before: Head, terms: Mapping[str, str], tasks: Mapping[str, str]) -> list[str]:
+def describe_changes(before: LedgerHeader, terms: Mapping[str, str], tasks: Mapping[str, str]) -> list[str]:
     """In which a plan is not the batch that a folder holds."""
-    return [*_other_terms(before.terms, terms), *_other_tasks(before.tasks, tasks)]
+    return [*_describe_changed_terms(before.terms, terms), *_describe_changed_tasks(before.tasks, tasks)]
 
 
-def _other_terms(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+def _describe_changed_terms(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     return [
         f"{name}: was {before.get(name) or 'not given'}, is now {after.get(name) or 'not given'}"
         for name in {**before, **after}
@@ -217,7 +216,7 @@ def _other_terms(before: Mapping[str, str], after: Mapping[str, str]) -> list[st
     ]
 
 
-def _other_tasks(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+def _describe_changed_tasks(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     changed = [task for task, digest in before.items() if after.get(task, digest) != digest]
     told = {
         "is gone": [task for task in before if task not in after],

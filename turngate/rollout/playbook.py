@@ -47,7 +47,7 @@ class Playbook:
         for scene in self._scenes:
             if scene.words in text and (_TOOLS in text or not scene.tools):
                 step = scene.steps[max(0, min(said - scene.begins, len(scene.steps) - 1))]
-                return self._turn(spoken(_found(step, scene.finds, text)), scene.pace_s)
+                return self._turn(format_step(_fill_from_prompt(step, scene.finds, text)), scene.pace_s)
         return self._turn(self._otherwise)
 
     def _turn(self, text: str, pace_s: float = 0.0) -> Turn:
@@ -55,17 +55,17 @@ class Playbook:
         return Turn([*ids, self._renderer.stop_ids[0]], chunk=8, pace_s=pace_s)
 
 
-def _found(step: CheckStep, patterns: Mapping[str, str], text: str) -> CheckStep:
+def _fill_from_prompt(step: CheckStep, patterns: Mapping[str, str], text: str) -> CheckStep:
     values = {name: found[-1] for name, pattern in patterns.items() if (found := re.findall(pattern, text))}
-    return filled([step], values)[0] if values else step
+    return fill_steps([step], values)[0] if values else step
 
 
-def filled(steps: Sequence[CheckStep], values: Mapping[str, placeholders.Value]) -> tuple[CheckStep, ...]:
+def fill_steps(steps: Sequence[CheckStep], values: Mapping[str, placeholders.Value]) -> tuple[CheckStep, ...]:
     """The steps with placeholders replaced in all their texts."""
-    return tuple(msgspec.convert(_filled(msgspec.to_builtins(step), values), CheckStep) for step in steps)
+    return tuple(msgspec.convert(_fill_value(msgspec.to_builtins(step), values), CheckStep) for step in steps)
 
 
-def spoken(step: CheckStep) -> str:
+def format_step(step: CheckStep) -> str:
     """A step as the model writes it."""
     thought = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
     calls = "\n".join(
@@ -75,13 +75,13 @@ def spoken(step: CheckStep) -> str:
     return thought + step.say + ("\n" if step.say and calls else "") + calls
 
 
-def _filled(value: object, values: Mapping[str, placeholders.Value]) -> object:
+def _fill_value(value: object, values: Mapping[str, placeholders.Value]) -> object:
     match value:
         case str():
             return placeholders.fill(value, values)
         case list() | tuple():
-            return [_filled(item, values) for item in value]
+            return [_fill_value(item, values) for item in value]
         case dict():
-            return {name: _filled(item, values) for name, item in value.items()}
+            return {name: _fill_value(item, values) for name, item in value.items()}
         case _:
             return value

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import msgspec
 
-from turngate.rollout.ledger import Finished
+from turngate.rollout.ledger import FinishedRollout
 from turngate.rollout.summary import PHASES, Summary
 
 _WIDTH, _HEIGHT = 900, 640
@@ -35,7 +35,7 @@ class Panel(msgspec.Struct, frozen=True):
     whole: float | None = None  # what a full bar stands for; None: the largest
 
 
-def panels(summary: Summary, finished: Iterable[Finished]) -> tuple[Panel, ...]:
+def panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple[Panel, ...]:
     ran = [one for one in finished if "agent" in one.seconds]
     return (
         _rewards(summary),
@@ -108,7 +108,7 @@ def _filled(share: float, width: int) -> str:
 # ── as a file ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def svg(summary: Summary, finished: Iterable[Finished]) -> str:
+def svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
     """One picture of all. Text is text, so that it can be read and searched; names that others chose are escaped."""
     rewards, passes, turns, tokens, stages = panels(summary, finished)
     overall = summary.overall

@@ -8,21 +8,21 @@ from collections.abc import Callable
 
 import msgspec
 
-from turngate.rollout.concurrency import Place
-from turngate.rollout.ledger import Finished, Kind
+from turngate.rollout.concurrency import SlotState
+from turngate.rollout.ledger import FinishedRollout, RolloutClass
 
 _WINDOW_S = 30.0  # over which tokens per second are counted
 
 
-class Tally(msgspec.Struct, kw_only=True):
+class BatchProgress(msgspec.Struct, kw_only=True):
     total: int
     before: int = 0  # finished in an earlier run of the same batch
     done: int = 0  # all that are finished, those included
-    kinds: Counter[Kind] = msgspec.field(default_factory=Counter)
+    kinds: Counter[RolloutClass] = msgspec.field(default_factory=Counter)
     graded: int = 0
     passed: int = 0
     reward: float = 0.0  # the sum of those that are known
-    places: Counter[Place] = msgspec.field(default_factory=Counter)
+    states: Counter[SlotState] = msgspec.field(default_factory=Counter)
     retrying: int = 0  # wait for their next attempt
     round: int = 0  # of the group that was begun last
     held: bool = False  # the next group may not begin yet
@@ -31,7 +31,7 @@ class Tally(msgspec.Struct, kw_only=True):
     notes: list[str] = []  # what happened to the batch as a whole, oldest first
     recent: deque[tuple[float, int]] = msgspec.field(default_factory=deque)
 
-    def add(self, one: Finished) -> None:
+    def add(self, one: FinishedRollout) -> None:
         self.done += 1
         self.kinds[one.kind] += 1
         if one.reward is not None:
@@ -39,7 +39,7 @@ class Tally(msgspec.Struct, kw_only=True):
             self.reward += one.reward
             self.passed += bool(one.passed)
 
-    def remove(self, one: Finished) -> None:
+    def remove(self, one: FinishedRollout) -> None:
         """It is to be done again."""
         self.done -= 1
         self.kinds[one.kind] -= 1
@@ -70,10 +70,10 @@ class Tally(msgspec.Struct, kw_only=True):
         return sum(tokens for at, tokens in self.recent if at >= now - _WINDOW_S) / max(span, 1.0)
 
     @property
-    def left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """By the pace of this run so far; None: it cannot be told yet."""
         new = self.done - self.before
         return (self.total - self.done) * (time.monotonic() - self.started) / new if new > 0 else None
 
 
-Watch = Callable[[Tally], None]
+BatchProgressCallback = Callable[[BatchProgress], None]

@@ -41,6 +41,7 @@ from turngate.agents.host_tools import add_tool_commands, describe_tools
 from turngate.agents.launch import Launch, plan_launch, resolve_signals
 from turngate.client.gateway import GatewayClient, Opened, Refused, Unreachable
 from turngate.common.aio import run_to_completion
+from turngate.common.safe_text import make_encodable
 from turngate.errors import (
     AgentError,
     Boundary,
@@ -52,20 +53,20 @@ from turngate.errors import (
     TaskError,
     TurngateError,
 )
-from turngate.gateway.sessions import STALE
 from turngate.rollout.classify import graded, lost, recorded, without_grading
-from turngate.rollout.collect import collect, spelled
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import Fault, Gates, Order, Outcome, Progress, Stage, Watch
-from turngate.rollout.stage_events import Announcer
-from turngate.rollout.transcript_diff import differences
+from turngate.rollout.collect import collect
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Fault, Outcome, PhaseGate, ProgressCallback, RolloutProgress, Stage
+from turngate.rollout.spec import RolloutSpec
+from turngate.rollout.stage_events import StageEvents
+from turngate.rollout.transcript_diff import compare_transcript
 from turngate.sandboxes.base import Job, Mount, Sandbox, SandboxSpec
 from turngate.tasks import staging
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.grading.work import collect_work, needs_git
 from turngate.telemetry.logs import REDACTED, log_context, redact
 from turngate.telemetry.spans import Span, current_tracer
-from turngate.types import Json
+from turngate.types import STALE, Json
 from turngate.types import Limits as SessionLimits
 
 log = logging.getLogger(__name__)
@@ -106,28 +107,28 @@ class Rollout:
 
     def __init__(
         self,
-        order: Order,
+        order: RolloutSpec,
         gateway: GatewayClient,
-        wayout: WayOut,
-        watch: Watch = lambda progress: None,
+        connector: GatewayConnector,
+        watch: ProgressCallback = lambda progress: None,
         *,
-        gates: Gates = lambda phase: nullcontext(),
-        placed: Callable[[str], None] = lambda workdir: None,
+        gate: PhaseGate = lambda phase: nullcontext(),
+        on_sandbox_ready: Callable[[str], None] = lambda workdir: None,
         session: str = "",
     ) -> None:
-        """`gates` bound how many are in a phase at once; `placed` is told the working folder when there is one; `session` is the
+        """`gate` bounds how many are in a phase at once; `on_sandbox_ready` is told the working folder when there is one; `session` is the
         id that the session will have, where the caller wants to know it before."""
         self._order = order
         self._gateway = gateway
-        self._wayout = wayout
+        self._connector = connector
         self._watch = watch
-        self._gates = gates
-        self._placed = placed
+        self._gate = gate
+        self._on_sandbox_ready = on_sandbox_ready
         self._session = session or uuid.uuid4().hex
         self._key = ""  # the session's, once it is open
         self._work: Work | None = None
-        self._announcer = Announcer(gateway, self._session)
-        self.progress = Progress(started=time.time())
+        self._announcer = StageEvents(gateway, self._session)
+        self.progress = RolloutProgress(started=time.time())
         self.outcome = Outcome(
             rollout=order.rollout or self._session,
             group=order.group or order.task.id,
@@ -221,9 +222,9 @@ class Rollout:
     async def _agent_phases(self) -> None:
         """Start and run. What they made is removed when this ends, so that nothing of the agent is there when its work is graded."""
         async with AsyncExitStack() as stack:
-            async with self._gates("start"):
+            async with self._gate("start"):
                 sandbox = await self._started(stack)
-            async with self._gates("run"):
+            async with self._gate("run"):
                 with self._running():
                     await self._ran(stack, sandbox)
 
@@ -256,7 +257,7 @@ class Rollout:
             self.outcome.not_enforced = order.backend.not_enforced(spec)
             sandbox = await order.backend.create(spec)
         stack.push_async_callback(self._clean, sandbox)
-        self._placed(sandbox.workdir)
+        self._on_sandbox_ready(sandbox.workdir)
         async with self._stage("files"):
             await staging.upload_files(sandbox, order.task)
         async with self._stage("setup", order.task.setup_timeout_s + _SPARE_S):
@@ -270,7 +271,7 @@ class Rollout:
         await stack.enter_async_context(self._followed(opened.id))
         async with self._stage("relay"):
             way = await stack.enter_async_context(
-                self._wayout.connected(sandbox, python=self._installed.python, node=self._installed.node)
+                self._connector.connect(sandbox, python=self._installed.python, node=self._installed.node)
             )
         async with self._stage("launch"):
             launch = self._launch(sandbox, way.base_url, opened)
@@ -309,10 +310,10 @@ class Rollout:
         except TimeoutError:
             missing = f"work: it took longer than {_LIMITS['collect'] / 2:.0f} s to copy"
         except SandboxError as error:
-            missing = f"work: {spelled(error.message)}"
+            missing = f"work: {make_encodable(error.message)}"
             if sandbox.shared is not None and (isinstance(error, SandboxGone) or await _broken(sandbox)):
                 self._work = Work(
-                    folder=folder / "work", lost="the agent broke its own sandbox: " + spelled(error.message)
+                    folder=folder / "work", lost="the agent broke its own sandbox: " + make_encodable(error.message)
                 )
         else:
             lost = (self._work.lost,) if self._work.lost else ()
@@ -389,7 +390,7 @@ class Rollout:
             backend=order.backend, image=order.image, resources=order.resources, log=self._kept / "grade.log"
         )
         began = time.monotonic()
-        async with self._gates("grade"):
+        async with self._gate("grade"):
             self._told("grade")
             span = None if self._span is None else self._span.start_child("stage grade", {"turngate.stage": "grade"})
             try:
@@ -445,7 +446,7 @@ class Rollout:
         return msgspec.structs.replace(
             needed,
             network=order.network,
-            reachable=self._wayout.hosts,
+            reachable=self._connector.hosts,
             mounts=tuple(Mount(source, target) for source, target in self._pairs),
             env={**needed.env, **order.env},
             # Twice: one that is warm may wait for as long as somebody else's agent has.
@@ -492,7 +493,7 @@ class Rollout:
             prompt=describe_tools(order.task.instruction, order.task.tools),
             home=sandbox.home,
             workdir=sandbox.workdir,
-            limits=order.told,
+            limits=order.model_limits,
             options=order.options,
         )
         return add_tool_commands(planned, order.task.tools, base_url=base_url, api_key=opened.key, home=sandbox.home)
@@ -624,7 +625,7 @@ class Rollout:
             self.outcome.status, self.outcome.stop = "limit", kind
         elif kind == EngineRejected.kind and max(turns, self.progress.turns):
             self._note(
-                f"the engine refused the agent's last call: {spelled(message)}"
+                f"the engine refused the agent's last call: {make_encodable(message)}"
             )  # others it did not: it is what was asked
         else:
             self.outcome.status = "error"
@@ -670,16 +671,16 @@ class Rollout:
             return
         trace = await self._gateway.trace(session)
         try:
-            turns, found = await asyncio.to_thread(differences, transcript, self._order.folder / session, trace)
+            turns, found = await asyncio.to_thread(compare_transcript, transcript, self._order.folder / session, trace)
         except AgentError as error:
             self._note(error.message)
             return
         self.outcome.collected = msgspec.structs.replace(
-            self.outcome.collected, differences=tuple(map(spelled, found)), transcript_turns=turns
+            self.outcome.collected, differences=tuple(map(make_encodable, found)), transcript_turns=turns
         )
 
     def _note(self, text: str) -> None:
-        self.outcome.notes = (*self.outcome.notes, self._without_secrets(spelled(text)))
+        self.outcome.notes = (*self.outcome.notes, self._without_secrets(make_encodable(text)))
 
     async def _summed_up(self, limit_s: float) -> None:
         """What the gateway has recorded, as far as it can still be asked."""
@@ -696,7 +697,7 @@ class Rollout:
 
     def _failed(self, error: TurngateError) -> None:
         self.outcome.status = "error"
-        message = self._without_secrets(spelled(error.message))
+        message = self._without_secrets(make_encodable(error.message))
         self.outcome.fault = Fault(self._fault_at or "clean", error.boundary, message)
 
     @asynccontextmanager

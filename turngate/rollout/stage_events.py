@@ -13,7 +13,7 @@ from turngate.types import Json
 _FLUSH_S = 5.0  # for what is still to be told when the rollout ends
 
 
-class Announcer(AbstractAsyncContextManager["Announcer"]):
+class StageEvents(AbstractAsyncContextManager["StageEvents"]):
     """Of one rollout. What cannot be told is dropped: a stream that lacks a stage is no reason to lose a rollout."""
 
     def __init__(self, gateway: GatewayClient, session: str) -> None:
@@ -22,7 +22,7 @@ class Announcer(AbstractAsyncContextManager["Announcer"]):
         self._waiting: asyncio.Queue[tuple[str, dict[str, Json]] | None] = asyncio.Queue()
         self._sending: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Announcer:
+    async def __aenter__(self) -> StageEvents:
         self._sending = asyncio.create_task(self._send())
         return self
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import msgspec
 
-from turngate.rollout.ledger import KINDS, Finished, Kind
+from turngate.rollout.ledger import ROLLOUT_CLASSES, FinishedRollout, RolloutClass
 from turngate.rollout.outcome import Phase
 from turngate.trace.pass_at_k import pass_at_k as pass_at_k
 
@@ -32,13 +32,13 @@ PHASES: Mapping[str, Phase] = {
 }
 
 
-class PassAt(msgspec.Struct, frozen=True):
+class PassAtK(msgspec.Struct, frozen=True):
     k: int
     estimate: float
     tasks: int  # that have at least k graded rollouts
 
 
-class Bin(msgspec.Struct, frozen=True):
+class HistogramBin(msgspec.Struct, frozen=True):
     """Of the histogram of rewards: from, to (the last one holds its upper end), how many."""
 
     low: float
@@ -46,7 +46,7 @@ class Bin(msgspec.Struct, frozen=True):
     count: int
 
 
-class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of some rollouts: one task's, or all."""
 
     wanted: int
@@ -54,8 +54,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     graded: int  # that have a reward
     passed: int
     mean_reward: float | None  # None: there is no reward
-    pass_at: tuple[PassAt, ...]
-    kinds: Mapping[Kind, int]
+    pass_at: tuple[PassAtK, ...]
+    kinds: Mapping[RolloutClass, int]
     attempts: int
     mean_turns: float | None  # of those that an agent ran in
     mean_tokens: float | None
@@ -65,16 +65,16 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     phases: Mapping[Phase, float]
 
 
-class TaskNumbers(Numbers, frozen=True, kw_only=True):
+class TaskStats(RolloutStats, frozen=True, kw_only=True):
     task: str
     rewards: tuple[float | None, ...]  # by round and index; None: not known, or not there yet
 
 
-class RoundNumbers(Numbers, frozen=True, kw_only=True):
+class RoundStats(RolloutStats, frozen=True, kw_only=True):
     round: int
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
     """A task whose rollouts, of one round, a trainer has to look at twice."""
 
     task: str
@@ -82,109 +82,113 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     graded: int
     wanted: int
     reward: float | None = None  # that all of them have
-    why: Mapping[Kind, int] = {}  # the classes of those without a reward
+    why: Mapping[RolloutClass, int] = {}  # the classes of those without a reward
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     batch: str
     n: int
-    overall: Numbers
-    tasks: tuple[TaskNumbers, ...]  # over all rounds
-    rounds: tuple[RoundNumbers, ...] = ()  # where there is more than one
-    no_signal: tuple[Group, ...]  # every known reward is the same: no advantage can be told from it
-    shrunken: tuple[Group, ...]  # fewer rewards than rollouts that are finished
-    histogram: tuple[Bin, ...]
-    messages: Mapping[Kind, Sequence[tuple[str, int]]]  # what was said of those without a reward, most frequent first
+    overall: RolloutStats
+    tasks: tuple[TaskStats, ...]  # over all rounds
+    rounds: tuple[RoundStats, ...] = ()  # where there is more than one
+    no_signal: tuple[GroupStats, ...]  # every known reward is the same: no advantage can be told from it
+    shrunken: tuple[GroupStats, ...]  # fewer rewards than rollouts that are finished
+    histogram: tuple[HistogramBin, ...]
+    messages: Mapping[
+        RolloutClass, Sequence[tuple[str, int]]
+    ]  # what was said of those without a reward, most frequent first
     seconds: float = 0.0  # from the first rollout's beginning to the last one's end, pauses included
     stopped: str = ""  # why it ended early
 
 
-def summed_up(
+def summarize(
     batch: str,
     tasks: Sequence[str],
     n: int,
-    finished: Iterable[Finished],
+    finished: Iterable[FinishedRollout],
     *,
     rounds: int = 1,
     seconds: float = 0.0,
     stopped: str = "",
 ) -> Summary:
     """`tasks` are all of the batch, in order, whether any of their rollouts is finished or not."""
-    by_task: dict[str, list[Finished]] = {task: [] for task in tasks}
+    by_task: dict[str, list[FinishedRollout]] = {task: [] for task in tasks}
     for one in finished:
         by_task[one.task].append(one)
-    per_task = tuple(_of_task(task, n, rounds, found) for task, found in by_task.items())
+    per_task = tuple(_compute_task_stats(task, n, rounds, found) for task, found in by_task.items())
     everything = [one for found in by_task.values() for one in found]
     rewards = [one.reward for one in everything if one.reward is not None]
     return Summary(
         batch=batch,
         n=n,
-        overall=_numbers(n * rounds * len(by_task), everything, _overall_pass_at(per_task, n)),
+        overall=_compute_stats(n * rounds * len(by_task), everything, _mean_pass_at(per_task, n)),
         tasks=per_task,
-        rounds=tuple(_of_round(number, n, by_task) for number in range(rounds)) if rounds > 1 else (),
-        no_signal=tuple(_no_signal(by_task, n)),
-        shrunken=tuple(_shrunken(by_task, n)),
-        histogram=histogram(rewards),
-        messages=_messages(everything),
+        rounds=tuple(_compute_round_stats(number, n, by_task) for number in range(rounds)) if rounds > 1 else (),
+        no_signal=tuple(_find_no_signal(by_task, n)),
+        shrunken=tuple(_find_shrunken(by_task, n)),
+        histogram=build_histogram(rewards),
+        messages=_count_messages(everything),
         seconds=round(seconds, 1),
         stopped=stopped,
     )
 
 
-def _of_task(task: str, n: int, rounds: int, found: Sequence[Finished]) -> TaskNumbers:
+def _compute_task_stats(task: str, n: int, rounds: int, found: Sequence[FinishedRollout]) -> TaskStats:
     graded = [one for one in found if one.reward is not None]
     passed = sum(bool(one.passed) for one in graded)
-    estimates = tuple(PassAt(k, pass_at_k(len(graded), passed, k), 1) for k in range(1, min(n, len(graded)) + 1))
+    estimates = tuple(PassAtK(k, pass_at_k(len(graded), passed, k), 1) for k in range(1, min(n, len(graded)) + 1))
     by_place = {one.round * n + one.index: one.reward for one in found}
     rewards = tuple(by_place.get(place) for place in range(n * rounds))
-    return TaskNumbers(task=task, rewards=rewards, **msgspec.structs.asdict(_numbers(n * rounds, found, estimates)))
+    return TaskStats(task=task, rewards=rewards, **msgspec.structs.asdict(_compute_stats(n * rounds, found, estimates)))
 
 
-def _of_round(number: int, n: int, by_task: Mapping[str, Sequence[Finished]]) -> RoundNumbers:
+def _compute_round_stats(number: int, n: int, by_task: Mapping[str, Sequence[FinishedRollout]]) -> RoundStats:
     """As if it were a batch of its own."""
     here = {task: [one for one in found if one.round == number] for task, found in by_task.items()}
-    per_task = [_of_task(task, n, 1, [_alone(one) for one in found]) for task, found in here.items()]
+    per_task = [
+        _compute_task_stats(task, n, 1, [_as_first_round(one) for one in found]) for task, found in here.items()
+    ]
     members = [one for found in here.values() for one in found]
-    numbers = _numbers(n * len(here), members, _overall_pass_at(per_task, n))
-    return RoundNumbers(round=number, **msgspec.structs.asdict(numbers))
+    numbers = _compute_stats(n * len(here), members, _mean_pass_at(per_task, n))
+    return RoundStats(round=number, **msgspec.structs.asdict(numbers))
 
 
-def _alone(one: Finished) -> Finished:
+def _as_first_round(one: FinishedRollout) -> FinishedRollout:
     return msgspec.structs.replace(one, round=0)
 
 
-def _overall_pass_at(tasks: Sequence[TaskNumbers], n: int) -> tuple[PassAt, ...]:
+def _mean_pass_at(tasks: Sequence[TaskStats], n: int) -> tuple[PassAtK, ...]:
     found = []
     for k in range(1, n + 1):
         estimates = [task.pass_at[k - 1].estimate for task in tasks if task.graded >= k]
         if estimates:
-            found.append(PassAt(k, fmean(estimates), len(estimates)))
+            found.append(PassAtK(k, fmean(estimates), len(estimates)))
     return tuple(found)
 
 
-def _numbers(wanted: int, found: Sequence[Finished], pass_at: tuple[PassAt, ...]) -> Numbers:
+def _compute_stats(wanted: int, found: Sequence[FinishedRollout], pass_at: tuple[PassAtK, ...]) -> RolloutStats:
     rewards = [one.reward for one in found if one.reward is not None]
     ran = [one for one in found if "agent" in one.seconds]
     kinds = Counter(one.kind for one in found)
-    return Numbers(
+    return RolloutStats(
         wanted=wanted,
         finished=len(found),
         graded=len(rewards),
         passed=sum(bool(one.passed) for one in found),
         mean_reward=fmean(rewards) if rewards else None,
         pass_at=pass_at,
-        kinds={kind: kinds[kind] for kind in KINDS if kinds[kind]},
+        kinds={kind: kinds[kind] for kind in ROLLOUT_CLASSES if kinds[kind]},
         attempts=sum(one.attempt for one in found),
         mean_turns=fmean(one.turns for one in ran) if ran else None,
         mean_tokens=fmean(one.sampled_tokens for one in ran) if ran else None,
         turns=sum(one.turns for one in found),
         sampled_tokens=sum(one.sampled_tokens for one in found),
-        stages=_stages(found),
-        phases=_phases(found),
+        stages=_mean_stage_seconds(found),
+        phases=_mean_phase_seconds(found),
     )
 
 
-def _stages(found: Sequence[Finished]) -> dict[str, float]:
+def _mean_stage_seconds(found: Sequence[FinishedRollout]) -> dict[str, float]:
     spent: defaultdict[str, list[float]] = defaultdict(list)
     for one in found:
         for stage, seconds in one.seconds.items():
@@ -192,7 +196,7 @@ def _stages(found: Sequence[Finished]) -> dict[str, float]:
     return {stage: round(fmean(spent[stage]), 3) for stage in PHASES if stage in spent}
 
 
-def _phases(found: Sequence[Finished]) -> dict[Phase, float]:
+def _mean_phase_seconds(found: Sequence[FinishedRollout]) -> dict[Phase, float]:
     spent: defaultdict[Phase, list[float]] = defaultdict(list)
     for one in found:
         sums: defaultdict[Phase, float] = defaultdict(float)
@@ -203,43 +207,47 @@ def _phases(found: Sequence[Finished]) -> dict[Phase, float]:
     return {phase: round(fmean(values), 3) for phase, values in spent.items()}
 
 
-def _groups(by_task: Mapping[str, Sequence[Finished]]) -> Iterable[tuple[str, int, list[Finished]]]:
+def _iter_groups(by_task: Mapping[str, Sequence[FinishedRollout]]) -> Iterable[tuple[str, int, list[FinishedRollout]]]:
     for task, found in by_task.items():
-        rounds: defaultdict[int, list[Finished]] = defaultdict(list)
+        rounds: defaultdict[int, list[FinishedRollout]] = defaultdict(list)
         for one in found:
             rounds[one.round].append(one)
         yield from ((task, number, rounds[number]) for number in sorted(rounds))
 
 
-def _no_signal(by_task: Mapping[str, Sequence[Finished]], n: int) -> Iterable[Group]:
-    for task, number, found in _groups(by_task):
+def _find_no_signal(by_task: Mapping[str, Sequence[FinishedRollout]], n: int) -> Iterable[GroupStats]:
+    for task, number, found in _iter_groups(by_task):
         known = [one.reward for one in found if one.reward is not None]
         if len(set(known)) == 1:
-            yield Group(task=task, round=number, graded=len(known), wanted=n, reward=known[0])
+            yield GroupStats(task=task, round=number, graded=len(known), wanted=n, reward=known[0])
 
 
-def _shrunken(by_task: Mapping[str, Sequence[Finished]], n: int) -> Iterable[Group]:
-    for task, number, found in _groups(by_task):
+def _find_shrunken(by_task: Mapping[str, Sequence[FinishedRollout]], n: int) -> Iterable[GroupStats]:
+    for task, number, found in _iter_groups(by_task):
         graded = sum(one.reward is not None for one in found)
         if graded < len(found):
             kinds = Counter(one.kind for one in found)
-            why: dict[Kind, int] = {kind: kinds[kind] for kind in KINDS if kinds[kind] and kind != "graded"}
-            yield Group(task=task, round=number, graded=graded, wanted=n, why=why)
+            why: dict[RolloutClass, int] = {
+                kind: kinds[kind] for kind in ROLLOUT_CLASSES if kinds[kind] and kind != "graded"
+            }
+            yield GroupStats(task=task, round=number, graded=graded, wanted=n, why=why)
 
 
-def histogram(rewards: Sequence[float], most: int = 10) -> tuple[Bin, ...]:
+def build_histogram(rewards: Sequence[float], most: int = 10) -> tuple[HistogramBin, ...]:
     """From 0 to 1, or as far as there are rewards beyond that."""
     if not rewards:
         return ()
     low, high = min(0.0, *rewards), max(1.0, *rewards)
     width = (high - low) / most
     counts = Counter(min(int((reward - low) / width), most - 1) for reward in rewards)
-    return tuple(Bin(round(low + n * width, 6), round(low + (n + 1) * width, 6), counts[n]) for n in range(most))
+    return tuple(
+        HistogramBin(round(low + n * width, 6), round(low + (n + 1) * width, 6), counts[n]) for n in range(most)
+    )
 
 
-def _messages(found: Iterable[Finished]) -> dict[Kind, list[tuple[str, int]]]:
-    said: defaultdict[Kind, Counter[str]] = defaultdict(Counter)
+def _count_messages(found: Iterable[FinishedRollout]) -> dict[RolloutClass, list[tuple[str, int]]]:
+    said: defaultdict[RolloutClass, Counter[str]] = defaultdict(Counter)
     for one in found:
         if one.reward is None and one.message:
             said[one.kind][one.message[:300]] += 1
-    return {kind: said[kind].most_common(5) for kind in KINDS if said[kind]}
+    return {kind: said[kind].most_common(5) for kind in ROLLOUT_CLASSES if said[kind]}

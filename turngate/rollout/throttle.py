@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 
 from turngate.errors import ConfigError
 
-Pace = Callable[[int], Awaitable[None]]  # returns when the group may begin
+Throttle = Callable[[int], Awaitable[None]]  # returns when the group may begin
 
 
-async def at_once(number: int) -> None:
+async def unthrottled(number: int) -> None:
     """The pace of a batch that nobody has to keep up with."""
 
 
-class Ahead:
+class TrainerThrottle:
     """At most so many groups have begun that a trainer is not done with. Of one event loop."""
 
     def __init__(self, most: int, trained: int = 0) -> None:
@@ -30,7 +30,7 @@ class Ahead:
         self._trained = trained
         self._more = asyncio.Event()
 
-    def trained(self, groups: int) -> None:
+    def mark_trained(self, groups: int) -> None:
         """So many by now, in all."""
         self._trained = max(self._trained, groups)
         self._more.set()

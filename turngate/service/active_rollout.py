@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, contextmanager
 
 from turngate.agents.spec import AgentSpec
 from turngate.engines.scripted import MADE_UP
-from turngate.rollout.outcome import Outcome, Progress
+from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.rollout.rollout import Rollout
 from turngate.service.catalog import Choice
 from turngate.service.gateways import Reached
@@ -38,7 +38,7 @@ class Live:
         self.model = choice.endpoint.served
         self.stage = "queued"
         self.running = False
-        self.progress = Progress()
+        self.progress = RolloutProgress()
         self.rollout: Rollout | None = None
         self.reached: Reached | None = None
         self.stack = AsyncExitStack()  # what it holds open
@@ -80,7 +80,7 @@ class Live:
     def wall_s(self) -> float:
         return round(time.monotonic() - self.began, 3)
 
-    def watch(self, progress: Progress) -> None:
+    def watch(self, progress: RolloutProgress) -> None:
         """Told by the rollout itself."""
         self.progress = progress
         self.stage = "result" if progress.stage == "done" else progress.stage

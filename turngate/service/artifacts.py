@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from turngate.rollout.collect import spelled
+from turngate.common.safe_text import make_encodable
 from turngate.service.truncation import Cut
 from turngate.telemetry.logs import redact, redact_known
 
@@ -69,7 +69,7 @@ def _files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]:
                 continue
             if len(found) + len(unnamed) >= _LOOKED_AT:
                 return found, unnamed, True
-            shown = spelled(str(path.relative_to(folder)))
+            shown = make_encodable(str(path.relative_to(folder)))
             if shown == str(path.relative_to(folder)):
                 found.append((shown, path.stat().st_mtime))
             else:  # nobody could ask for it by the name that is shown

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from turngate.rollout.collect import spelled
+from turngate.common.safe_text import make_encodable
 from turngate.service.config import Clamp
 from turngate.service.result import Captured, RolloutTurn, Said, SaidCall
 from turngate.service.truncation import Cut
@@ -137,7 +137,7 @@ def _shown(value: Json) -> str:
     if value is None:
         return ""
     try:
-        return spelled(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        return make_encodable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     except RecursionError:
         return "[nested too deeply to be shown]"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from turngate.common.safe_text import make_encodable
 from turngate.errors import TurngateError
-from turngate.rollout.collect import spelled
 from turngate.rollout.outcome import Outcome, Status
 from turngate.service import report
 from turngate.service.active_rollout import Live
@@ -52,7 +52,7 @@ def settled(live: Live, work: asyncio.Task[Outcome], outcome: Outcome | None, fa
 def _in_the_callers_words(live: Live, trouble: Trouble | None) -> Trouble | None:
     """A rollout knows its setup by a file's name, and who asked by an argument's."""
     if trouble is not None:
-        trouble = msgspec.structs.replace(trouble, message=spelled(trouble.message))
+        trouble = msgspec.structs.replace(trouble, message=make_encodable(trouble.message))
     if trouble is None or trouble.stage != "setup" or not isinstance(live.asked, Asked):
         return trouble
     return msgspec.structs.replace(trouble, message=trouble.message.replace("setup.sh", "setup_shell:", 1))
@@ -61,7 +61,7 @@ def _in_the_callers_words(live: Live, trouble: Trouble | None) -> Trouble | None
 def failed(live: Live, error: BaseException, stage: str) -> dict[str, Any]:
     """What came before the rollout itself, or was Turngate's own fault."""
     if isinstance(error, TurngateError):
-        trouble = Trouble(boundary=error.boundary, stage=stage, message=spelled(error.message))
+        trouble = Trouble(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
     else:
         log.error("rollout %s failed in a way that nobody thought of", live.id, exc_info=error)
         trouble = Trouble(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")

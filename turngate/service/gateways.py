@@ -24,7 +24,7 @@ from turngate.engines.base import Engine
 from turngate.engines.gate import Gate
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
-from turngate.rollout.connection import WayOut
+from turngate.rollout.connection import GatewayConnector
 from turngate.server.run import run_embedded
 from turngate.service.catalog import OWN, Choice
 from turngate.service.config import ServiceConfig
@@ -38,7 +38,7 @@ class Reached(msgspec.Struct, frozen=True):
     """A gateway, ready to be used."""
 
     client: GatewayClient
-    wayout: WayOut
+    connector: GatewayConnector
     model: str  # the name that agents ask for
 
 
@@ -134,10 +134,10 @@ class Gateways:
         else:
             client = await self._start(choice, config, stack)
         await self._opened(choice.place, client)
-        wayout = WayOut(client.url, self._config.public_url, self._config.tunnel)
-        await stack.enter_async_context(wayout)
+        connector = GatewayConnector(client.url, self._config.public_url, self._config.tunnel)
+        await stack.enter_async_context(connector)
         model = endpoint.served or next(iter(await client.models()), "")
-        return Reached(client, wayout, model)
+        return Reached(client, connector, model)
 
     async def _start(self, choice: Choice, config: ServeConfig, stack: AsyncExitStack) -> GatewayClient:
         await asyncio.to_thread(Path(config.data).mkdir, parents=True, exist_ok=True, mode=0o700)

@@ -18,7 +18,7 @@ from turngate.agents.install import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.errors import BadRequest, StoreError, TaskError
-from turngate.rollout.outcome import Order
+from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Backend
 from turngate.service.catalog import Choice
 from turngate.service.config import ServiceConfig
@@ -109,13 +109,13 @@ def order_of(
     options: Mapping[str, str],
     model: str,
     folder: Path,
-) -> Order:
+) -> RolloutSpec:
     if (
         choice.mode == "direct" and agent.transcript is not None
     ):  # there is no trace to hold it against, but it is a log
         logs = (agent.transcript.path, agent.transcript.subagents)
         agent = msgspec.structs.replace(agent, transcript=None, logs=(*agent.logs, *filter(None, logs)))
-    return Order(
+    return RolloutSpec(
         task=task,
         agent=agent,
         installed=installed,
@@ -126,7 +126,7 @@ def order_of(
         network=config.network,
         resources=config.resources,
         session=_session(asked, choice),
-        told=_told(asked, choice),
+        model_limits=_told(asked, choice),
         options=options,
         folder=folder,
         keep_work=True,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from turngate.common.safe_text import make_encodable
 from turngate.errors import Boundary
-from turngate.rollout.collect import spelled
 from turngate.rollout.outcome import Outcome
 from turngate.service.artifacts import logs, tail, workdir
 from turngate.service.config import Clamp
@@ -65,7 +65,7 @@ def bare(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> 
         sampled_tokens=state.sampled_tokens,
         error=state.error,
         session=state.session,
-        notes=[spelled(note) for note in notes],
+        notes=[make_encodable(note) for note in notes],
     )
     if outcome is None:
         return found
@@ -73,8 +73,8 @@ def bare(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> 
         found,
         resolved=None if outcome.grade is None else outcome.grade.resolved,
         exit_code=outcome.exit_code,
-        stop=spelled(outcome.stop),
-        notes=[*found.notes, *map(spelled, _notes(outcome))],
+        stop=make_encodable(outcome.stop),
+        notes=[*found.notes, *map(make_encodable, _notes(outcome))],
     )
 
 
@@ -92,7 +92,7 @@ def _verified(outcome: Outcome, folder: Path, cut: Cut) -> str:
     assert outcome.grade is not None
     if (folder / "grade.log").is_file():
         return tail(folder / "grade.log", "verifier_output", cut, cut.clamp.verifier)
-    return cut.end("verifier_output", spelled(outcome.grade.log), cut.clamp.verifier)
+    return cut.end("verifier_output", make_encodable(outcome.grade.log), cut.clamp.verifier)
 
 
 def _notes(outcome: Outcome) -> list[str]:

@@ -36,11 +36,11 @@ import msgspec
 from turngate.agents.spec import AgentSpec
 from turngate.client.gateway import GatewayClient, Refused
 from turngate.common.aio import run_to_completion
+from turngate.common.safe_text import make_encodable
 from turngate.engines.base import Engine
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError, TurngateError
-from turngate.rollout.collect import spelled
-from turngate.rollout.concurrency import Bounds, Gates
-from turngate.rollout.connection import WayOut
+from turngate.rollout.concurrency import Bounds, Concurrency
+from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, Status
 from turngate.rollout.rollout import Rollout
 from turngate.sandboxes import get_backend as make_backend
@@ -101,7 +101,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._books: Books | None = None
         self._gateways: Gateways | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._gates: Gates | None = None
+        self._gates: Concurrency | None = None
 
     async def __aenter__(self) -> Rollouts:
         await self._backend.check()
@@ -114,7 +114,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._gateways = Gateways(self.config, self._engines, self._opened)
         self._slots = asyncio.Semaphore(self.config.running)
         bounds = Bounds(running=self.config.running, starting=self.config.starting, grading=self.config.grading, warm=0)
-        self._gates = Gates(bounds)
+        self._gates = Concurrency(bounds)
         return self
 
     async def __aexit__(
@@ -250,7 +250,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         if live is None:
             return self._known(rollout)
         if live.aborted is None and live.work is not None and not live.work.done():
-            live.aborted = spelled(reason[:1000])
+            live.aborted = make_encodable(reason[:1000])
             self._tell(live, "abort", {"reason": live.aborted})
             live.work.cancel()
         await live.over.wait()
@@ -348,13 +348,13 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 model=reached.model,
                 folder=self._store.folder / "left",
             )
-            ticket = self._gates.ticket()
-            live.rollout = Rollout(order, reached.client, reached.wayout, live.watch, gates=ticket, session=live.id)
+            slot = self._gates.new_slot()
+            live.rollout = Rollout(order, reached.client, reached.connector, live.watch, gate=slot, session=live.id)
             live.following = asyncio.create_task(self._followed(live, reached.client))
             try:
                 return await live.rollout.run()
             finally:
-                ticket.leave()
+                slot.leave()
 
     async def _laid(self, live: Live) -> None:
         """What its caller gave is on disk while it waits, and no longer in memory."""
@@ -368,10 +368,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         forwarder = Forwarder(live.choice.endpoint.urls[0])
         url = await live.stack.enter_async_context(forwarder.open())
         client = Unrecorded(url, forwarder, lambda kind, data: self._tell(live, kind, data))
-        wayout = WayOut(url, self.config.public_url, self.config.tunnel)
+        connector = GatewayConnector(url, self.config.public_url, self.config.tunnel)
         await live.stack.enter_async_context(client)
-        await live.stack.enter_async_context(wayout)
-        return Reached(client, wayout, live.choice.endpoint.served)
+        await live.stack.enter_async_context(connector)
+        return Reached(client, connector, live.choice.endpoint.served)
 
     async def _lived(self, live: Live, work: asyncio.Task[Outcome]) -> None:
         """From its start to its result. Nobody cancels this, so that whatever happens there is one."""

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from turngate.errors import NotFound
-from turngate.gateway.events import OF_A_BATCH
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import advantages
 from turngate.trace.pass_at_k import pass_curve
-from turngate.types import Json
+from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
 from turngate.views.filters import GROUP_KEYS, KEYS, Wanted, fits, group_fits, in_order
 from turngate.views.groups import deviation, grouped, last_attempts
@@ -94,7 +93,7 @@ class Overview(Known):
         cursor, now = self.refresh(store), time.time()
         touched = store.survey.touched(after, _MOST_CHANGED)
         rows = [self.shown(self.kept[one], now, store) for one in touched[:_MOST_CHANGED] if one in self.kept]
-        gone = [one for one in touched[:_MOST_CHANGED] if one not in self.kept and not one.startswith(OF_A_BATCH)]
+        gone = [one for one in touched[:_MOST_CHANGED] if one not in self.kept and not one.startswith(BATCH_STREAM)]
         return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
 
     def groups(self, store: Store, wanted: Wanted) -> dict[str, Json]:

@@ -9,11 +9,10 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from turngate.gateway.events import OF_A_BATCH
 from turngate.store.outcome import Class
 from turngate.store.queries import Fact, SurveyedSession
 from turngate.store.sqlite import Store
-from turngate.types import Json, Mode
+from turngate.types import BATCH_STREAM, Json, Mode
 
 T = TypeVar("T")
 Else = TypeVar("Else")
@@ -306,7 +305,7 @@ class Known:
             row.group, row.task = recorded.group or row.group, recorded.task or row.task
 
     def _take_stage(self, fact: Fact, store: Store) -> None:
-        if not fact.session or fact.session.startswith(OF_A_BATCH):
+        if not fact.session or fact.session.startswith(BATCH_STREAM):
             return  # of no rollout
         told = _read(_stage, fact.data, _Stage())
         kept = self.kept.get(fact.session)

@@ -24,9 +24,9 @@ from turngate.agents.launch import ModelLimits
 from turngate.client.gateway import GatewayClient
 from turngate.rollout.batch import Batch, BatchResult
 from turngate.rollout.concurrency import Bounds
-from turngate.rollout.connection import WayOut
+from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.throttle import Ahead, at_once
+from turngate.rollout.throttle import TrainerThrottle, unthrottled
 from turngate.sandboxes import get_backend
 
 HERE = Path(__file__).parent
@@ -93,9 +93,9 @@ async def rolled(orders: Orders) -> BatchResult:
 
 
 async def _run(orders: Orders, plan: BatchPlan) -> BatchResult:
-    async with GatewayClient(orders.url, orders.key) as gateway, WayOut(gateway.url) as wayout:
-        ahead = Ahead(orders.ahead) if orders.feed else None
-        batch = Batch(plan, gateway, wayout, pace=ahead or at_once)
+    async with GatewayClient(orders.url, orders.key) as gateway, GatewayConnector(gateway.url) as connector:
+        ahead = TrainerThrottle(orders.ahead) if orders.feed else None
+        batch = Batch(plan, gateway, connector, throttle=ahead or unthrottled)
         running = asyncio.create_task(batch.run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
         following = asyncio.create_task(_follow(gateway, orders.feed, ahead)) if ahead else None
@@ -108,9 +108,9 @@ async def _run(orders: Orders, plan: BatchPlan) -> BatchResult:
         return batch.result
 
 
-async def _follow(gateway: GatewayClient, feed: str, ahead: Ahead) -> None:
+async def _follow(gateway: GatewayClient, feed: str, ahead: TrainerThrottle) -> None:
     while True:
-        ahead.trained((await gateway.show_feed(feed)).committed)
+        ahead.mark_trained((await gateway.show_feed(feed)).committed)
         await asyncio.sleep(0.1)
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from turngate.rollout.ledger import Finished
+from turngate.rollout.ledger import FinishedRollout
 from turngate.trainers.trl.throttle import Pace
 
 pytestmark = pytest.mark.process
@@ -24,7 +24,7 @@ class Trainer:
 
 def done(pace: Pace, group: str) -> None:
     """A group of one rollout."""
-    pace.finished(Finished(rollout=f"{group}.0", task="t", index=0, kind="graded", session="s", at=0.0))
+    pace.finished(FinishedRollout(rollout=f"{group}.0", task="t", index=0, kind="graded", session="s", at=0.0))
 
 
 async def begun(pace: Pace, first: int = 0, *, without: tuple[int, ...] = ()) -> int:

@@ -23,7 +23,6 @@ from starlette.routing import Route
 from turngate import __version__
 from turngate.common.sharding import Shard
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TooMany, TurngateError
-from turngate.gateway.events import OF_A_BATCH
 from turngate.gateway.sessions import Control
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
@@ -34,7 +33,7 @@ from turngate.server.web.view_cache import FORMATS, ViewCache, summarize_drift
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import advantages
-from turngate.types import Json
+from turngate.types import BATCH_STREAM, Json
 from turngate.views.filters import Wanted
 from turngate.views.rollout import Close
 from turngate.views.rollout_index import STATUSES
@@ -350,7 +349,7 @@ class Page:
         row, why = await self._apart.run(partial(self._looks.overview.no_retry, session=session))
         if why:
             raise Conflict(f"it cannot be tried again: {why}")
-        stream = f"{OF_A_BATCH}{row.batch}"
+        stream = f"{BATCH_STREAM}{row.batch}"
         asked = self._control.announce(
             stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt}
         )

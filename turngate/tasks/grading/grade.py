@@ -24,11 +24,11 @@ from pathlib import Path
 
 import msgspec
 
+from turngate.common.safe_text import make_encodable
 from turngate.errors import SandboxError, SandboxGone, TaskError, TurngateError
 from turngate.tasks.grading import function, rubric, script, swe
 from turngate.tasks.grading.result import GraderLog, GraderResult, OutputUnreadable, Undecided
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
-from turngate.tasks.grading.work import make_encodable
 from turngate.tasks.task import Function, Part, Rubric, Script, Swe, Task
 
 logger = logging.getLogger(__name__)

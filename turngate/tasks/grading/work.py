@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from turngate.common.safe_text import make_encodable
 from turngate.errors import SandboxFileMissing, SandboxTooLarge
 from turngate.sandboxes.base import Sandbox
 from turngate.tasks.grading.types import Work
@@ -48,11 +49,6 @@ def needs_git(task: Task) -> bool:
     """Whether the agent's own `.git` is part of a task's work."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     return any(isinstance(grader, Script) and grader.git for grader in graders)
-
-
-def make_encodable(text: str) -> str:
-    """Text that others wrote, in characters that can be written down: file names may be any bytes."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def format_names(lines: Sequence[str]) -> tuple[str, ...]:

@@ -27,10 +27,10 @@ from turngate.engines.base import Chunk, Generate
 from turngate.engines.local import LocalEngine
 from turngate.errors import ConfigError, Conflict, TurngateError
 from turngate.rollout.batch import BatchResult, run_batch
-from turngate.rollout.connection import WayOut
+from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.progress import Tally
-from turngate.rollout.throttle import Ahead
+from turngate.rollout.progress import BatchProgress
+from turngate.rollout.throttle import TrainerThrottle
 from turngate.server.run import run_embedded
 from turngate.trainers.local.checkpoint import State
 from turngate.trainers.local.grpo import Settings, Step, Trainer
@@ -79,7 +79,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 class Told(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to tell what while it goes on."""
 
-    rollouts: Callable[[Tally], None] = lambda tally: None
+    rollouts: Callable[[BatchProgress], None] = lambda tally: None
     step: Callable[[Step, Shares], None] = lambda step, shares: None
     note: Callable[[str], None] = lambda text: None
 
@@ -126,7 +126,7 @@ class Place(msgspec.Struct, frozen=True):
 
     engine: Clocked
     gateway: GatewayClient
-    wayout: WayOut
+    connector: GatewayConnector
 
 
 @asynccontextmanager
@@ -135,14 +135,16 @@ async def opened(config: ServeConfig, engine: Clocked) -> AsyncIterator[Place]:
     async with (
         run_embedded(config, engine=engine) as address,
         GatewayClient(address.url, address.admin_key) as gateway,
-        WayOut(gateway.url) as wayout,
+        GatewayConnector(gateway.url) as connector,
     ):
-        yield Place(engine, gateway, wayout)
+        yield Place(engine, gateway, connector)
 
 
-async def evaluate(place: Place, plan: BatchPlan, watch: Callable[[Tally], None] = lambda tally: None) -> BatchResult:
+async def evaluate(
+    place: Place, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda tally: None
+) -> BatchResult:
     """Rollouts that nobody is trained on: the plan has another name than that of the training, so no feed takes their groups."""
-    result = await run_batch(plan, place.gateway, place.wayout, watch)
+    result = await run_batch(plan, place.gateway, place.connector, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")
     return result
@@ -151,11 +153,11 @@ async def evaluate(place: Place, plan: BatchPlan, watch: Callable[[Tally], None]
 async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told: Told = Told()) -> list[Step]:
     """To the last step. The feed stays, so that more steps may be asked for later."""
     clock = _Clock(place.engine)
-    pace: Ahead | None = None
+    pace: TrainerThrottle | None = None
 
     def watched(step: Step) -> None:
         if pace is not None and step.step < goal.steps:  # after the last one nobody needs more
-            pace.trained(step.last)
+            pace.mark_trained(step.last)
         told.step(step, clock.lap(step))
 
     trainer = Trainer(
@@ -170,7 +172,7 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
     await trainer.restore()
     if trainer.state.step >= goal.steps:
         return trainer.steps
-    pace = Ahead(goal.ahead or goal.settings.groups, trained=trainer.state.number)
+    pace = TrainerThrottle(goal.ahead or goal.settings.groups, trained=trainer.state.number)
     rate = goal.settings.learning_rate
     if trainer.earlier_rate not in (None, rate):
         told.note(
@@ -178,7 +180,7 @@ async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told
         )
     async with await _feed(place.gateway, goal.feed_config(), trainer.state) as feed:
         running = asyncio.create_task(
-            run_batch(goal.plan(), place.gateway, place.wayout, told.rollouts, pace=pace), name="agents"
+            run_batch(goal.plan(), place.gateway, place.connector, told.rollouts, throttle=pace), name="agents"
         )
         training = asyncio.create_task(trainer.run(feed, goal.steps), name="trainer")
         try:

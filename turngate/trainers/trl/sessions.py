@@ -27,10 +27,11 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import EndPolicy, Order, Outcome
-from turngate.rollout.plan import TIMEOUT_S
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Outcome
+from turngate.rollout.plan import DEFAULT_TIMEOUT_S
 from turngate.rollout.rollout import Rollout
+from turngate.rollout.spec import EndPolicy, RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Network
 from turngate.tasks.task import Task
@@ -146,7 +147,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._open = 0
         self._gateway: GatewayClient | None = None
-        self._wayout: WayOut | None = None
+        self._connector: GatewayConnector | None = None
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
         """`task`: a prompt of `prompts`, or the words of one. `seed`: TRL's number of the group.
@@ -161,15 +162,15 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
                 self._thread.start()
                 self._thread.run(self._connected())
             self._open += 1
-            gateway, wayout = self._gateway, self._wayout
+            gateway, connector = self._gateway, self._connector
         assert gateway is not None
-        assert wayout is not None
+        assert connector is not None
         try:
             self._thread.run(patiently(gateway.check))
         except TurngateError:
             self._one_less()
             raise
-        rollout = Rollout(order, gateway, wayout)
+        rollout = Rollout(order, gateway, connector)
         return TurngateSession(found, rollout, self._thread.run(_begun(rollout)), self)
 
     def trace(self, session: str) -> Json:
@@ -205,16 +206,16 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
             )
         return self._tasks[words]
 
-    def _order(self, task: Task, group: str, rollout: str) -> Order:
+    def _order(self, task: Task, group: str, rollout: str) -> RolloutSpec:
         config = self.config
         session = {**config.session, "sampling": {**self._sampling, **config.session.get("sampling", {})}}
-        return Order(
+        return RolloutSpec(
             task=task,
             agent=self._spec,
             installed=self._installed,
             backend=self._backend,
             model=config.model,
-            timeout_s=config.timeout_s or task.timeout_s or TIMEOUT_S,
+            timeout_s=config.timeout_s or task.timeout_s or DEFAULT_TIMEOUT_S,
             image=config.image,
             network=config.network,
             session=session,
@@ -228,12 +229,14 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
 
     async def _connected(self) -> None:
         self._gateway = await GatewayClient(self.config.gateway, self._key).__aenter__()
-        self._wayout = await WayOut(self._gateway.url, self.config.public_url, self.config.tunnel).__aenter__()
+        self._connector = await GatewayConnector(
+            self._gateway.url, self.config.public_url, self.config.tunnel
+        ).__aenter__()
 
     async def _disconnected(self) -> None:
         assert self._gateway is not None
-        assert self._wayout is not None
-        await self._wayout.__aexit__(None, None, None)
+        assert self._connector is not None
+        await self._connector.__aexit__(None, None, None)
         await self._gateway.__aexit__(None, None, None)
 
 

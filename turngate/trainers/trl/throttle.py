@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable
 from typing import Protocol
 
-from turngate.rollout.group_closer import HEARD_OF
-from turngate.rollout.ledger import Finished
+from turngate.rollout.group_closer import RECORDED_CLASSES
+from turngate.rollout.ledger import FinishedRollout
 
 
 class Taking(Protocol):
@@ -41,11 +41,11 @@ class Pace:
         self._read: dict[int, str] = {}  # deliveries past `newest` that are not counted yet, with their groups
         self._taken = 0  # groups of this run that the trainer is done with
 
-    def finished(self, one: Finished) -> None:
+    def finished(self, one: FinishedRollout) -> None:
         """The plan has a rollout that is done; first of all those of earlier runs."""
         group = one.rollout.rpartition(".")[0]
         self._finished[group] += 1
-        if one.session and one.kind in HEARD_OF:
+        if one.session and one.kind in RECORDED_CLASSES:
             self._heard_of.add(group)
 
     def delivered(self, number: int, group: str) -> None:

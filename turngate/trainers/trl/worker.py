@@ -27,8 +27,8 @@ from turngate.client.keys import read_admin_key
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.batch import Batch
-from turngate.rollout.connection import WayOut
-from turngate.rollout.ledger import Finished
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.ledger import FinishedRollout
 from turngate.rollout.plan import BatchPlan
 from turngate.trainers.trl.retry import patiently
 from turngate.trainers.trl.rows import Buffer, Dropped, RowName, Weigh, items
@@ -280,16 +280,16 @@ class TurngateWorker:
     async def _run(self, plan: BatchPlan, pace: Pace) -> None:
         """The rollouts, at the trainer's pace."""
         gateway, config = await self._client(), self.config
-        async with WayOut(gateway.url, config.public_url, config.tunnel) as wayout:
+        async with GatewayConnector(gateway.url, config.public_url, config.tunnel) as connector:
             sampling = {"temperature": config.temperature, **plan.session.get("sampling", {})}
             pinned = msgspec.structs.replace(plan, session={**plan.session, "sampling": sampling})
             fruits = _Fruits(plan)
 
-            def tell(finished: Finished) -> None:
+            def tell(finished: FinishedRollout) -> None:
                 pace.finished(finished)
                 fruits(finished)
 
-            result = await Batch(pinned, gateway, wayout, pace=pace, tell=tell).run()
+            result = await Batch(pinned, gateway, connector, throttle=pace, tell=tell).run()
         told = f"{len(result.finished)} of {plan.total} rollouts are finished"
         self._ran_out = result.stopped or f"{told}, which are all rounds of the plan; raise `rounds`"
 
@@ -332,7 +332,7 @@ class _Fruits:
         self._most = max(_FEWEST_BARREN, 2 * plan.n * len(plan.tasks))
         self._barren = 0
 
-    def __call__(self, finished: Finished) -> None:
+    def __call__(self, finished: FinishedRollout) -> None:
         self._barren = 0 if finished.reward is not None else self._barren + 1
         if self._barren >= self._most:
             raise Fruitless(

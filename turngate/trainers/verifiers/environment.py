@@ -31,9 +31,10 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.common.aio import run_to_completion
 from turngate.errors import Boundary, TurngateError
-from turngate.rollout.connection import WayOut
-from turngate.rollout.outcome import AtEnd, EndPolicy, Order, Outcome
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.outcome import Outcome
 from turngate.rollout.rollout import Rollout
+from turngate.rollout.spec import EndAction, EndPolicy, RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Network
 from turngate.tasks import Task, read_tasks
@@ -123,9 +124,9 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     options: dict[str, str] = Field(default_factory=dict)
     """The agent's own, as `turngate run --set`."""
     context_tokens: int | None = Field(None, gt=0)
-    on_timeout: AtEnd = "grade"
-    on_failure: AtEnd = "grade"
-    on_limit: AtEnd = "grade"
+    on_timeout: EndAction = "grade"
+    on_failure: EndAction = "grade"
+    on_limit: EndAction = "grade"
     on_lost: Literal["exclude", "zero"] = "zero"
     out: Path = Path("turngate-rollouts")
     """Where what agents leave is kept."""
@@ -140,7 +141,7 @@ class Ground(msgspec.Struct, frozen=True):
     """What all rollouts of an environment share."""
 
     gateway: GatewayClient
-    wayout: WayOut
+    connector: GatewayConnector
 
 
 _ground: ContextVar[Ground | None] = ContextVar("turngate_ground", default=None)
@@ -151,10 +152,10 @@ async def _grounds(config: TurngateHarnessConfig) -> AsyncIterator[Ground]:
     try:
         async with (
             GatewayClient(gateway_url(config), read_admin_key()) as gateway,
-            WayOut(gateway.url, config.public_url, config.tunnel) as wayout,
+            GatewayConnector(gateway.url, config.public_url, config.tunnel) as connector,
         ):
             await gateway.check()
-            yield Ground(gateway, wayout)
+            yield Ground(gateway, connector)
     except TurngateError as error:
         raise vf.InterceptionError(error.message) from error
 
@@ -193,7 +194,7 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
             await order.backend.check()
         except TurngateError as error:
             raise _fault(error.boundary, error.message) from error
-        rollout = Rollout(order, ground.gateway, ground.wayout, session=trace.id)
+        rollout = Rollout(order, ground.gateway, ground.connector, session=trace.id)
         try:
             outcome = await rollout.run()
         except asyncio.CancelledError:  # the run's deadline, or its end: what was recorded stays
@@ -203,11 +204,11 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         _conclude(trace, outcome)
         return vf.ProgramResult(exit_code=0, stdout=outcome.collected.stdout, stderr=outcome.collected.stderr)
 
-    def _order(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str) -> Order:
+    def _order(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str) -> RolloutSpec:
         config = self.config
         task = msgspec.structs.replace(asked(data.tasks, data.task), instruction=prompt)
         spec = find_agent(config.agent).spec
-        return Order(
+        return RolloutSpec(
             task=task,
             agent=spec,
             installed=ensure_installed(spec, lambda line: None),
@@ -218,7 +219,7 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
             network=config.network,
             env=config.resolved_env,
             session=_session(ctx, trace),
-            told=Told() if config.context_tokens is None else Told(context_tokens=config.context_tokens),
+            model_limits=Told() if config.context_tokens is None else Told(context_tokens=config.context_tokens),
             options=config.options,
             folder=config.out,
             keep_work=config.keep_work,
