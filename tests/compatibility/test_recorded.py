@@ -89,7 +89,7 @@ def test_sessions_verify(session: str, data: Path) -> None:
 
 def test_a_batch_ledger_reads(tmp_path: Path) -> None:
     shutil.copy(RECORDED / "ledger.jsonl", tmp_path / "ledger.jsonl")
-    known = ledger.read(tmp_path)
+    known = ledger.read_ledger(tmp_path)
     assert {one.kind for one in known.finished.values()} == {"graded"} and len(known.finished) == 2
 
 
