@@ -35,7 +35,7 @@ from tools import parts
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Engine, Generate
 from turngate.engines.scripted import Script, Scripted, Turn
-from turngate.render import BUILTIN_TOKENIZER, Renderer, Tokenizer, load
+from turngate.render import BUILTIN_TOKENIZER, Renderer, Tokenizer, load_renderer
 from turngate.server.app import Gateway
 
 Json = Any
@@ -45,7 +45,7 @@ REAL_TOKENIZERS = ("qwen3", "qwen2_5", "llama3_1", "deepseek_v3")  # `python too
 MEMORY = os.environ.get("TURNGATE_TEST_MEMORY") or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 # Loading a tokenizer and certifying its template takes half a second and more, always comes to the same, and the result has no state.
-_load = turngate.server.app.load = cache(load)  # type: ignore[attr-defined]
+_load = turngate.server.app.load_renderer = cache(load_renderer)  # type: ignore[attr-defined]
 
 
 # ── what the model says ─────────────────────────────────────────────────────────────────────────────────────────────

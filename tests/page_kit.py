@@ -30,7 +30,7 @@ from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_SAMPLED, Store, _node
 from turngate.trace.message_equality import DIGEST
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Cause, Context, ContextInfo, Node, Sampled, SampledInfo, Trace
-from turngate.types import Limits, Told, type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, CallSignals, Limits
 
 Json = Any
 BATCH = "first.0a1b2c3d"
@@ -135,7 +135,7 @@ class Talk:
         parent: Sampled | None = None,
         *,
         cause: Cause | None = None,
-        told: Told = Told(),
+        told: CallSignals = CallSignals(),
         tools: bool = True,
         ids: Sequence[int] | None = None,
     ) -> Context:
@@ -149,7 +149,7 @@ class Talk:
         info = ContextInfo(
             b"p" * DIGEST, bytes([number % 251]) * DIGEST * len(messages), roles, tools, cause, "chat", told
         )
-        node = Context(number, parent, np.array(ids, type_of_ids), info)
+        node = Context(number, parent, np.array(ids, ID_DTYPE), info)
         self._trace.add_context(node)
         self._builder.node(self._key, node, list(messages))
         self.tokens += node.size
@@ -186,8 +186,8 @@ class Talk:
             cause=cause,
             **info,  # type: ignore[arg-type]
         )
-        scores = None if known is None else np.array(known, type_of_logprobs)
-        node = Sampled(number, context, np.array(ids, type_of_ids), scores, facts)
+        scores = None if known is None else np.array(known, LOGPROB_DTYPE)
+        node = Sampled(number, context, np.array(ids, ID_DTYPE), scores, facts)
         self._trace.add_sampled(node)
         self._builder.node(self._key, node, {"role": "assistant", "content": text, **(message or {})})
         self.at += seconds
@@ -368,7 +368,9 @@ def long_rollout(
                 cause="retry" if turn == 10 else None,
             )
         helper = talk.ask(
-            [{"role": "user", "content": "Search for uses."}], cause="subagent", told=Told("t2", "t1", "subagent")
+            [{"role": "user", "content": "Search for uses."}],
+            cause="subagent",
+            told=CallSignals("t2", "t1", "subagent"),
         )
         talk.answer(helper, "There are three.", version=3)
         if not running:

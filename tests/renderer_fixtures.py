@@ -10,20 +10,20 @@ import pytest
 
 from tests.needs import require
 from tools import parts
-from turngate.render import BUILTIN_TOKENIZER, Renderer, load
+from turngate.render import BUILTIN_TOKENIZER, Renderer, load_renderer
 
 
 @functools.cache
 def _load(name: str) -> Renderer:
     if name == "builtin":
-        return load(BUILTIN_TOKENIZER)[0]
+        return load_renderer(BUILTIN_TOKENIZER)[0]
     if name == "smollm2":
-        return load(parts.ensure("smollm2"))[0]
+        return load_renderer(parts.ensure("smollm2"))[0]
     folder = parts.ensure("tokenizers")
     if name.startswith("family:"):
         family = name.removeprefix("family:")
-        return load(folder / {"qwen3": "qwen3", "deepseek-v3": "deepseek_v3"}[family], family=family)[0]
-    return load(folder / name, family="template")[0]
+        return load_renderer(folder / {"qwen3": "qwen3", "deepseek-v3": "deepseek_v3"}[family], family=family)[0]
+    return load_renderer(folder / name, family="template")[0]
 
 
 def renderer_params(names: Iterable[str], full: Container[str] = ()) -> list[Any]:

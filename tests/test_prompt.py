@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from turngate.dialects.base import Wire
+from turngate.dialects.base import WireRequest
 from turngate.dialects.messages import Messages
 from turngate.gateway.prompt import Prompts
 from turngate.render import Renderer
@@ -30,7 +30,7 @@ THINKS = cast(Renderer, Knowing("enable_thinking"))
 
 def call(**body: Any) -> Call:
     asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **body}
-    return Messages().decode(Wire(json.dumps(asked).encode(), {}))
+    return Messages().decode(WireRequest(json.dumps(asked).encode(), {}))
 
 
 def kwargs(prompts: Prompts, made: Call, renderer: Renderer | None, **config: Any) -> dict[str, object]:

@@ -31,7 +31,7 @@ class ConfigError(TurngateError):
     kind = "config_error"
 
 
-class DataInUse(ConfigError):
+class DataFolderInUse(ConfigError):
     """Another gateway has the data folder."""
 
 
@@ -68,7 +68,7 @@ class Forbidden(TurngateError):
     kind = "permission_error"
 
 
-class TooMany(TurngateError):
+class TooManyRequests(TurngateError):
     """Too often, for now. `wait_s`: when to ask again."""
 
     boundary = "client"

@@ -14,9 +14,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-type_of_ids = np.int32
-type_of_logprobs = np.float32
-ABOVE_ZERO = 1e-3  # by which a log-probability may be above 0: a sum of rounded numbers is
+ID_DTYPE = np.int32
+LOGPROB_DTYPE = np.float32
+LOGPROB_TOLERANCE = 1e-3  # by which a log-probability may be above 0: a sum of rounded numbers is
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 Json = Any  # a JSON value that is passed through as data
@@ -31,19 +31,19 @@ BATCH_STREAM = "batch:"  # the prefix of the event stream of a batch; its id fol
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
-NO_IDS: Ids = np.empty(0, type_of_ids)
+NO_IDS: Ids = np.empty(0, ID_DTYPE)
 
 
-def ids_as_json(ids: Ids) -> bytes:
+def ids_to_json(ids: Ids) -> bytes:
     """`1,2,3`: the inside of a JSON list."""
-    return orjson.dumps(np.ascontiguousarray(ids, type_of_ids), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    return orjson.dumps(np.ascontiguousarray(ids, ID_DTYPE), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
-def ids_of_json(spelled: bytes) -> Ids:
-    return np.array(orjson.loads(b"[%b]" % spelled), type_of_ids)
+def ids_from_json(spelled: bytes) -> Ids:
+    return np.array(orjson.loads(b"[%b]" % spelled), ID_DTYPE)
 
 
-class LongIds:
+class PromptIds:
     """The ids of a whole prompt, spelled as the JSON list that engines want: a turn adds a hundredth to it, and only that is new. An
     array, where somebody needs one."""
 
@@ -64,7 +64,7 @@ class LongIds:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Ids:
         if self._array is None:
-            self._array = ids_of_json(self.inside)
+            self._array = ids_from_json(self.inside)
         return self._array
 
     def __getitem__(self, index: slice) -> Ids:
@@ -78,7 +78,7 @@ class LongIds:
         return np.asarray(self).tobytes()
 
 
-NO_LOGPROBS: Logprobs = np.empty(0, type_of_logprobs)
+NO_LOGPROBS: Logprobs = np.empty(0, LOGPROB_DTYPE)
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -174,11 +174,11 @@ class History(Protocol):
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
-    def more(self, items: Sequence[bytes]) -> History:
+    def extend(self, items: Sequence[bytes]) -> History:
         """The history that these items make, which begin with its own."""
 
 
-class Told(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
     """What the agent's program itself says about a call, where it says anything: which conversation it belongs to, and whose."""
 
     thread: str = ""
@@ -217,7 +217,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes = b""  # the request as it came, for observe mode
     passed: Mapping[str, str] = {}  # headers that go along to a provider of the same dialect
     wire: object = None  # what the dialect needs of the request to answer it; nobody else looks inside
-    told: Told = Told()
+    told: CallSignals = CallSignals()
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -241,7 +241,7 @@ class CallDelta(msgspec.Struct, frozen=True):
     call: ToolCall
 
 
-class Alive(msgspec.Struct, frozen=True):
+class KeepAlive(msgspec.Struct, frozen=True):
     """Nothing yet, but the turn goes on."""
 
 
@@ -255,4 +255,4 @@ class Done(msgspec.Struct, frozen=True):
     stopped_by: str = ""  # the stop string that ended it, if one did
 
 
-ReplyEvent = Delta | CallDelta | Alive | Done
+ReplyEvent = Delta | CallDelta | KeepAlive | Done

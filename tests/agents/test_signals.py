@@ -11,7 +11,7 @@ from turngate.agents import spec
 from turngate.agents.launch import resolve_signals
 from turngate.dialects.chat import ChatHistory, ChatTools
 from turngate.trace.signals import read
-from turngate.types import Call, Told
+from turngate.types import Call, CallSignals
 
 
 class Request(NamedTuple):
@@ -45,43 +45,47 @@ def codex(kind: str, **headers: str) -> Request:
 @pytest.mark.parametrize(
     ("agent", "request_", "told"),
     [
-        ("claude-code", Request(headers={"x-claude-code-session-id": "s"}, model="m"), Told("s")),
+        ("claude-code", Request(headers={"x-claude-code-session-id": "s"}, model="m"), CallSignals("s")),
         (
             "claude-code",
             Request(headers={"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}, model="m"),
-            Told("a", "", "subagent", "Agent tool"),
+            CallSignals("a", "", "subagent", "Agent tool"),
         ),
-        ("claude-code", Request(headers={}, body={"metadata": {"user_id": '{"session_id": "s"}'}}), Told("s")),
-        ("claude-code", Request(headers={}, last=COMPACTION, model="m"), Told("", "", "side", "compaction")),
-        ("claude-code", Request(headers={}, model="m-small"), Told("", "", "side", "model m-small")),
-        ("codex", codex("turn"), Told("t1")),
-        ("codex", codex("compaction"), Told("t1", "", "side", "compaction")),
+        ("claude-code", Request(headers={}, body={"metadata": {"user_id": '{"session_id": "s"}'}}), CallSignals("s")),
+        ("claude-code", Request(headers={}, last=COMPACTION, model="m"), CallSignals("", "", "side", "compaction")),
+        ("claude-code", Request(headers={}, model="m-small"), CallSignals("", "", "side", "model m-small")),
+        ("codex", codex("turn"), CallSignals("t1")),
+        ("codex", codex("compaction"), CallSignals("t1", "", "side", "compaction")),
         (
             "codex",
             codex("turn", **{"x-openai-subagent": "collab_spawn", "x-codex-parent-thread-id": "t0"}),
-            Told("t1", "t0", "subagent", "spawn_agent"),
+            CallSignals("t1", "t0", "subagent", "spawn_agent"),
         ),
-        ("opencode", Request(headers={"x-session-id": "s"}, model="m"), Told("s")),
+        ("opencode", Request(headers={"x-session-id": "s"}, model="m"), CallSignals("s")),
         (
             "opencode",
             Request(headers={"x-session-id": "s2", "x-parent-session-id": "s"}, model="m"),
-            Told("s2", "s", "subagent", "task tool"),
+            CallSignals("s2", "s", "subagent", "task tool"),
         ),
-        ("opencode", Request(headers={"x-session-id": "s"}, model="m-small"), Told("s", "", "side", "model m-small")),
-        ("gemini-cli", Request(headers={}, model="m", tools=("read_file",)), Told()),
+        (
+            "opencode",
+            Request(headers={"x-session-id": "s"}, model="m-small"),
+            CallSignals("s", "", "side", "model m-small"),
+        ),
+        ("gemini-cli", Request(headers={}, model="m", tools=("read_file",)), CallSignals()),
         (
             "gemini-cli",
             Request(headers={}, model="m", tools=("complete_task",)),
-            Told("", "", "subagent", "invoke_agent"),
+            CallSignals("", "", "subagent", "invoke_agent"),
         ),
-        ("shell", Request(headers={}, body="not an object", model="m"), Told()),
+        ("shell", Request(headers={}, body="not an object", model="m"), CallSignals()),
     ],
 )
-def test_requests_tell_their_conversation(agent: str, request_: Request, told: Told) -> None:
+def test_requests_tell_their_conversation(agent: str, request_: Request, told: CallSignals) -> None:
     assert read(resolve_signals(spec.find_agent(agent).spec.signals, "m"), request_.headers, request_.call()) == told
 
 
 def test_what_is_no_json_tells_nothing() -> None:
     signals = spec.find_agent("codex").spec.signals
     request = Request(headers={"x-codex-turn-metadata": "{"}, body={"client_metadata": [1]})
-    assert read(signals, request.headers, request.call()) == Told()
+    assert read(signals, request.headers, request.call()) == CallSignals()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from turngate.cli import mcp
-from turngate.errors import DataInUse, EngineError, TurngateError
+from turngate.errors import DataFolderInUse, EngineError, TurngateError
 from turngate.store.lock import lock
 
 
 def test_a_folder_in_use_is_told_in_one_sentence(tmp_path: Path) -> None:
     held = lock(tmp_path)
-    with pytest.raises(DataInUse) as refused:
+    with pytest.raises(DataFolderInUse) as refused:
         lock(tmp_path)
     held.close()
     found = mcp._why(BaseExceptionGroup("tasks", [ExceptionGroup("more", [refused.value])]))

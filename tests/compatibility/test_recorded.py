@@ -22,8 +22,8 @@ from turngate.rollout import ledger
 from turngate.service import config as service_config
 from turngate.trainers.export import export
 from turngate.trainers.export.base import Choices
-from turngate.verify import Folder, Means, Renderers, verify
-from turngate.views.verdict import stored_rows
+from turngate.verify import Renderers, StoreReader, VerifyOptions, verify
+from turngate.views.verdict import open_row_source
 
 RECORDED = Path(__file__).parent / "recorded-0.1.0"
 ANSWERS: dict[str, Any] = json.loads((RECORDED / "answers.json").read_text())
@@ -82,8 +82,8 @@ def test_exports_are_the_same(name: str, data: Path) -> None:
 
 @pytest.mark.parametrize("session", SESSIONS)
 def test_sessions_verify(session: str, data: Path) -> None:
-    with Folder(data) as folder, stored_rows(data) as rows:
-        verdict = verify(folder, session, Means(rows=rows, renderers=Renderers()))
+    with StoreReader(data) as folder, open_row_source(data) as rows:
+        verdict = verify(folder, session, VerifyOptions(rows=rows, renderers=Renderers()))
     assert verdict.ok, verdict
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turngate.dialects.base import Wire
+from turngate.dialects.base import WireRequest
 from turngate.dialects.chat import Chat
 from turngate.errors import (
     BadRequest,
@@ -25,7 +25,7 @@ from turngate.errors import (
     Unauthorized,
     Unprocessable,
 )
-from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
+from turngate.types import Call, CallDelta, Constraint, Delta, Done, KeepAlive, Message, ToolCall, Usage
 
 Json = Any
 HI = {"role": "user", "content": "Hi"}
@@ -34,7 +34,7 @@ chat = Chat()
 
 
 def decoded(headers: dict[str, str] | None = None, **body: Json) -> Call:
-    return chat.decode(Wire(json.dumps({"model": "m", "messages": [HI], **body}).encode(), headers or {}))
+    return chat.decode(WireRequest(json.dumps({"model": "m", "messages": [HI], **body}).encode(), headers or {}))
 
 
 def message(wire: Json) -> Message:
@@ -193,14 +193,14 @@ def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
 def test_the_raw_messages_are_the_bytes_that_were_sent() -> None:
     raws = [b'{ "role":"user" ,"content": "a\\u00e9" }', b'{"content":"b","role":"user"}']
     body = b' {"stop": null, "messages" : [ ' + b" ,\n".join(raws) + b' ], "model":"m"}'
-    assert [bytes(raw) for raw in chat.decode(Wire(body)).history.raws] == raws
+    assert [bytes(raw) for raw in chat.decode(WireRequest(body)).history.raws] == raws
 
 
 # ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_request_with_nothing_in_it_but_messages() -> None:
-    got = chat.decode(Wire(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
+    got = chat.decode(WireRequest(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
     assert (got.model, got.tools, got.sampling, got.max_tokens, got.stop) == ("", None, {}, None, ())
     assert (got.constraint, got.stream, got.include_usage, got.retried) == (None, False, False, False)
     assert got.parallel_tool_calls and got.template_kwargs == {} and got.idempotency_key == ""
@@ -376,7 +376,7 @@ def streamed(*events: Any, **body: Json) -> list[Json]:
 def test_a_streamed_reply() -> None:
     tool_call = ToolCall("c1", "f", '{"a": "line\\n"}')
     done = Done("tool_calls", Message("assistant", "Hi\n\n", "r", (tool_call,)), USAGE, 1)
-    events = (Delta("reasoning", "r"), Delta("content", "Hi\n\n"), Alive(), CallDelta(0, tool_call), done)
+    events = (Delta("reasoning", "r"), Delta("content", "Hi\n\n"), KeepAlive(), CallDelta(0, tool_call), done)
     *chunks, end = streamed(*events)
     assert end == "data: [DONE]"
     assert {(c["id"], c["object"], c["model"]) for c in chunks} == {(chunks[0]["id"], "chat.completion.chunk", "m")}

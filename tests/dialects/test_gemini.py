@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.speed import scaled
-from turngate.dialects import recorded
-from turngate.dialects.base import Verb, Wire
+from turngate.dialects import decode_stored_messages
+from turngate.dialects.base import Verb, WireRequest
 from turngate.dialects.gemini import Gemini
-from turngate.dialects.gemini_contents import RAW_ARGUMENTS, camel, sealed, unsealed
-from turngate.dialects.gemini_tools import json_schema
+from turngate.dialects.gemini_contents import RAW_ARGUMENTS, decode_signature, encode_signature, to_camel
+from turngate.dialects.gemini_tools import to_json_schema
 from turngate.errors import (
     BadRequest,
     Conflict,
@@ -34,7 +34,7 @@ from turngate.errors import (
     Unprocessable,
 )
 from turngate.trace.message_equality import Reading, meaning
-from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
+from turngate.types import Call, CallDelta, Constraint, Delta, Done, KeepAlive, Message, ToolCall, Usage
 
 Json = Any
 HI = {"role": "user", "parts": [{"text": "Hi"}]}
@@ -47,7 +47,7 @@ def decoded(
     body: Json = None, *, verb: Verb = "generate", headers: Any = None, query: Any = None, **fields: Json
 ) -> Call:
     body = {"contents": [HI], **fields} if body is None else body
-    return gemini.decode(Wire(json.dumps(body).encode(), headers or {}, query or {}, verb, "m"))
+    return gemini.decode(WireRequest(json.dumps(body).encode(), headers or {}, query or {}, verb, "m"))
 
 
 def messages(*contents: Json, **fields: Json) -> list[tuple[Message, ...]]:
@@ -141,7 +141,7 @@ def test_the_raw_turns_are_the_bytes_that_were_sent() -> None:
         b'{"role":"user","parts":[{"text":"c"}]}',
     ]
     body = b' {"contents" : [ ' + b" ,\n".join(raws) + b' ], "systemInstruction": {"parts" : [{"text": "s"}]}}'
-    got = gemini.decode(Wire(body)).history.raws
+    got = gemini.decode(WireRequest(body)).history.raws
     assert got == [b'{"role":"system","parts":[{"text": "s"}]}', raws[0], raws[1] + b"," + raws[2], raws[3]]
 
 
@@ -155,9 +155,9 @@ def test_a_recorded_history_reads_the_same() -> None:
     call_ = decoded(contents=contents, systemInstruction={"parts": [{"text": "s"}]})
     stored = b"[" + b",".join(call_.history.raws) + b"]"
     said = [m for n in range(len(call_.history.raws)) for m in call_.history.decode(n)]
-    assert recorded("gemini", stored) == said
+    assert decode_stored_messages("gemini", stored) == said
     # A context is stored without the turn that it answers.
-    alone = recorded("gemini", b"[" + call_.history.raws[-1] + b"]")
+    alone = decode_stored_messages("gemini", b"[" + call_.history.raws[-1] + b"]")
     assert [m.content for m in alone] == ["1", "2"]
 
 
@@ -172,7 +172,7 @@ def test_a_role_is_known_wherever_it_stands(spelling: str) -> None:
             (trap, json.dumps(role)) if spelling.index("parts") < spelling.index("role") else (json.dumps(role), trap)
         )
         body = '{"contents":[' + spelling % pair + "]}"
-        assert gemini.decode(Wire(body.encode())).history.decode(0)[0].role == ours
+        assert gemini.decode(WireRequest(body.encode())).history.decode(0)[0].role == ours
 
 
 def test_a_turn_is_looked_at_only_when_it_is_asked_for() -> None:
@@ -194,7 +194,7 @@ def test_a_long_history_costs_little() -> None:
     best = float("inf")
     for _ in range(30):
         begin = time.process_time()
-        history = gemini.decode(Wire(body)).history
+        history = gemini.decode(WireRequest(body)).history
         best = min(best, time.process_time() - begin)
     assert len(history.raws) == 201 and len(body) > 230_000
     assert best < scaled(0.001), f"{best * 1e3:.2f} ms"  # not a measurement: it takes 0.4 ms of an idle core
@@ -300,7 +300,13 @@ def test_both_spellings_mean_the_same() -> None:
     for name in ("sampling", "max_tokens", "stop", "constraint", "template_hints", "wire"):
         assert getattr(one, name) == getattr(other, name), name
     assert one.max_tokens == 5 and one.constraint == Constraint("json_schema", {"my_key": 1})
-    assert (camel("x"), camel("a_b_c"), camel("$defs"), camel("_x"), camel("aB")) == ("x", "aBC", "$defs", "_x", "aB")
+    assert (to_camel("x"), to_camel("a_b_c"), to_camel("$defs"), to_camel("_x"), to_camel("aB")) == (
+        "x",
+        "aBC",
+        "$defs",
+        "_x",
+        "aB",
+    )
 
 
 # ── signatures ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,10 +314,10 @@ def test_both_spellings_mean_the_same() -> None:
 
 def test_a_signature_of_our_own_carries_the_thought() -> None:
     for thought in ("plain", "Größe 汉字 👩‍👩‍👧", "?" * 50, "\x00\x01"):
-        mark = sealed(thought)
-        assert unsealed(mark) == thought
+        mark = encode_signature(thought)
+        assert decode_signature(mark) == thought
         # The Python SDK decodes it and writes it anew; other alphabets of base64 are the same bytes.
-        assert unsealed(base64.b64encode(base64.urlsafe_b64decode(mark)).decode()) == thought
+        assert decode_signature(base64.b64encode(base64.urlsafe_b64decode(mark)).decode()) == thought
         assert model({**call("f"), "thoughtSignature": mark}) == Message(
             "assistant", reasoning=thought, tool_calls=(ToolCall("call_0", "f", "{}"),)
         )
@@ -319,7 +325,7 @@ def test_a_signature_of_our_own_carries_the_thought() -> None:
 
 @pytest.mark.parametrize("mark", ["c2lnbmF0dXJl", "skip_thought_signature_validator", "", "é", "====", "dGcxLv8="])
 def test_any_other_signature_is_kept_and_not_believed(mark: str) -> None:
-    assert unsealed(mark) is None
+    assert decode_signature(mark) is None
     got = model({**call("f"), "thoughtSignature": mark})
     assert got.reasoning == "" and got.tool_calls[0].seal == mark and got.seal == ""
     assert model({"text": "x", "thoughtSignature": mark}) == Message("assistant", "x", seal=mark)
@@ -327,7 +333,7 @@ def test_any_other_signature_is_kept_and_not_believed(mark: str) -> None:
 
 
 def test_thoughts_that_came_back_count_more_than_those_in_a_signature() -> None:
-    got = model({"text": "shown", "thought": True}, {**call("f"), "thoughtSignature": sealed("sealed")})
+    got = model({"text": "shown", "thought": True}, {**call("f"), "thoughtSignature": encode_signature("sealed")})
     assert got.reasoning == "shown"
 
 
@@ -376,7 +382,7 @@ def test_places_are_those_of_the_request_however_turns_are_grouped() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"contents": [' + b"[" * 5000])
 def test_bodies_that_are_no_json_object(body: bytes) -> None:
     with pytest.raises(BadRequest):
-        gemini.decode(Wire(body))
+        gemini.decode(WireRequest(body))
 
 
 @pytest.mark.parametrize("body", [{}, {"contents": []}, {"contents": None}])
@@ -617,7 +623,7 @@ def test_schemas_of_this_api_become_json_schemas() -> None:
         "required": ["a"],
         "propertyOrdering": ["a", "b", "gone"],
     }
-    got = json_schema(schema, "s")
+    got = to_json_schema(schema, "s")
     assert got == {
         "type": "object",
         "description": "d",
@@ -635,8 +641,8 @@ def test_schemas_of_this_api_become_json_schemas() -> None:
     assert list(got["properties"]) == ["a", "b", "c", "type", "d", "e", "f"]
     # One that is a JSON schema already stays one.
     plain = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": ["string", "null"]}}}
-    assert json_schema({**plain, "additionalProperties": False}, "s") == {**plain, "additionalProperties": False}
-    assert json_schema({"ref": "#/$defs/X", "defs": {"X": {"type": "STRING"}}}, "s") == {
+    assert to_json_schema({**plain, "additionalProperties": False}, "s") == {**plain, "additionalProperties": False}
+    assert to_json_schema({"ref": "#/$defs/X", "defs": {"X": {"type": "STRING"}}}, "s") == {
         "$ref": "#/$defs/X",
         "$defs": {"X": {"type": "string"}},
     }
@@ -744,7 +750,7 @@ def test_parts_of_a_reply() -> None:
     w2 = {"functionCall": {"id": "c2", "name": "g", "args": {}}}
     assert parts(Message("assistant", tool_calls=(c1, c2))) == [w1, w2]
     thinking = Message("assistant", "x", "r", (c1, c2))
-    signed = {**w1, "thoughtSignature": sealed("r")}
+    signed = {**w1, "thoughtSignature": encode_signature("r")}
     assert parts(thinking) == [{"text": "x"}, signed, w2]
     assert parts(thinking, generationConfig=THOUGHTS) == [{"text": "r", "thought": True}, {"text": "x"}, signed, w2]
 
@@ -814,11 +820,11 @@ C1, C2 = ToolCall("c1", "f", '{"a": "line\\n"}'), ToolCall("c2", "g", "{\n}")
 SAID = Message("assistant", "Hi\n\nyou", "some thought", (C1, C2))
 EVENTS = (
     Delta("reasoning", "some "),
-    Alive(),
+    KeepAlive(),
     Delta("reasoning", "thought"),
     Delta("content", "Hi\n\n"),
     Delta("content", "you"),
-    Alive(),
+    KeepAlive(),
     CallDelta(0, C1),
     CallDelta(1, C2),
     Done("tool_calls", SAID, USAGE, 1),
@@ -837,7 +843,7 @@ def test_a_streamed_reply(sse: bool) -> None:
         [
             {
                 "functionCall": {"id": "c1", "name": "f", "args": {"a": "line\n"}},
-                "thoughtSignature": sealed("some thought"),
+                "thoughtSignature": encode_signature("some thought"),
             }
         ],
         [{"functionCall": {"id": "c2", "name": "g", "args": {}}}],
@@ -878,8 +884,8 @@ def test_signs_of_life_are_white_space() -> None:
     """The Python SDK fails on comments, and drops a reply that has a chunk without parts."""
     for query in ({"alt": "sse"}, {}):
         encoder = gemini.stream(decoded(verb="stream", query=query))
-        assert encoder.event(Alive()).strip() == b"" != encoder.event(Alive())
-    silent = streamed(Alive(), Alive(), Done("stop", Message("assistant"), None), sse=False)
+        assert encoder.event(KeepAlive()).strip() == b"" != encoder.event(KeepAlive())
+    silent = streamed(KeepAlive(), KeepAlive(), Done("stop", Message("assistant"), None), sse=False)
     assert len(silent) == 1
 
 
@@ -911,14 +917,14 @@ def test_errors(error: TurngateError, code: int, status: str) -> None:
     assert (body["error"]["code"], body["error"]["status"], gemini.status(error)) == (code, status, code)
     if not isinstance(error, ContextOverflow):
         assert "x" in body["error"]["message"]
-    assert not gemini.in_stream(error)
+    assert not gemini.sends_in_stream(error)
     # In a stream of events it is a bare object, which is how the SDKs know it.
     in_stream = gemini.stream(decoded(verb="stream", query={"alt": "sse"})).error(error)
     assert in_stream.startswith(b'{"error":') and in_stream.endswith(b"}\n\n") and json.loads(in_stream) == body
     listed = gemini.stream(decoded(verb="stream"))
     assert json.loads(listed.begin() + listed.error(error)) == [body]
     listed = gemini.stream(decoded(verb="stream"))
-    data = listed.begin() + listed.event(Delta("content", "x")) + listed.event(Alive()) + listed.error(error)
+    data = listed.begin() + listed.event(Delta("content", "x")) + listed.event(KeepAlive()) + listed.error(error)
     assert json.loads(data)[1] == body
 
 

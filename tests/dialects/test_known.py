@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from turngate.dialects import DIALECTS, Dialect, Wire
-from turngate.dialects.prefix_cache import Frames, Known
+from turngate.dialects import DIALECTS, Dialect, WireRequest
+from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.dialects.wire import without_lone_surrogates
 from turngate.errors import BadRequest
 from turngate.types import Call
@@ -28,17 +28,17 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dialect, name)
 
-    def decode(self, wire: Wire) -> Call:
+    def decode(self, wire: WireRequest) -> Call:
         self.sizes.append(len(wire.body))
         return self._dialect.decode(wire)
 
 
-def _same(known: Known, dialect: Dialect, body: bytes) -> None:
+def _same(known: PrefixCache, dialect: Dialect, body: bytes) -> None:
     """Both ways lead to the same call, or to the same error."""
     headers = {"idempotency-key": str(len(body)), "x-stainless-retry-count": str(len(body) % 2), "openai-beta": "x"}
-    wire = Wire(body, headers, model="m")
+    wire = WireRequest(body, headers, model="m")
     try:
-        whole = dialect.decode(Wire(without_lone_surrogates(body), headers, model="m"))
+        whole = dialect.decode(WireRequest(without_lone_surrogates(body), headers, model="m"))
     except BadRequest as error:
         with pytest.raises(BadRequest) as caught:
             known.decode(wire)
@@ -175,7 +175,7 @@ def _body(name: str, items: list[Any], style: tuple[int, int, tuple[str, str], b
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_read_as_far_as_it_is_new_it_is_the_same(made: tuple[str, list[bytes]]) -> None:
     name, bodies = made
-    known = Known(BY_NAME[name], Frames())
+    known = PrefixCache(BY_NAME[name], FrameCache())
     for body in bodies:
         _same(known, BY_NAME[name], body)
 
@@ -187,12 +187,12 @@ def test_read_as_far_as_it_is_new_it_is_the_same(made: tuple[str, list[bytes]]) 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_what_was_sent_before_is_not_read_again(name: str, separators: tuple[str, str]) -> None:
     dialect = Counted(BY_NAME[name])
-    known = Known(dialect, Frames())
+    known = PrefixCache(dialect, FrameCache())
     items = [_MAKERS[name]("long " * 1000, 0)]
     for turn in range(5):
         items += [_MAKERS[name](f"x{turn}", 1), _MAKERS[name](f"y{turn}", 2)]
         body = json.dumps({dialect.list_field: items}, separators=separators).encode()
-        assert list(known.decode(Wire(body)).history.items) == [
+        assert list(known.decode(WireRequest(body)).history.items) == [
             json.dumps(i, separators=separators).encode() for i in items
         ]
     assert dialect.sizes[0] > 5000
@@ -201,26 +201,26 @@ def test_what_was_sent_before_is_not_read_again(name: str, separators: tuple[str
 
 def test_lines_of_work_side_by_side_are_all_known() -> None:
     dialect = Counted(BY_NAME["chat"])
-    known = Known(dialect, Frames())
+    known = PrefixCache(dialect, FrameCache())
     lines = [[_chat(f"task {line} " * 500, 0)] for line in range(4)]
     for turn in range(5):
         for items in lines:
             items.append(_chat(f"{turn}", turn % 2))
-            known.decode(Wire(json.dumps({"messages": items}).encode()))
+            known.decode(WireRequest(json.dumps({"messages": items}).encode()))
     assert all(size < 1000 for size in dialect.sizes[4:])
 
 
 def test_an_end_that_changes_leaves_the_beginning_known() -> None:
     """Claude Code moves its cache marks along, and writes something new before the list with every call."""
     dialect = Counted(BY_NAME["messages"])
-    known = Known(dialect, Frames())
+    known = PrefixCache(dialect, FrameCache())
     items: list[Any] = [_messages("long " * 1000, 0)]
     for turn in range(5):
         items += [_messages(f"x{turn}", 1), _messages(f"y{turn}", 2)]
         marked = [*items[:-1], {**items[-1], "cache_control": {"type": "ephemeral"}}]
         body = json.dumps({"system": f"call {turn}", "max_tokens": 9, "messages": marked}).encode()
         _same(known, BY_NAME["messages"], body)
-        known.decode(Wire(body))
+        known.decode(WireRequest(body))
     assert dialect.sizes[0] > 5000
     assert all(size < 700 for size in dialect.sizes[2:])
 
@@ -228,13 +228,13 @@ def test_an_end_that_changes_leaves_the_beginning_known() -> None:
 def test_the_session_that_began_like_that_is_not_changed_by_the_next() -> None:
     """What one call goes on reading is not what a later one adds to."""
     for name in sorted(_MAKERS):
-        dialect, known = BY_NAME[name], Known(BY_NAME[name], Frames())
+        dialect, known = BY_NAME[name], PrefixCache(BY_NAME[name], FrameCache())
         first = [_MAKERS[name]("a", 0), _MAKERS[name]("b", 1)]
         field = dialect.list_field
         extra = {"max_tokens": 9}
-        short = known.decode(Wire(json.dumps({field: [*first, _MAKERS[name]("c", 2)], **extra}).encode()))
+        short = known.decode(WireRequest(json.dumps({field: [*first, _MAKERS[name]("c", 2)], **extra}).encode()))
         raws = list(short.history.raws)
         known.decode(
-            Wire(json.dumps({field: [*first, _MAKERS[name]("c", 2), _MAKERS[name]("d", 0)], **extra}).encode())
+            WireRequest(json.dumps({field: [*first, _MAKERS[name]("c", 2), _MAKERS[name]("d", 0)], **extra}).encode())
         )
         assert short.history.raws == raws

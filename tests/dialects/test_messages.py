@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.speed import scaled
-from turngate.dialects import recorded
-from turngate.dialects.base import Wire
+from turngate.dialects import decode_stored_messages
+from turngate.dialects.base import WireRequest
 from turngate.dialects.messages import Messages
 from turngate.errors import (
     BadRequest,
@@ -32,7 +32,7 @@ from turngate.errors import (
     Unprocessable,
 )
 from turngate.trace.message_equality import Reading
-from turngate.types import Alive, Call, CallDelta, Constraint, Delta, Done, Message, ToolCall, Usage
+from turngate.types import Call, CallDelta, Constraint, Delta, Done, KeepAlive, Message, ToolCall, Usage
 
 Json = Any
 HI = {"role": "user", "content": "Hi"}
@@ -44,7 +44,7 @@ dialect = Messages()
 
 def decoded(headers: dict[str, str] | None = None, verb: Any = "generate", **body: Json) -> Call:
     whole = {"model": "m", "max_tokens": 100, "messages": [HI], **body}
-    return dialect.decode(Wire(json.dumps(whole).encode(), headers or {}, verb=verb))
+    return dialect.decode(WireRequest(json.dumps(whole).encode(), headers or {}, verb=verb))
 
 
 def conversation(*wires: Json, **body: Json) -> list[Message]:
@@ -275,7 +275,7 @@ def test_tools_that_change_in_the_middle() -> None:
     assert '"name": "g"' in added and '"name": "h"' in inline and removed == "The tool f is no longer available."
     # Read again from the record, where the tools lie elsewhere.
     stored = b"[" + json.dumps({"role": "system", "content": changes[:1]}).encode() + b"]"
-    assert recorded("messages", stored) == [Message("system", "The tool g is available now.")]
+    assert decode_stored_messages("messages", stored) == [Message("system", "The tool g is available now.")]
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -327,7 +327,7 @@ def test_messages_that_make_no_sense_are_refused_by_their_place(wire: Json, para
 def test_a_role_that_is_given_twice_does_not_mix_speakers() -> None:
     body = b'{"messages": [{"role":"user","content":"x","role":"assistant"}, {"role":"user","content":"y"}]}'
     with pytest.raises(BadRequest, match=r"messages\.0\.role"):
-        dialect.decode(Wire(body)).history.decode(0)
+        dialect.decode(WireRequest(body)).history.decode(0)
 
 
 def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
@@ -341,7 +341,7 @@ def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
 def test_the_raw_messages_are_the_bytes_that_were_sent() -> None:
     raws = [b'{ "role":"user" ,"content": "a\\u00e9" }', b'{"content":"b","role":"assistant"}', b'{"role": "user"}']
     body = b' {"stop_sequences": null, "messages" : [ ' + b" ,\n".join(raws) + b' ], "model":"m"}'
-    assert list(dialect.decode(Wire(body)).history.raws) == raws
+    assert list(dialect.decode(WireRequest(body)).history.raws) == raws
 
 
 def test_what_was_recorded_reads_as_it_did_when_it_came() -> None:
@@ -355,7 +355,7 @@ def test_what_was_recorded_reads_as_it_did_when_it_came() -> None:
     ]
     history = decoded(messages=wires, system=[text("You work.")]).history
     live = [m for n in range(len(history.raws)) for m in history.decode(n)]
-    assert recorded("messages", b"[" + b",".join(history.raws) + b"]") == live
+    assert decode_stored_messages("messages", b"[" + b",".join(history.raws) + b"]") == live
     assert [m.role for m in live] == ["system", "user", "system", "assistant", "tool", "user"]
 
 
@@ -371,7 +371,7 @@ def test_a_long_history_costs_little() -> None:
     for n in range(100):
         wires += [{"role": "user", "content": [result("output\n" * 200)]}, {"role": "assistant", "content": f"{n}"}]
     body = json.dumps({"model": "m", "max_tokens": 5, "messages": [*wires, HI]}).encode()
-    best = min(_timed(lambda: dialect.decode(Wire(body))) for _ in range(20))
+    best = min(_timed(lambda: dialect.decode(WireRequest(body))) for _ in range(20))
     assert best < scaled(0.001), f"{best * 1000:.2f} ms"  # not a measurement: it takes 0.3 ms of an idle core
 
 
@@ -385,7 +385,7 @@ def _timed(work: Any) -> float:
 
 
 def test_a_request_with_nothing_in_it_but_messages() -> None:
-    got = dialect.decode(Wire(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
+    got = dialect.decode(WireRequest(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
     assert (got.model, got.tools, got.sampling, got.max_tokens, got.stop) == ("", None, {}, None, ())
     assert (got.constraint, got.stream, got.retried, got.dialect) == (None, False, False, "messages")
     assert got.parallel_tool_calls and got.template_hints == {} and got.idempotency_key == ""
@@ -475,7 +475,7 @@ HALF = b'{"messages": [{"role": "user", "content": "half of an emoji: \\ud83d"}]
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"x"', b"[" * 5000, HALF])
 def test_bodies_that_are_no_request(body: bytes) -> None:
     with pytest.raises(BadRequest):
-        dialect.decode(Wire(body))
+        dialect.decode(WireRequest(body))
 
 
 def test_a_beginning_of_the_answer_is_refused_with_the_way_out_but_can_be_counted() -> None:
@@ -740,7 +740,9 @@ def test_what_was_sampled_is_what_comes_back(message: Message, body: Json) -> No
 def test_the_events_of_a_streamed_reply() -> None:
     message = Message("assistant", "Hi", "r", (CALL,))
     done = Done("tool_calls", message, USAGE, 1)
-    events = streamed(Delta("reasoning", "r"), Alive(), Delta("content", "Hi"), Alive(), CallDelta(0, CALL), done)
+    events = streamed(
+        Delta("reasoning", "r"), KeepAlive(), Delta("content", "Hi"), KeepAlive(), CallDelta(0, CALL), done
+    )
     assert [(e["type"], e.get("index")) for e in events] == [
         ("message_start", None),
         ("content_block_start", 0),
@@ -861,7 +863,7 @@ def test_errors(error: TurngateError, status: int, kind: str) -> None:
     in_stream = dialect.stream(decoded(stream=True)).error(error)
     assert in_stream.startswith(b"event: error\ndata: ") and in_stream.endswith(b"\n\n")
     assert json.loads(in_stream.removeprefix(b"event: error\ndata: ")) == body
-    assert not dialect.in_stream(error)
+    assert not dialect.sends_in_stream(error)
 
 
 @pytest.mark.parametrize(

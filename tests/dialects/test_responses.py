@@ -10,8 +10,8 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from turngate.dialects import recorded
-from turngate.dialects.base import Wire
+from turngate.dialects import decode_stored_messages
+from turngate.dialects.base import WireRequest
 from turngate.dialects.responses import Responses
 from turngate.errors import (
     BadRequest,
@@ -28,13 +28,13 @@ from turngate.errors import (
 )
 from turngate.trace.message_equality import Reading
 from turngate.types import (
-    Alive,
     Call,
     CallDelta,
     Constraint,
     Delta,
     Done,
     Finish,
+    KeepAlive,
     Message,
     ReplyEvent,
     ToolCall,
@@ -57,7 +57,7 @@ SEARCH = {"type": "tool_search", "execution": "client", "description": "Finds.",
 
 
 def decoded(headers: dict[str, str] | None = None, **body: Json) -> Call:
-    return responses.decode(Wire(json.dumps({"model": "m", "input": "Hi", **body}).encode(), headers or {}))
+    return responses.decode(WireRequest(json.dumps({"model": "m", "input": "Hi", **body}).encode(), headers or {}))
 
 
 def read(*items: Json, **body: Json) -> list[tuple[Message, ...]]:
@@ -183,7 +183,9 @@ def test_what_was_recorded_reads_the_same_again() -> None:
     items = [*reply(Delta("reasoning", "Hm."), Delta("content", "One."), called("a", "run")), result("a"), said("Two.")]
     history = decoded(input=items, instructions="Be brief.").history
     stored = b"[" + b",".join(history.raws) + b"]"
-    assert recorded("responses", stored) == [m for n in range(len(history.raws)) for m in history.decode(n)]
+    assert decode_stored_messages("responses", stored) == [
+        m for n in range(len(history.raws)) for m in history.decode(n)
+    ]
 
 
 def test_pieces_of_an_unchanged_history_keep_their_bytes() -> None:
@@ -388,7 +390,7 @@ def test_wrong_requests_are_refused_by_field(case: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\xff"}', b"[" * 5000])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(BadRequest):
-        responses.decode(Wire(body))
+        responses.decode(WireRequest(body))
 
 
 def test_earlier_responses_are_not_found_in_the_providers_words() -> None:
@@ -637,7 +639,7 @@ def test_the_events_of_calls() -> None:
 
 def test_signs_of_life_are_progress() -> None:
     stream = responses.stream(decoded())
-    events = parsed(stream.begin() + stream.event(Delta("content", "a")) + stream.event(Alive()))
+    events = parsed(stream.begin() + stream.event(Delta("content", "a")) + stream.event(KeepAlive()))
     assert types(events)[-1] == "in_progress" and events[-1]["response"]["output"] == []
 
 
@@ -835,7 +837,7 @@ def test_errors_read_as_the_providers(error: TurngateError, status: int, kind: s
     body = json.loads(responses.error(error))["error"]
     assert (responses.status(error), body["type"], body["code"]) == (status, kind, code)
     assert body["message"] and set(body) == {"message", "type", "param", "code"}
-    assert responses.in_stream(error) == isinstance(error, ContextOverflow)
+    assert responses.sends_in_stream(error) == isinstance(error, ContextOverflow)
     stream = responses.stream(decoded())
     failed = [
         json.loads(block.split("data: ", 1)[1])

@@ -25,7 +25,7 @@ from turngate.engines.base import Generate
 from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.shape import Rope, Shape
 from turngate.engines.local.weights import fresh
-from turngate.types import Sampling, type_of_ids
+from turngate.types import ID_DTYPE, Sampling
 
 torch.set_num_threads(1)  # threads would only wait for each other
 SHAPE = Shape(
@@ -77,7 +77,7 @@ class Said(NamedTuple):
 
 def asked(prompt: Sequence[int], tokens: int = 16, stop_ids: tuple[int, ...] = (), **sampling: Any) -> Generate:
     return Generate(
-        prompt=np.array(prompt, type_of_ids), max_tokens=tokens, sampling=Sampling(**sampling), stop_ids=stop_ids
+        prompt=np.array(prompt, ID_DTYPE), max_tokens=tokens, sampling=Sampling(**sampling), stop_ids=stop_ids
     )
 
 

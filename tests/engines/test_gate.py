@@ -16,14 +16,14 @@ from tests.speed import scaled
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.gate import Gate, GateCall
 from turngate.errors import BadRequest, Conflict, ContextOverflow, EngineTimeout, EngineUnavailable, Gone, NotFound
-from turngate.types import NEUTRAL, type_of_ids
+from turngate.types import ID_DTYPE, NEUTRAL
 
 STOP = 9
 
 
 def asked(prompt: Sequence[int] = (1, 2, 3), **other: Any) -> Generate:
     values: dict[str, Any] = {"max_tokens": 8, "stop_ids": (STOP,), "session": "s"} | other
-    return Generate(prompt=np.array(prompt, type_of_ids), sampling=NEUTRAL, **values)
+    return Generate(prompt=np.array(prompt, ID_DTYPE), sampling=NEUTRAL, **values)
 
 
 async def made(gate: Gate, request: Generate) -> list[Chunk]:
@@ -154,7 +154,7 @@ async def test_an_answered_call_cannot_be_answered_again(gate: Gate) -> None:
     with pytest.raises(Conflict, match="already"):
         await call.answer([STOP], [-1])
     with pytest.raises(Conflict, match="it was answered already"):
-        gate.piece_of(call.id, call.lease, 0, np.array([4, STOP], type_of_ids), None, "stop")
+        gate.piece_of(call.id, call.lease, 0, np.array([4, STOP], ID_DTYPE), None, "stop")
     with pytest.raises(Conflict):
         gate.fail_of(call.id, call.lease, "x")
     with pytest.raises(NotFound):
@@ -166,11 +166,11 @@ async def test_a_piece_whose_receipt_was_lost_may_be_sent_again(gate: Gate) -> N
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
     for _ in range(2):
-        gate.piece_of(call.id, call.lease, 0, np.array([4], type_of_ids), None, None)
+        gate.piece_of(call.id, call.lease, 0, np.array([4], ID_DTYPE), None, None)
     with pytest.raises(Conflict, match="at: 1 tokens"):
-        gate.piece_of(call.id, call.lease, 0, np.array([5], type_of_ids), None, None)
+        gate.piece_of(call.id, call.lease, 0, np.array([5], ID_DTYPE), None, None)
     for _ in range(2):
-        gate.piece_of(call.id, call.lease, 1, np.array([STOP], type_of_ids), None, "stop")
+        gate.piece_of(call.id, call.lease, 1, np.array([STOP], ID_DTYPE), None, "stop")
     assert [chunk.ids for chunk in await agent] == [[4], [STOP]]
 
 

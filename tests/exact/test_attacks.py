@@ -19,7 +19,7 @@ from turngate.engines.base import RelayChunk
 from turngate.engines.scripted import Turn
 from turngate.errors import StoreError
 from turngate.gateway.prompt import observed
-from turngate.render import LastTurn, load
+from turngate.render import LastTurn, load_renderer
 from turngate.render.parse import DEEPSEEK, HERMES, Parser
 from turngate.trace.roles import roles
 from turngate.trace.sample import samples
@@ -98,12 +98,12 @@ async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_mea
     agent = world.agent()
     agent.messages = [SYSTEM, user("hi")]
     await talk(agent, "a")
-    from turngate.dialects import Chat, Wire
+    from turngate.dialects import Chat, WireRequest
     from turngate.gateway.prompt import Prompts
 
     body = b'{"messages": [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": "hi "}], "tools": []}'
     agent.tools = None
-    located, preamble, cause = Prompts().locate(agent.session, Chat().decode(Wire(body)))
+    located, preamble, cause = Prompts().locate(agent.session, Chat().decode(WireRequest(body)))
     prompt = observed(located, np.array([1, 2, 99, 3], np.int32), preamble, cause)
     assert prompt.ids.tolist() == [1, 2, 99, 3]
     assert prompt.added.tolist() == [1, 2, 99, 3]
@@ -242,7 +242,7 @@ async def test_a_failed_write_gives_its_tokens_back(world: World) -> None:
 def test_what_a_template_does_to_a_text_the_bridge_does_too(twist: tuple[str, str], tmp_path: Path) -> None:
     template = CHATML.replace(*twist)
     assert template != CHATML
-    renderer, _ = load(folder_with(tmp_path, template))
+    renderer, _ = load_renderer(folder_with(tmp_path, template))
     system, long = "Be brief. /no_think", "word " * 400 + "<|im_end|> tail"
     history = [Message("system", system), Message("user", "x"), Message("assistant", "y"), Message("user", long)]
     whole = renderer.render(history, (), {})
@@ -256,7 +256,7 @@ def test_what_a_template_does_to_a_text_the_bridge_does_too(twist: tuple[str, st
 
 @pytest.mark.promise(8)
 def test_a_thousand_new_messages_are_rendered_once(tmp_path: Path) -> None:
-    renderer, _ = load(folder_with(tmp_path, CHATML))
+    renderer, _ = load_renderer(folder_with(tmp_path, CHATML))
     history = [Message("user", "x"), Message("assistant", "y"), *(Message("user", f"w{n}") for n in range(1000))]
     rendered = 0
     original = renderer.text  # type: ignore[attr-defined]

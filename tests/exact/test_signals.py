@@ -14,7 +14,7 @@ from tests.kit import tool
 from turngate.dialects.chat import ChatHistory, ChatTools
 from turngate.trace.sample import samples
 from turngate.trace.signals import Rule, Signals, alias, faults, read
-from turngate.types import Call, Told
+from turngate.types import Call, CallSignals
 
 TITLES = (
     Rule(role="side", source="system", match="You write titles*", why="title"),
@@ -46,7 +46,7 @@ def test_sources_are_headers_and_paths_into_the_body() -> None:
     )
     inside = json.dumps({"session_id": "s1"})  # a JSON string, which some programs send
     body = json.dumps({"metadata": {"user_id": inside}, "prompt_cache_key": "k", "meta": {"parent": 7}}).encode()
-    assert read(signals, {"x-thread": "t"}, call(body)) == Told("t", "7")
+    assert read(signals, {"x-thread": "t"}, call(body)) == CallSignals("t", "7")
     assert read(signals, {"x-meta": '{"thread": "u"}'}, call(body)).thread == "u"
     assert read(signals, {"x-meta": "u"}, call(body)).thread == "s1"
     assert read(signals, {}, call(b'{"prompt_cache_key": "k"}')).thread == "k"
@@ -62,19 +62,19 @@ def test_rules_say_what_a_call_is_for_and_beat_the_models_name() -> None:
         ),
         models={"*-small": "side"},
     )
-    assert read(signals, {"x-kind": "title-1"}, call()) == Told(role="side", why="title")
+    assert read(signals, {"x-kind": "title-1"}, call()) == CallSignals(role="side", why="title")
     assert read(signals, {}, call(tools=[tool("complete_task")], model="m-small")).role == "subagent"
     assert read(signals, {}, call(tools=[tool("read"), tool("complete_task_x")])).role == ""
     assert read(signals, {}, call(said=("You are.", "Summarise it."))).role == "side"
     assert read(signals, {}, call(said=("You write titles.", "Hi"))).role == "side"
-    assert read(signals, {}, call(model="m-small")) == Told(role="side", why="model m-small")
-    assert read(signals, {}, call()) == Told()
+    assert read(signals, {}, call(model="m-small")) == CallSignals(role="side", why="model m-small")
+    assert read(signals, {}, call()) == CallSignals()
     assert alias(signals, "m-small") and not alias(signals, "m")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"metadata": 3}', b'{"metadata": {"user_id": "{"}}', b"\xff"])
 def test_what_cannot_be_read_is_no_signal(body: bytes) -> None:
-    assert read(Signals(thread=("body:metadata.user_id.session_id",)), {}, call(body)) == Told()
+    assert read(Signals(thread=("body:metadata.user_id.session_id",)), {}, call(body)) == CallSignals()
 
 
 def test_a_source_of_another_kind_is_refused() -> None:

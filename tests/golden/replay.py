@@ -16,7 +16,7 @@ from tests.golden import recording
 from tests.golden.recording import IDS, Json
 from turngate.agents.launch import resolve_signals
 from turngate.agents.spec import CheckCall, CheckStep, find_agent
-from turngate.dialects.messages_stream import unsealed
+from turngate.dialects.messages_stream import decode_signature
 from turngate.engines.scripted import Scripted
 from turngate.rollout.agent_check import MODEL
 from turngate.rollout.playbook import format_step
@@ -112,7 +112,7 @@ def _messages(reply: Json) -> CheckStep:
     names = [e["content_block"]["name"] for e in events if e.get("content_block", {}).get("type") == "tool_use"]
     inputs = [json.loads(delta["partial_json"]) for delta in deltas if delta["type"] == "input_json_delta"]
     shown = "".join(delta["thinking"] for delta in deltas if delta["type"] == "thinking_delta")
-    hidden = "".join(unsealed(delta["signature"]) for delta in deltas if delta["type"] == "signature_delta")
+    hidden = "".join(decode_signature(delta["signature"]) for delta in deltas if delta["type"] == "signature_delta")
     return CheckStep(
         think=shown or hidden,
         say="".join(delta["text"] for delta in deltas if delta["type"] == "text_delta"),

@@ -17,7 +17,7 @@ from tests.golden import recording
 from tests.golden.recording import FOLDER, IDS, NAMES, Json
 from tests.golden.replay import Played, play, said, shape
 from turngate.agents.spec import load_catalog
-from turngate.dialects import DIALECTS, Wire
+from turngate.dialects import DIALECTS, WireRequest
 from turngate.errors import BadRequest
 from turngate.server.model_calls import DialectRoutes, RouteMatch
 from turngate.types import Call, Done, Message, Usage
@@ -83,7 +83,9 @@ def route(request: Json) -> RouteMatch:
 def decoded(request: Json, body: Json) -> Call:
     found = route(request)
     query = dict(pair.split("=") for pair in request["path"].partition("?")[2].split("&") if pair)
-    return found.dialect.decode(Wire(json.dumps(body).encode(), request["headers"], query, found.verb, found.model))
+    return found.dialect.decode(
+        WireRequest(json.dumps(body).encode(), request["headers"], query, found.verb, found.model)
+    )
 
 
 def conversation(request: Json, body: Json = None) -> list[Message]:

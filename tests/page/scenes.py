@@ -20,7 +20,7 @@ from tests import kit
 from tests.page_kit import Builder, Talk, building
 from turngate.store.outcome import Recorded
 from turngate.trace.tree import Context, Sampled
-from turngate.types import Limits, Told
+from turngate.types import CallSignals, Limits
 
 Json = Any
 BATCH = "train.5e1f0a77"
@@ -253,7 +253,7 @@ def _first(work: _Work) -> None:
     helper = work.talk.ask(
         [{"role": "user", "content": "Find every caller of slugify."}],
         cause="subagent",
-        told=Told("t2", "t1", "subagent"),
+        told=CallSignals("t2", "t1", "subagent"),
     )
     found = work.say(helper, "", "bash", command="rg -n slugify --type py")
     work.say(

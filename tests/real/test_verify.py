@@ -7,8 +7,8 @@ import pytest
 
 from tests.real.test_vllm import PAIRS, Gateway, converse, gateway  # noqa: F401
 from tests.verify.kit import tampering, wrong
-from turngate.verify import VLLM, Folder, Means, verify
-from turngate.views.verdict import stored_rows
+from turngate.verify import StoreReader, VerifyOptions, VLLMScorer, verify
+from turngate.views.verdict import open_row_source
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)
@@ -16,8 +16,8 @@ def test_vllm_agrees_with_what_it_sampled(gateway: Gateway) -> None:  # noqa: F8
     model, data = gateway.model, gateway.data
     session, client = gateway.open()
     converse(client, model.name, 6)
-    with Folder(data) as folder, stored_rows(data) as rows:
-        means = Means(rows=rows, scorer=VLLM(model.url, model.name))
+    with StoreReader(data) as folder, open_row_source(data) as rows:
+        means = VerifyOptions(rows=rows, scorer=VLLMScorer(model.url, model.name))
         found = verify(folder, session, means)
         assert found.ok and not found.notes, found
         assert found.replay is not None and found.replay.turns == 6 and found.replay.largest < 2e-3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from turngate.errors import ConfigError
-from turngate.render import BUILTIN_TOKENIZER, certificate_cache, load
+from turngate.render import BUILTIN_TOKENIZER, certificate_cache, load_renderer
 from turngate.render import tokenizer as module
 
 TEXTS = ["Hello, <|im_end|> wörld 汉字 👩‍👩‍👧\n\n    x = 1", " " * 50, "\ud7ff\x00", "don't"]
@@ -28,11 +28,11 @@ def records(tmp_path: Path) -> list[Path]:
 def test_the_second_start_probes_nothing_and_is_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, certificate = load(folder)
+    first, certificate = load_renderer(folder)
     assert len(records(tmp_path)) == 1
-    for name in ("read_vocabulary", "_backend"):
+    for name in ("read_vocabulary", "_load_backend"):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("it is known"))
-    second, again = load(folder)
+    second, again = load_renderer(folder)
     assert again == certificate and second.bridges == first.bridges
     assert second.tokenizer.fast and second.tokenizer.digest == first.tokenizer.digest
     for text in TEXTS:
@@ -45,50 +45,50 @@ def test_the_second_start_probes_nothing_and_is_the_same(
 
 
 def test_the_vocabulary_is_known_whatever_it_was_loaded_for(folder: Path, tmp_path: Path) -> None:
-    assert certificate_cache.recall_any(folder) is None
-    renderer, _ = load(folder, model="some-model", family="template")
-    found = certificate_cache.recall_any(folder)
+    assert certificate_cache.load_any_record(folder) is None
+    renderer, _ = load_renderer(folder, model="some-model", family="template")
+    found = certificate_cache.load_any_record(folder)
     assert found is not None and found.vocabulary == renderer.tokenizer.vocabulary and found.fast
     records(tmp_path)[0].write_bytes(b"nonsense")
-    assert certificate_cache.recall_any(folder) is None
-    load(folder)
-    assert certificate_cache.recall_any(folder) == found
+    assert certificate_cache.load_any_record(folder) is None
+    load_renderer(folder)
+    assert certificate_cache.load_any_record(folder) == found
     (folder / "tokenizer_config.json").write_text("{}")
-    assert certificate_cache.recall_any(folder) is None
+    assert certificate_cache.load_any_record(folder) is None
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_another_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: str) -> None:
-    load(folder)
+    load_renderer(folder)
     path = folder / file
     path.write_bytes((path.read_bytes() if path.exists() else (folder / "x").read_bytes()) + b"\n")
-    load(folder)
+    load_renderer(folder)
     assert len(records(tmp_path)) == 2
-    load(folder, family="template")
+    load_renderer(folder, family="template")
     assert len(records(tmp_path)) == 3
 
 
 def test_a_damaged_record_is_no_record(folder: Path, tmp_path: Path) -> None:
-    _, certificate = load(folder)
+    _, certificate = load_renderer(folder)
     (record,) = records(tmp_path)
     for damage in (b"", b"nonsense", record.read_bytes()[:-100]):
         record.write_bytes(damage)
-        assert load(folder)[1] == certificate
+        assert load_renderer(folder)[1] == certificate
     assert len(records(tmp_path)) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    assert load(folder)[1].passed
+    assert load_renderer(folder)[1].passed
 
 
 def test_what_is_wrong_with_a_folder_is_said_though_nothing_is_known_of_it(folder: Path) -> None:
     for text in ("{}", "[]", '{"model": {"type": "BPE"}}', '{"model": 3, "added_tokens": [{}]}'):
         (folder / "tokenizer.json").write_text(text)
         with pytest.raises(ConfigError, match="is not a tokenizer"):
-            load(folder)
+            load_renderer(folder)
     with pytest.raises(ConfigError, match="does not exist"):
-        load(folder / "nowhere")
+        load_renderer(folder / "nowhere")
 
 
 def test_a_fault_is_remembered_as_one(folder: Path, tmp_path: Path) -> None:
@@ -97,13 +97,13 @@ def test_a_fault_is_remembered_as_one(folder: Path, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ loop.length }}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    first, certificate = load(folder)
-    second, again = load(folder)
+    first, certificate = load_renderer(folder)
+    second, again = load_renderer(folder)
     assert not certificate.passed and not first.bridges and not second.bridges and again == certificate
 
 
 def test_only_so_many_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificate_cache, "_KEPT", 2)
+    monkeypatch.setattr(certificate_cache, "_MAX_RECORDS", 2)
     for model in ("a", "b", "c", "d"):
-        load(folder, model=model)
+        load_renderer(folder, model=model)
     assert len(records(tmp_path)) == 2

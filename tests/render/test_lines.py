@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from turngate.render import tokenizer
-from turngate.render.tokenizer import _BY_LINES, _FastEncoder
+from turngate.render.tokenizer import _LINE_SAFE_PATTERNS, _FastEncoder
 
 # What can stand around a line break, of every kind that the patterns tell apart.
 _CHARACTERS = " \t\n\r\x0b\x0c\x1c\x85\xa0\u2028\u3000aZé1٣.;/'_中\u0301"
@@ -28,7 +28,7 @@ def _encoder(pattern: str) -> _FastEncoder:
     return _FastEncoder(encoding, list(range(len(ranks))), nfc=False, added={})
 
 
-_ENCODERS = [_encoder(pattern) for pattern in sorted(_BY_LINES)]
+_ENCODERS = [_encoder(pattern) for pattern in sorted(_LINE_SAFE_PATTERNS)]
 
 
 @pytest.mark.parametrize("encoder", _ENCODERS, ids=["llama", "qwen"])
@@ -45,8 +45,8 @@ def test_a_pattern_that_looks_across_lines_is_encoded_whole() -> None:
 
 
 def test_no_more_lines_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "_LINES", 10)
-    encoder = _encoder(min(_BY_LINES))
+    monkeypatch.setattr(tokenizer, "_MAX_CACHED_LINES", 10)
+    encoder = _encoder(min(_LINE_SAFE_PATTERNS))
     for n in range(100):
         text = f"a{n}\n{'x' * 1000}\nagain\n"
         assert encoder.encode(text) == encoder._encoding.encode_ordinary(text)
@@ -54,4 +54,4 @@ def test_no_more_lines_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(encoder._older_lines) <= 10
     kept = {**encoder._lines, **encoder._older_lines}
     assert "again\n" in kept
-    assert all(len(line) <= tokenizer._LONGEST_LINE for line in kept)
+    assert all(len(line) <= tokenizer._MAX_CACHED_LINE for line in kept)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.renderer_fixtures import renderer_params
 from turngate.errors import ConfigError
-from turngate.render import BUILTIN_TOKENIZER, load
+from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.render.certify import CASES
 from turngate.render.renderer import TemplateRenderer
 from turngate.render.tokenizer import Tokenizer, probe_corpus
@@ -80,18 +80,18 @@ CHATML = (
 def test_a_template_that_counts_its_messages_is_found_out(tmp_path: Path) -> None:
     """Every message is numbered from the end, so that a new one rewrites all before it."""
     counting = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.revindex }}")
-    renderer, certificate = load(folder_with(tmp_path, counting))
+    renderer, certificate = load_renderer(folder_with(tmp_path, counting))
     assert not certificate.passed
     assert not renderer.bridges
 
 
 def test_a_template_that_drops_old_messages_is_found_out(tmp_path: Path) -> None:
-    _, certificate = load(folder_with(tmp_path, CHATML.replace("in messages %}", "in messages[-2:] %}")))
+    _, certificate = load_renderer(folder_with(tmp_path, CHATML.replace("in messages %}", "in messages[-2:] %}")))
     assert not certificate.passed
 
 
 def test_a_template_without_tools_gets_them_in_hermes_form(tmp_path: Path) -> None:
-    renderer, certificate = load(folder_with(tmp_path, CHATML))
+    renderer, certificate = load_renderer(folder_with(tmp_path, CHATML))
     assert certificate.passed
     case = next(c for c in CASES if c.name == "parallel calls")
     text = renderer.tokenizer.decode(renderer.render(case.messages, case.tools, {}))
@@ -104,7 +104,7 @@ def test_a_template_without_tools_gets_them_in_hermes_form(tmp_path: Path) -> No
 
 def test_a_template_that_refuses_system_messages_gets_them_in_the_question(tmp_path: Path) -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
-    renderer, _ = load(folder_with(tmp_path, refusing))
+    renderer, _ = load_renderer(folder_with(tmp_path, refusing))
     text = renderer.tokenizer.decode(renderer.render([Message("system", "Be kind."), Message("user", "hi")], (), {}))
     assert text.startswith("<|im_start|>user\nBe kind.\n\nhi<|im_end|>")
 
@@ -122,7 +122,7 @@ def test_a_broken_folder_is_named(tmp_path: Path, spoil: Any, message: str) -> N
     folder = folder_with(tmp_path, CHATML)
     spoil(folder)
     with pytest.raises(ConfigError, match=message):
-        load(folder)
+        load_renderer(folder)
 
 
 def test_the_fast_encoder_is_given_up_when_it_disagrees(tmp_path: Path) -> None:

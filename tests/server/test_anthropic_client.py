@@ -16,7 +16,7 @@ import pytest
 
 from tests.kit import Gated, Json, Running, calls, gateway, real_tokenizer, renderer, say, spelled, tokenizer, until
 from tests.speed import scaled
-from turngate.dialects import recorded
+from turngate.dialects import decode_stored_messages
 from turngate.engines.scripted import Scripted, Turn, derived_logprobs
 from turngate.render import BUILTIN_TOKENIZER
 
@@ -392,7 +392,7 @@ async def test_thinking_that_was_not_shown_is_in_its_signature() -> None:
         first, second = await g.open(), await g.open()
         reply = await ask(g, first.key, "1+1?", thinking=OMITTED)
         await ask(g, second.key, [user("1+1?"), spoken(reply), user("Sure?")])
-        assert recorded("messages", json.dumps([spoken(reply)]).encode())[0].reasoning == "Hmm, two."
+        assert decode_stored_messages("messages", json.dumps([spoken(reply)]).encode())[0].reasoning == "Hmm, two."
         assert "Hmm, two." in prompts(g)[1]
 
 

@@ -21,14 +21,14 @@ from turngate.server.web.view_cache import load_decoder
 from turngate.store.outcome import Recorded
 from turngate.trace.pass_at_k import pass_at_k
 from turngate.trainers.export import Choices, Wanted, export
-from turngate.types import type_of_ids
+from turngate.types import ID_DTYPE
 from turngate.views.tokens import pieces
 
 GROUP = f"{page_kit.BATCH}.long-task"
 
 
 def array(ids: list[int]) -> Any:
-    return np.array(ids, type_of_ids)
+    return np.array(ids, ID_DTYPE)
 
 
 def byte_ids(tokenizer: Tokenizer, spelled: bytes) -> list[int]:

@@ -16,7 +16,7 @@ import pytest
 from tests.kit import say
 from tests.service.kit import KEY, config, open_sessions, served
 from tests.speed import scaled
-from turngate.errors import DataInUse, StoreError
+from turngate.errors import DataFolderInUse, StoreError
 from turngate.service.result import Event, RolloutState
 from turngate.service.rollouts import Rollouts
 from turngate.service.storage import Books
@@ -52,7 +52,7 @@ async def test_results_events_and_messages_stay(tmp_path: Path) -> None:
         rollout = result.rollout_id
         events, messages = await service.all_events(rollout), await service.rollouts.messages(rollout)
         state = service.rollouts.state(rollout)
-        with pytest.raises(DataInUse):
+        with pytest.raises(DataFolderInUse):
             async with Rollouts(config(tmp_path)):
                 pass
     async with served(data=tmp_path) as service:

@@ -20,8 +20,8 @@ from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Control
 from turngate.store.sqlite import SCHEMA_VERSION, Store
-from turngate.verify import Folder, Means, Renderers, verify
-from turngate.views.verdict import stored_rows
+from turngate.verify import Renderers, StoreReader, VerifyOptions, verify
+from turngate.views.verdict import open_row_source
 
 SAMPLE = Path(__file__).parent / "samples" / "schema-2.db"
 KEY = "tg-2119ifRYfGGw25JbkjWSkJziSmVMrVwubEuNkGzAOWjyuRw"  # of its open session, and of nothing else
@@ -66,9 +66,9 @@ async def test_sessions_go_on_and_everything_is_as_it_was(data: Path) -> None:
         assert (await g.admin.put("/admin/sessions/ended/outcome", json={"kind": "graded", "reward": 1})).is_success
         assert [(e.session, e.kind) for e in g.app.events.page()] == [("still-open", "turn"), ("ended", "outcome")]
         await g.seal("still-open")
-    with Folder(data) as folder, stored_rows(data) as rows:
+    with StoreReader(data) as folder, open_row_source(data) as rows:
         for session in ("still-open", "ended"):
-            assert verify(folder, session, Means(rows=rows, renderers=Renderers())).ok
+            assert verify(folder, session, VerifyOptions(rows=rows, renderers=Renderers())).ok
 
 
 async def test_a_cursor_of_before_is_behind_all_that_comes(data: Path) -> None:
@@ -100,7 +100,7 @@ def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     store = Store.reading(data)
     assert [row["id"] for row in Control(store, Fence(0), Events(store)).listing()] == ["ended", "still-open"]
     store.close()
-    with Folder(data) as folder:
+    with StoreReader(data) as folder:
         assert folder.sessions() == ["ended", "still-open"]
     assert (data / "turngate.db").read_bytes() == before and schema(data) == 2
 
@@ -134,6 +134,6 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
     with pytest.raises(NotFound):
         control.feeds.show("f")
     store.close()
-    with Folder(before_feeds) as folder:
+    with StoreReader(before_feeds) as folder:
         assert folder.sessions() == ["still-open", "ended-1", "ended-0"]
     assert (before_feeds / "turngate.db").read_bytes() == content and schema(before_feeds) == 3

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, path_ids, prompt_ids
-from turngate.types import NO_IDS, LongIds, ids_as_json, ids_of_json, type_of_ids
+from turngate.types import ID_DTYPE, NO_IDS, PromptIds, ids_from_json, ids_to_json
 
 _CONTEXT = ContextInfo(b"", b"", "", False)
 _SAMPLED = SampledInfo(b"", b"", b"", "stop", 0, 0, 0.0, 0.0)
@@ -17,7 +17,7 @@ _IDS = some.lists(some.integers(0, 2**31 - 1), max_size=5)
 
 
 def _array(ids: list[int]) -> np.ndarray:
-    return np.array(ids, type_of_ids)
+    return np.array(ids, ID_DTYPE)
 
 
 @given(some.lists(some.tuples(_IDS, _IDS), max_size=5), _IDS)
@@ -37,7 +37,7 @@ def test_a_prompt_is_the_ids_of_its_path_and_what_is_added(
     assert np.array_equal(again, _array(wanted + added))
     assert again.tobytes() == _array(wanted + added).tobytes()
     assert path_ids(node).tolist() == wanted
-    assert path_ids(node).dtype == type_of_ids
+    assert path_ids(node).dtype == ID_DTYPE
     if node is not None:
         assert (node.ids.tolist(), node.size) == (turns[-1][1], len(turns[-1][1]))
 
@@ -47,17 +47,17 @@ def test_ids_are_the_same_after_they_were_spelled() -> None:
     node = Context(1, None, ids, _CONTEXT)
     assert node.ids is ids
     assert node.json == b"0,1,151643,2147483647"
-    assert node.ids.tolist() == ids.tolist() and node.ids.dtype == type_of_ids and node.size == 4
+    assert node.ids.tolist() == ids.tolist() and node.ids.dtype == ID_DTYPE and node.size == 4
 
 
 def test_nothing_is_nothing() -> None:
-    assert ids_as_json(NO_IDS) == b""
-    assert ids_of_json(b"").tolist() == []
-    empty = LongIds([b"", b"1,2", b""], 2)
+    assert ids_to_json(NO_IDS) == b""
+    assert ids_from_json(b"").tolist() == []
+    empty = PromptIds([b"", b"1,2", b""], 2)
     assert (empty.json, len(empty), empty[1:].tolist()) == (b"[1,2]", 2, [2])
 
 
 def test_ids_of_an_array_that_is_a_part_of_another_one() -> None:
     """As a store gives them, or a slice: not writable, not contiguous."""
-    assert ids_as_json(np.frombuffer(_array([7, 8]).tobytes(), type_of_ids)) == b"7,8"
-    assert ids_as_json(_array([1, 2, 3, 4])[::2]) == b"1,3"
+    assert ids_to_json(np.frombuffer(_array([7, 8]).tobytes(), ID_DTYPE)) == b"7,8"
+    assert ids_to_json(_array([1, 2, 3, 4])[::2]) == b"1,3"

@@ -25,7 +25,7 @@ from turngate.trace.session import Session
 from turngate.trainers.export import Choices, Exported, Wanted, export
 from turngate.trainers.export.files import Unwritable, as_json
 from turngate.views.session import encode_array
-from turngate.views.verdict import stored_rows
+from turngate.views.verdict import open_row_source
 
 TOOLS = [tool()]
 CALL = calls(("read_file", {"path": "a"}))
@@ -88,7 +88,7 @@ class Recording:
 
     def samples(self, session: str) -> list[Any]:
         """The rows of a session as the gateway's own API tells them."""
-        with stored_rows(self.data) as rows:
+        with open_row_source(self.data) as rows:
             found: list[Any] = json.loads(msgspec.json.encode(rows(session, False), enc_hook=encode_array))
             return found
 

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from tests.speed import scaled
-from turngate.render import BUILTIN_TOKENIZER, load
+from turngate.render import BUILTIN_TOKENIZER, load_renderer
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +68,7 @@ def test_the_chat_template_is_certified(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(BUILTIN_TOKENIZER / name, tmp_path / name)
     shutil.copyfile(FOLDER / "chat_template.jinja", tmp_path / "chat_template.jinja")
-    _, certificate = load(tmp_path)
+    _, certificate = load_renderer(tmp_path)
     assert certificate.passed, certificate
 
 

@@ -23,7 +23,7 @@ from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.connection import GatewayConnector
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Settings, Step
-from turngate.trainers.local.training import Clocked, Goal, Place, Shares, Told, train
+from turngate.trainers.local.training import Clocked, Goal, Place, Shares, TrainingCallbacks, train
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -84,7 +84,7 @@ async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
 
     async with placed(root / "data") as place:
         running = asyncio.create_task(
-            train(place, goal(root, 50, "well-0"), root / "out", "", Told(step=stepped)), name="run"
+            train(place, goal(root, 50, "well-0"), root / "out", "", TrainingCallbacks(step=stepped)), name="run"
         )
         await asyncio.wait_for(made.wait(), scaled(60))
         running.cancel()

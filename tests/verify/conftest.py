@@ -7,7 +7,7 @@ import pytest
 from tests.renderer_fixtures import renderers  # noqa: F401
 from tests.verify.everywhere import verdicts
 from turngate.server.app import Gateway
-from turngate.verify import Derived, Verdict
+from turngate.verify import ScriptedScorer, Verdict
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 
     async def stopped(self: Gateway) -> None:
         await stop(self)
-        found.extend(verdicts(self, Derived()))
+        found.extend(verdicts(self, ScriptedScorer()))
 
     monkeypatch.setattr(Gateway, "stop", stopped)
     return found

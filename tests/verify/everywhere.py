@@ -19,8 +19,8 @@ import pytest
 from turngate.errors import StoreError
 from turngate.server.app import Gateway
 from turngate.store.sqlite import Store
-from turngate.verify import Folder, Means, Renderers, Scorer, Verdict, verify
-from turngate.views.verdict import stored_rows
+from turngate.verify import Renderers, Scorer, StoreReader, Verdict, VerifyOptions, verify
+from turngate.views.verdict import open_row_source
 
 SEEN: list[Verdict] = []
 _stop = Gateway.stop
@@ -32,7 +32,7 @@ def verdicts(gateway: Gateway, scorer: Scorer | None = None, every: int = 1) -> 
     data, found = Path(gateway.config.data), []
     if not (data / "turngate.db").is_file():
         return []
-    with Folder(data) as folder, stored_rows(data) as rows:
+    with StoreReader(data) as folder, open_row_source(data) as rows:
         for session in folder.sessions():
             if next(_numbers) % every:
                 continue
@@ -40,7 +40,7 @@ def verdicts(gateway: Gateway, scorer: Scorer | None = None, every: int = 1) -> 
                 rows(session, True)
             except StoreError:
                 continue
-            means = Means(rows=rows, renderers=Renderers(given=gateway.renderer), scorer=scorer, tolerance=0.0)
+            means = VerifyOptions(rows=rows, renderers=Renderers(given=gateway.renderer), scorer=scorer, tolerance=0.0)
             verdict = verify(folder, session, means)
             if {finding.check for finding in verdict.wrong} == {"outcome"} and _damaged_on_purpose(data, verdict):
                 continue

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from turngate.render import Renderer
-from turngate.verify import Derived, Folder, Means, Renderers, Rows, Verdict, verify
-from turngate.verify.store_reader import ContextFacts, Row, SampledFacts
-from turngate.views.verdict import stored_rows
+from turngate.verify import Renderers, RowSource, ScriptedScorer, StoreReader, Verdict, VerifyOptions, verify
+from turngate.verify.store_reader import ContextFacts, NodeRow, TurnFacts
+from turngate.views.verdict import open_row_source
 
 
 def verdict(
@@ -21,25 +21,25 @@ def verdict(
     session: str = "last",
     *,
     renderer: Renderer | None = None,
-    rows: Rows | None = None,
+    rows: RowSource | None = None,
     replay: bool = True,
     **means: Any,
 ) -> Verdict:
     """The verdict on a session of a folder, with everything that a test has at hand."""
-    with Folder(data) as folder, stored_rows(data) as real:
-        given = Means(
+    with StoreReader(data) as folder, open_row_source(data) as real:
+        given = VerifyOptions(
             rows=rows or real,
             renderers=Renderers(given=renderer),
-            scorer=Derived() if replay else None,
+            scorer=ScriptedScorer() if replay else None,
             tolerance=0.0,
             **means,
         )
-        return verify(folder, folder.chosen(session), given)
+        return verify(folder, folder.resolve_id(session), given)
 
 
 def all_fine(data: Path, *, renderer: Renderer | None = None, replay: bool = True) -> list[Verdict]:
     """Every session of a folder is as it should be, and all of it was looked at."""
-    with Folder(data) as folder:
+    with StoreReader(data) as folder:
         sessions = folder.sessions()
     found = [verdict(data, session, renderer=renderer, replay=replay) for session in sessions]
     for one in found:
@@ -68,14 +68,14 @@ class Tampering:
         query = "SELECT data FROM events WHERE session=? AND kind=? ORDER BY seq"
         return [data for (data,) in self._db.execute(query, (self.name, kind))]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[NodeRow]:
         found = self._db.execute(
             "SELECT id, parent, kind, ids, logprobs, info, messages, delivered, checksum FROM nodes WHERE session=? ORDER BY id",
             (self.key,),
         )
-        return [Row(*row) for row in found]
+        return [NodeRow(*row) for row in found]
 
-    def row(self, node: int) -> Row:
+    def row(self, node: int) -> NodeRow:
         return next(row for row in self.rows() if row.id == node)
 
     def of_kind(self, kind: str) -> list[int]:
@@ -93,7 +93,7 @@ class Tampering:
     def facts(self, node: int, **changes: Any) -> None:
         """Change what is known of a node, with its checksum."""
         row = self.row(node)
-        kind = ContextFacts if row.kind == "context" else SampledFacts
+        kind = ContextFacts if row.kind == "context" else TurnFacts
         # As a list, so that fields that verify does not read stay as they are.
         values = msgspec.msgpack.decode(row.info)
         names = [field.name for field in msgspec.structs.fields(kind)]
@@ -105,12 +105,12 @@ class Tampering:
 
     def fact(self, node: int) -> Any:
         row = self.row(node)
-        return msgspec.msgpack.decode(row.info, type=ContextFacts if row.kind == "context" else SampledFacts)
+        return msgspec.msgpack.decode(row.info, type=ContextFacts if row.kind == "context" else TurnFacts)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: NodeRow) -> None:
         self._insert(msgspec.structs.replace(row, checksum=row.sum(self.key)))
 
-    def _insert(self, row: Row) -> None:
+    def _insert(self, row: NodeRow) -> None:
         self.sql(
             "INSERT INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, delivered, checksum)"
             " VALUES (?,?,?,?,?,?,?,?,?,?)",

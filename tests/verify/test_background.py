@@ -20,7 +20,7 @@ from tests.speed import scaled
 from turngate.config import load_config
 from turngate.errors import ConfigError, StoreError
 from turngate.gateway.events import Event
-from turngate.views.verdict import Apart
+from turngate.views.verdict import VerifierProcess
 
 pytestmark = pytest.mark.process
 
@@ -63,12 +63,12 @@ async def test_a_gateway_that_stops_does_not_wait_for_a_verdict(
 ) -> None:
     asked = threading.Event()
 
-    def never(self: Apart) -> subprocess.Popen[bytes]:
+    def never(self: VerifierProcess) -> subprocess.Popen[bytes]:
         asked.set()
         command = [sys.executable, "-c", "import time; time.sleep(3600)"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
-    monkeypatch.setattr(Apart, "_begun", never)
+    monkeypatch.setattr(VerifierProcess, "_begun", never)
     async with asyncio.timeout(scaled(20)), World.of(tmp_path, kit.renderer(), verify_every=1) as world:
         agent = await spoken(world)
         await world.gateway.control.seal(agent.session_id)
@@ -87,7 +87,7 @@ async def test_a_deleted_session_is_not_looked_at(tmp_path: Path, caplog: Any) -
 async def test_the_process_is_begun_again_if_it_was_killed(tmp_path: Path) -> None:
     async with World.of(tmp_path, kit.renderer()) as world:
         agent = await spoken(world)
-    apart = Apart(tmp_path)
+    apart = VerifierProcess(tmp_path)
     try:
         assert (await asyncio.to_thread(apart, agent.session_id)).ok
         assert apart._process is not None

@@ -15,7 +15,7 @@ from tests.kit import calls
 from tests.render.test_template import CHATML, folder_with
 from tests.verify.kit import all_fine
 from turngate.engines.scripted import Turn
-from turngate.render import Renderer, load
+from turngate.render import Renderer, load_renderer
 from turngate.verify import Fork
 
 
@@ -80,7 +80,7 @@ async def test_thinking_that_the_template_kept_is_not_what_it_changed(
 async def test_past_turns_that_the_template_writes_otherwise(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    renderer, certificate = load(
+    renderer, certificate = load_renderer(
         folder_with(folder, CHATML.replace("{{ m.content }}", "{{ m.content }}{% if not loop.last %} {% endif %}"))
     )
     assert not certificate.passed

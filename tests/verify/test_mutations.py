@@ -19,9 +19,9 @@ from tests import kit
 from tests.verify.kit import Tampering, tampering, verdict, wrong
 from tests.verify.stories import rich
 from turngate.trace.sample import Sample
-from turngate.verify import Rows, Verdict
-from turngate.verify.store_reader import SampledFacts
-from turngate.views.verdict import stored_rows
+from turngate.verify import RowSource, Verdict
+from turngate.verify.store_reader import TurnFacts
+from turngate.views.verdict import open_row_source
 
 Recorded = tuple[Path, str, str]
 
@@ -42,7 +42,7 @@ def copy(recorded: Recorded, tmp_path: Path) -> Recorded:
     return data, *sessions
 
 
-def look(data: Path, session: str, *, replay: bool = False, rows: Rows | None = None) -> Verdict:
+def look(data: Path, session: str, *, replay: bool = False, rows: RowSource | None = None) -> Verdict:
     return verdict(data, session, renderer=kit.renderer(), replay=replay, rows=rows)
 
 
@@ -503,7 +503,7 @@ def all_turns(t: Tampering) -> None:
 def added_turn(t: Tampering) -> None:
     last = t.row(t.of_kind("sampled")[-1])
     facts = msgspec.msgpack.decode(last.info)
-    names = [field.name for field in msgspec.structs.fields(SampledFacts)]
+    names = [field.name for field in msgspec.structs.fields(TurnFacts)]
     facts[names.index("cause")] = "resample"
     facts[names.index("started")] += 1e-3
     facts[names.index("ended")] += 1e-3
@@ -705,7 +705,7 @@ def bent(data: Path, bend: Callable[[list[Sample]], Sequence[Sample]]) -> Callab
     """A verdict on rows that a faulty exporter made of a faultless trace."""
 
     def judge(session: str) -> Verdict:
-        with stored_rows(data) as real:
+        with open_row_source(data) as real:
             return look(data, session, rows=lambda s, everything: bend(list(real(s, everything))))  # type: ignore[arg-type]
 
     return judge

@@ -27,9 +27,19 @@ from turngate.cli.terminal import console
 from turngate.cli.verify import Asked, report
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
-from turngate.verify import VLLM, Difference, Folder, Means, Renderers, Sampler, Verdict, summed_up, verify
+from turngate.verify import (
+    Renderers,
+    SpotChecker,
+    StoreReader,
+    TemplateDifference,
+    Verdict,
+    VerifyOptions,
+    VLLMScorer,
+    summarize_verdict,
+    verify,
+)
 from turngate.verify.findings import Counts
-from turngate.views.verdict import stored_rows
+from turngate.views.verdict import open_row_source
 
 Recorded = tuple[Path, str, str]
 
@@ -208,7 +218,7 @@ def test_an_engine_that_goes_away_does_not_hide_what_is_wrong(
         t.sql("UPDATE sessions SET status='zzz\x1b[2J' WHERE key=?", t.key)
     real = verify
 
-    def gone(folder: Folder, session_id: str, means: Means) -> Verdict:
+    def gone(folder: StoreReader, session_id: str, means: VerifyOptions) -> Verdict:
         if session_id == session:
             raise EngineUnavailable("nobody listens")
         return real(folder, session_id, means)
@@ -261,7 +271,7 @@ def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, mon
     data, session, _ = recorded
     real = verify
 
-    def falls(folder: Folder, session_id: str, means: Means) -> Verdict:
+    def falls(folder: StoreReader, session_id: str, means: VerifyOptions) -> Verdict:
         if session_id == session:
             raise RuntimeError("a fault of ours")
         return real(folder, session_id, means)
@@ -329,15 +339,15 @@ def test_vllm_scores_each_branch_once(recorded: Recorded, engine: Any, capsys: A
 def test_an_engine_that_thinks_otherwise_is_told_token_by_token(recorded: Recorded, engine: Any) -> None:
     data, _, short = recorded
     engine.off = -0.05
-    with Folder(data) as folder, stored_rows(data) as rows:
-        means = Means(rows=rows, scorer=VLLM(engine.url, "m"), tolerance=0.02)
+    with StoreReader(data) as folder, open_row_source(data) as rows:
+        means = VerifyOptions(rows=rows, scorer=VLLMScorer(engine.url, "m"), tolerance=0.02)
         found = verify(folder, short, means)
         assert wrong(found) == {"logprobs"}
         assert found.replay is not None and abs(found.replay.mean - 0.05) < 1e-4
         assert found.replay.outliers == found.replay.tokens == 6
         assert "weights" in found.notes[0].what
-        assert verify(folder, short, Means(rows=rows, scorer=VLLM(engine.url, "m"), tolerance=0.1)).ok
-        other = verify(folder, short, Means(rows=rows, scorer=VLLM(engine.url, "m"), version=3))
+        assert verify(folder, short, VerifyOptions(rows=rows, scorer=VLLMScorer(engine.url, "m"), tolerance=0.1)).ok
+        other = verify(folder, short, VerifyOptions(rows=rows, scorer=VLLMScorer(engine.url, "m"), version=3))
         assert other.ok and [missing.part for missing in other.unchecked] == ["replay"]
 
 
@@ -441,7 +451,7 @@ def test_reasons_that_name_their_session_are_one_reason(recorded: Recorded, caps
     ],
 )
 def test_a_difference_is_cut_around_where_it_begins(sent: str, template: str, line: str, capsys: Any) -> None:
-    found = Difference(branch=4, node=2, token=31, why="thinking kept", sent=sent, template=template)
+    found = TemplateDifference(branch=4, node=2, token=31, why="thinking kept", sent=sent, template=template)
     shown = Verdict(session="s", ok=True, status="sealed", counts=Counts(), findings=(), differences=(found,))
     command.show(shown, console())
     assert capsys.readouterr().out.endswith(f"thinking kept  {line}\n")
@@ -463,15 +473,15 @@ def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded:
     done = threading.Event()
 
     def look(session_id: str) -> Verdict:
-        with Folder(data) as folder, stored_rows(data) as rows:
-            return verify(folder, session_id, Means(rows=rows, renderers=Renderers()))
+        with StoreReader(data) as folder, open_row_source(data) as rows:
+            return verify(folder, session_id, VerifyOptions(rows=rows, renderers=Renderers()))
 
     def told(verdict: Verdict) -> None:
         found.append(verdict)
         if len(found) == 2:
             done.set()
 
-    sampler = Sampler(2, look, told)
+    sampler = SpotChecker(2, look, told)
     sampler.start()
     for ended in ("nobody", other, "nobody", "nobody", "nobody", session):
         sampler.ended(ended)
@@ -479,7 +489,7 @@ def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded:
     sampler.stop()
     assert [(verdict.session, verdict.ok) for verdict in found] == [(other, True), (session, False)]
     assert sampler.looked == 2 and sampler.missed == 0
-    assert summed_up(found[1])["wrong"] == [
+    assert summarize_verdict(found[1])["wrong"] == [
         {"check": "checksum", "what": "its bytes are not those that its checksum was made of", "node": 2}
     ]
     said = [record.getMessage() for record in caplog.records]
@@ -494,7 +504,7 @@ def test_a_check_that_falls_over_ends_neither_the_checks_nor_the_gateway(caplog:
         tried.release()
         raise RuntimeError("a fault of ours")
 
-    sampler = Sampler(1, falls, lambda verdict: None)
+    sampler = SpotChecker(1, falls, lambda verdict: None)
     sampler.start()
     sampler.ended("one")
     sampler.ended("two")

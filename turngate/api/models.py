@@ -24,7 +24,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.common.validation import explain_error, reject_credentials, suggestion
 from turngate.errors import BadRequest, ConfigError
-from turngate.render import find as find_tokenizer
+from turngate.render import find_tokenizer as find_tokenizer
 from turngate.service.catalog import KINDS, Endpoint
 from turngate.service.config import ServiceConfig, load
 from turngate.telemetry.logs import redact

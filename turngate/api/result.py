@@ -21,7 +21,7 @@ from turngate.service.result import Trouble
 from turngate.trace.advantage import Choice, advantages, weight
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import Sample
-from turngate.types import Ids, Json, Logprobs, ToolCall, type_of_ids
+from turngate.types import ID_DTYPE, Ids, Json, Logprobs, ToolCall
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,7 +122,7 @@ class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """The ids that were sent to the engine for a turn, all of them."""
         *before, last = self.path(turn)
         parts = [ids for known in before for ids in (known.heard_ids, known.ids)]
-        return np.concatenate([*parts, last.heard_ids]).astype(type_of_ids, copy=False)
+        return np.concatenate([*parts, last.heard_ids]).astype(ID_DTYPE, copy=False)
 
     def show(self, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False) -> None:
         """Show it, here: in a notebook as a page, elsewhere in the terminal.

@@ -11,11 +11,11 @@ import numpy as np
 
 from turngate.api.result import Result, Turn
 from turngate.errors import ConfigError
-from turngate.render import BUILTIN_TOKENIZER, Tokenizer, find
+from turngate.render import BUILTIN_TOKENIZER, Tokenizer, find_tokenizer
 from turngate.service.catalog import Endpoint
 from turngate.service.result import RolloutResult
 from turngate.trace.sample import Sample, Span
-from turngate.types import Json, Message, type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
 from turngate.views.trace import Viewed, ViewedTurn, read
 
 
@@ -41,7 +41,7 @@ class Reader:
         with self._lock:
             if self._loaded is None and not self._missing:
                 try:
-                    self._loaded = Tokenizer(find(self._name) if self._name else BUILTIN_TOKENIZER)
+                    self._loaded = Tokenizer(find_tokenizer(self._name) if self._name else BUILTIN_TOKENIZER)
                 except ConfigError:  # a gateway elsewhere has it, and this machine has not
                     self._missing = True
             return self._loaded
@@ -114,9 +114,9 @@ def _turn(view: Viewed, turn: ViewedTurn, numbers: dict[int, int], said: Message
         after=None if context.parent is None else numbers[context.parent],
         role=turn.role,
         heard=tuple(context.messages),
-        heard_ids=np.array(context.ids, type_of_ids),
-        ids=np.array(turn.ids, type_of_ids),
-        logprobs=None if turn.logprobs is None else np.array(turn.logprobs, type_of_logprobs),
+        heard_ids=np.array(context.ids, ID_DTYPE),
+        ids=np.array(turn.ids, ID_DTYPE),
+        logprobs=None if turn.logprobs is None else np.array(turn.logprobs, LOGPROB_DTYPE),
         pieces=pieces,
         message=turn.message,
         text=said.content,
@@ -136,8 +136,8 @@ def _sample(row: _Row) -> Sample:
     logprobs = [np.nan if value is None else value for value in row.logprobs]
     return Sample(
         row.branch,
-        np.array(row.ids, type_of_ids),
+        np.array(row.ids, ID_DTYPE),
         np.array(row.mask, np.bool_),
-        np.array(logprobs, type_of_logprobs),
+        np.array(logprobs, LOGPROB_DTYPE),
         row.spans,
     )

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from turngate.render import find, load
+from turngate.render import find_tokenizer, load_renderer
 
 _WORDS = {
     "same": "[green]same[/]",
@@ -20,8 +20,8 @@ _WORDS = {
 
 def report(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
     """Print the verdicts; True if the bridge may be used."""
-    folder = find(tokenizer)
-    renderer, certificate = load(
+    folder = find_tokenizer(tokenizer)
+    renderer, certificate = load_renderer(
         folder,
         model=model or (tokenizer if "/" in tokenizer and not Path(tokenizer).exists() else ""),
         family=family,

@@ -14,7 +14,7 @@ import uvloop
 from turngate.cli.run import stoppable
 from turngate.cli.terminal import console, say
 from turngate.client.keys import read_key
-from turngate.errors import ConfigError, DataInUse, TurngateError
+from turngate.errors import ConfigError, DataFolderInUse, TurngateError
 from turngate.server.auth import own_key
 from turngate.server.bind import raise_file_limit
 from turngate.service.config import ServiceConfig, load
@@ -64,7 +64,7 @@ def _why(group: BaseExceptionGroup[BaseException]) -> BaseException:
     found: list[BaseException] = [group]
     while isinstance(found[0], BaseExceptionGroup):
         found[:1] = found[0].exceptions
-    if isinstance(found[0], DataInUse):
+    if isinstance(found[0], DataFolderInUse):
         return ConfigError(
             f"{found[0].message}; stdio is for one client, which starts a server of its own: several share one that runs with --http",
             param="data",

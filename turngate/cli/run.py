@@ -29,7 +29,7 @@ from turngate.client.gateway import GatewayClient, Unreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
 from turngate.config import ServeConfig, load_config
 from turngate.engines.scripted import MADE_UP
-from turngate.errors import ConfigError, DataInUse, Unauthorized
+from turngate.errors import ConfigError, DataFolderInUse, Unauthorized
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.rollout.rollout import Rollout
@@ -189,7 +189,7 @@ async def _own(config: ServeConfig) -> AsyncIterator[GatewayAddress]:
     async with AsyncExitStack() as stack:
         try:
             address = await stack.enter_async_context(run_embedded(config))
-        except DataInUse:
+        except DataFolderInUse:
             raise ConfigError(
                 f"data: {config.data} is in use by another turngate; for several runs at once start "
                 f"`turngate serve --data {shlex.quote(config.data)}` first, or choose another --data folder",

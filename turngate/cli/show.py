@@ -18,12 +18,12 @@ from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.client.gateway import GatewayClient, Refused
 from turngate.client.keys import read_admin_key
-from turngate.dialects import recorded
+from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError, NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Control
-from turngate.render import Tokenizer, find
+from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
 from turngate.views.session import encode_array, read
@@ -167,7 +167,7 @@ def show(view: View, *, tokenizer: Tokenizer | None, full: bool, console: Consol
 def read_with(tokenizer: str, known: str | None) -> Tokenizer:
     """The tokenizer that ids are read with: the one named, or the one that the session was recorded with."""
     if tokenizer:
-        return Tokenizer(find(tokenizer))
+        return Tokenizer(find_tokenizer(tokenizer))
     if not known or not Path(known).is_dir():
         raise ConfigError(
             "tokenizer: the one it was recorded with is not here; give --tokenizer PATH", param="tokenizer"
@@ -272,7 +272,7 @@ class _Printer:
         elif node.message is not None:
             self._say(node.message)
         elif node.kind == "context":
-            for message in recorded(node.dialect, bytes(node.messages)):
+            for message in decode_stored_messages(node.dialect, bytes(node.messages)):
                 say(self._console, Text(message.role, style=f"bold {_STYLE[message.role]}"))
                 self._say(message)
 

@@ -35,7 +35,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads
 try:
     from turngate.trainers.local import checkpoint, report
     from turngate.trainers.local.grpo import Settings, Step
-    from turngate.trainers.local.training import Clocked, Goal, Place, Shares, Told, evaluate, opened, train
+    from turngate.trainers.local.training import (
+        Clocked,
+        Goal,
+        Place,
+        Shares,
+        TrainingCallbacks,
+        evaluate,
+        opened,
+        train,
+    )
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"turngate train needs {error.name}: pip install 'turngate[local]' (without a GPU, torch's CPU build first)"
@@ -122,7 +131,7 @@ async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
         before = await evaluate(place, plan, watching.see)
         watching.say(f"held-out tasks, before: {_score(before)}")
     watching.phase("training", run.goal.steps * run.goal.settings.groups * run.goal.batch.n)
-    told = Told(rollouts=watching.see, step=stepped, note=partial(watching.say, style="yellow"))
+    told = TrainingCallbacks(rollouts=watching.see, step=stepped, note=partial(watching.say, style="yellow"))
     steps = await train(place, run.goal, run.folder, run.model_folder, told)
     if not shares:
         watching.say(

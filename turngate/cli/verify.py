@@ -22,28 +22,28 @@ from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
-from turngate.render import find
+from turngate.render import find_tokenizer
 from turngate.rollout.transcript_diff import compare_transcript
 from turngate.types import Json
 from turngate.verify import (
     TOLERANCE,
-    VLLM,
-    Derived,
-    Folder,
     Fork,
-    Means,
     Part,
     Renderers,
     Replay,
     Scorer,
-    Session,
-    Transcript,
-    Unchecked,
+    ScriptedScorer,
+    SkippedCheck,
+    StoredSession,
+    StoreReader,
+    TranscriptComparison,
     Verdict,
-    unreadable,
+    VerifyOptions,
+    VLLMScorer,
+    unreadable_verdict,
     verify,
 )
-from turngate.views.verdict import stored_rows
+from turngate.views.verdict import open_row_source
 
 _LONG = 30  # characters of an excerpt
 _BEFORE = 12  # of them before the first difference
@@ -111,8 +111,8 @@ def _verdicts(asked: Asked) -> Iterator[Verdict]:
     data = Path(asked.data)
     _refuse(asked)
     scorer, renderers = _scorer(asked), _renderers(asked)
-    with Folder(data) as folder, stored_rows(data) as rows:
-        means = Means(
+    with StoreReader(data) as folder, open_row_source(data) as rows:
+        means = VerifyOptions(
             rows=rows,
             renderers=renderers,
             scorer=scorer,
@@ -123,20 +123,20 @@ def _verdicts(asked: Asked) -> Iterator[Verdict]:
         yield from _looked(folder, asked, means)
 
 
-def _looked(folder: Folder, asked: Asked, means: Means) -> Iterator[Verdict]:
+def _looked(folder: StoreReader, asked: Asked, means: VerifyOptions) -> Iterator[Verdict]:
     if not asked.every:
-        yield verify(folder, folder.chosen(asked.session), means)
+        yield verify(folder, folder.resolve_id(asked.session), means)
         return
     for session_id in folder.sessions():
         try:
             yield verify(folder, session_id, means)
         except NotFound as error:
             if session_id in folder.sessions():  # else it was deleted meanwhile
-                yield unreadable(session_id, error.message)
+                yield unreadable_verdict(session_id, error.message)
         except EngineError:
             raise
         except Exception as error:  # what makes us fall over one session must not hide the others
-            yield unreadable(session_id, f"verify falls over it: {type(error).__name__}: {error}")
+            yield unreadable_verdict(session_id, f"verify falls over it: {type(error).__name__}: {error}")
 
 
 def _ended(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
@@ -158,7 +158,7 @@ def _undone(part: str, verdicts: list[Verdict]) -> str:
     return _one_of(reasons) or "there is no session that can be read"
 
 
-def _why(missing: Unchecked, verdict: Verdict) -> str:
+def _why(missing: SkippedCheck, verdict: Verdict) -> str:
     """A reason without the session's own name, so that sessions can share it."""
     return missing.why.replace(verdict.session, "…") if verdict.session else missing.why
 
@@ -195,11 +195,11 @@ def _largest(scored: list[Replay]) -> float:
     return float(np.max([replay.largest for replay in scored]))
 
 
-def transcripts(folder: Path) -> Transcript:
+def transcripts(folder: Path) -> TranscriptComparison:
     """Compares what the agent left in `folder`, or in a folder of rollouts below it, with a trace."""
     places = _places(folder)
 
-    def compare(session: Session, trace: Json) -> tuple[list[str] | None, str]:
+    def compare(session: StoredSession, trace: Json) -> tuple[list[str] | None, str]:
         name = session.config.metadata.get("agent")
         if not isinstance(name, str):
             return None, "no agent is recorded"
@@ -245,7 +245,7 @@ def _refuse(asked: Asked) -> None:
 
 
 def _renderers(asked: Asked) -> Renderers:
-    return Renderers(tokenizer=find(asked.tokenizer) if asked.tokenizer else None, family=asked.family)
+    return Renderers(tokenizer=find_tokenizer(asked.tokenizer) if asked.tokenizer else None, family=asked.family)
 
 
 def _scorer(asked: Asked) -> Scorer | None:
@@ -253,14 +253,14 @@ def _scorer(asked: Asked) -> Scorer | None:
         case "":
             return None
         case "scripted":
-            return Derived()
+            return ScriptedScorer()
         case "vllm":
             if not asked.engine_url or not asked.model:
                 raise ConfigError("engine: vllm needs --engine-url and --model", param="engine_url")
             reject_credentials(asked.engine_url, "engine_url", "name an environment variable with --engine-key-env")
             if not _is_url(asked.engine_url):
                 raise ConfigError(f"engine_url: {asked.engine_url!r} is not an http(s) URL", param="engine_url")
-            return VLLM(asked.engine_url, asked.model, key=_key(asked.engine_key_env))
+            return VLLMScorer(asked.engine_url, asked.model, key=_key(asked.engine_key_env))
         case other:
             raise ConfigError(f"engine: {other!r} cannot score a prompt; vllm and scripted can", param="engine")
 

@@ -35,7 +35,7 @@ from turngate.client.protocol import MAX_WAIT_S, FeedConfig, WireDelivery, WireR
 from turngate.errors import TurngateError
 from turngate.store.outcome import Class
 from turngate.trace.sample import Span as RowSpan
-from turngate.types import Ids, Json, Logprobs, type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Json, Logprobs
 
 __all__ = [
     "BlockingFeed",
@@ -407,14 +407,14 @@ def _rolled(wire: WireRollout) -> Rolled:
 def _row(wire: WireRow, rolled: WireRollout) -> Row:
     """Checked: a trainer that takes it need not."""
     where = f"session {rolled.session}, branch {wire.branch}"
-    ids = np.frombuffer(wire.ids, "<i4").astype(type_of_ids)
+    ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
         raise Damaged(f"{where}: {len(wire.mask)} bytes of mask for {len(ids)} tokens")
     mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
     sampled = np.frombuffer(wire.logprobs, "<f4")
     if len(sampled) != sum(span.end - span.start for span in wire.spans):
         raise Damaged(f"{where}: {len(sampled)} log-probabilities for spans of another length")
-    logprobs = np.full(len(ids), np.nan, type_of_logprobs)
+    logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
     trained = np.zeros(len(ids), np.bool_)
     at = 0
     for span in wire.spans:

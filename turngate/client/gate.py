@@ -31,7 +31,7 @@ from turngate.client.protocol import (
 )
 from turngate.engines.gate_call import Asked, End, Fault, GateCall
 from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError
-from turngate.types import Ids, Logprobs, type_of_ids
+from turngate.types import Ids, Logprobs, ID_DTYPE
 
 log = logging.getLogger("turngate")
 _MEANS: dict[int, type[TurngateError]] = {400: BadRequest, 404: NotFound, 409: Conflict, 410: Gone, 413: BadRequest}
@@ -103,7 +103,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         return []
 
     def _call(self, handed: LeasedCall) -> GateCall:
-        prompt = np.frombuffer(handed.prompt, "<i4").astype(type_of_ids)
+        prompt = np.frombuffer(handed.prompt, "<i4").astype(ID_DTYPE)
         asked = Asked(
             session=handed.session,
             prompt=prompt,

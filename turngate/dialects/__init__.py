@@ -1,25 +1,45 @@
-"""Wire formats. A new dialect is one file and one line here."""
+"""Wire formats ⇄ our types. To add a dialect, write its file and add it to `DIALECTS`."""
 
 from __future__ import annotations
 
 import msgspec
 
-from turngate.dialects.base import Dialect, Route, Stream, Verb, Wire
+from turngate.dialects.base import Dialect, Route, Stream, Verb, WireRequest
 from turngate.dialects.chat import Chat
 from turngate.dialects.gemini import Gemini
 from turngate.dialects.messages import Messages
 from turngate.dialects.responses import Responses
-from turngate.types import Message
+from turngate.errors import BadRequest
+from turngate.types import Message, Tool
 
 DIALECTS: tuple[Dialect, ...] = (Chat(), Gemini(), Messages(), Responses())
 _by_name = {dialect.name: dialect for dialect in DIALECTS}
-_pieces = msgspec.json.Decoder(list[msgspec.Raw])
+_raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def recorded(dialect: str, raw: bytes) -> list[Message]:
-    """The messages of a stored JSON list in the dialect that they came in."""
-    history = _by_name[dialect].history([bytes(piece) for piece in _pieces.decode(raw)])
+def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
+    """Decode a stored JSON list of messages in the dialect they arrived in."""
+    history = _by_name[dialect].stored_history([bytes(piece) for piece in _raws.decode(raw)])
     return [message for index in range(len(history.raws)) for message in history.decode(index)]
 
 
-__all__ = ["DIALECTS", "Chat", "Dialect", "Route", "Stream", "Verb", "Wire", "recorded"]
+def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
+    """Decode stored tools in the dialect they arrived in. Raises BadRequest if they are invalid."""
+    if raw in (b"", b"[]"):
+        return ()
+    if dialect not in _by_name:
+        raise BadRequest(f"{dialect!r} is not a dialect")
+    return _by_name[dialect].stored_tools(raw).decode()
+
+
+__all__ = [
+    "DIALECTS",
+    "Chat",
+    "Dialect",
+    "Route",
+    "Stream",
+    "Verb",
+    "WireRequest",
+    "decode_stored_messages",
+    "decode_stored_tools",
+]

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from turngate.errors import TurngateError
-from turngate.types import Call, Done, History, ReplyEvent
+from turngate.types import Call, Done, History, ReplyEvent, Tools
 
 Verb = Literal["generate", "stream", "count"]
 
@@ -24,7 +24,7 @@ class Route(msgspec.Struct, frozen=True):
     verb: Verb = "generate"
 
 
-class Wire(msgspec.Struct, frozen=True):
+class WireRequest(msgspec.Struct, frozen=True):
     """One request as it came, or without the beginning of its list, where that is known (`known.py`)."""
 
     body: bytes
@@ -65,7 +65,7 @@ class Dialect(Protocol):
     def routes(self) -> tuple[Route, ...]: ...
 
     @property
-    def area(self) -> str:
+    def path_prefix(self) -> str:
         """Paths that begin like this are meant for it: what is not there is refused in its words."""
 
     @property
@@ -73,20 +73,23 @@ class Dialect(Protocol):
         """The field of a request that holds what was said."""
 
     @property
-    def id_header(self) -> str:
+    def request_id_header(self) -> str:
         """The response header in which its provider names the request; empty: none."""
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         """The secret that the caller presents; empty if none."""
 
-    def decode(self, wire: Wire) -> Call: ...
+    def decode(self, wire: WireRequest) -> Call: ...
 
-    def go_on(self, call: Call, history: History, wire: Wire) -> Call | None:
+    def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         """What `decode` makes of a request that differs from an earlier one, which was `call`, in its headers and its history only.
         None: that has to be seen."""
 
-    def history(self, raws: Sequence[bytes]) -> History:
-        """Messages as they were recorded, to be read again."""
+    def stored_history(self, raws: Sequence[bytes]) -> History:
+        """Messages as a trace stores them."""
+
+    def stored_tools(self, raw: bytes) -> Tools:
+        """Tools as a trace stores them."""
 
     def stream(self, call: Call) -> Stream: ...
 
@@ -105,5 +108,5 @@ class Dialect(Protocol):
 
     def error(self, error: TurngateError) -> bytes: ...
 
-    def in_stream(self, error: TurngateError) -> bool:
+    def sends_in_stream(self, error: TurngateError) -> bool:
         """Whether its provider tells such an error to a streaming caller inside a stream, even as its first word."""

@@ -14,27 +14,26 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from turngate.dialects.base import Route, Wire
-from turngate.dialects.openai import PASSED, error_body, model_list, one_model
+from turngate.dialects.base import Route, WireRequest
+from turngate.dialects.openai import FORWARDED_HEADERS, encode_model, encode_model_list, error_body
 from turngate.dialects.wire import (
     ABSENT,
-    UNREADABLE,
-    any_tool,
-    bearer,
-    by_headers,
-    checked_sampling,
-    checked_stops,
-    given,
-    one_tool,
-    param,
-    reason,
-    refused,
-    shallow,
-    stand_in,
+    DECODE_ERRORS,
+    bearer_token,
+    call_fields_from_headers,
+    describe_error,
+    error_field,
+    field_error,
+    is_given,
+    placeholder,
+    require_any_tool,
+    require_shallow,
+    require_tool,
+    validate_sampling,
+    validate_stops,
 )
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import (
-    Alive,
     Call,
     CallDelta,
     Constraint,
@@ -42,6 +41,7 @@ from turngate.types import (
     Done,
     History,
     Json,
+    KeepAlive,
     Message,
     ReplyEvent,
     Tool,
@@ -143,15 +143,15 @@ class ChatHistory:
     def items(self) -> Sequence[bytes]:
         return self.raws
 
-    def more(self, items: Sequence[bytes]) -> ChatHistory:
+    def extend(self, items: Sequence[bytes]) -> ChatHistory:
         return ChatHistory(items)
 
     def decode(self, index: int) -> tuple[Message, ...]:
         where = f"messages[{index}]"
         try:
             wire = _message.decode(self.raws[index])
-        except UNREADABLE as error:
-            raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+        except DECODE_ERRORS as error:
+            raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
         return (_decode_message(wire, where),)
 
 
@@ -164,8 +164,8 @@ class ChatTools:
     def decode(self) -> tuple[Tool, ...]:
         try:
             wires = msgspec.json.decode(self.raw, type=list[dict[str, Any]])
-        except UNREADABLE as error:
-            raise BadRequest(f"tools: {reason(error)}", param="tools") from None
+        except DECODE_ERRORS as error:
+            raise BadRequest(f"tools: {describe_error(error)}", param="tools") from None
         return tuple(_decode_tool(wire, f"tools[{n}]") for n, wire in enumerate(wires))
 
 
@@ -174,35 +174,35 @@ class Chat:
 
     name = "chat"
     routes = (Route("/v1/chat/completions"), Route("/chat/completions"))
-    area = "/"
+    path_prefix = "/"
     list_field = "messages"
-    id_header = "x-request-id"
+    request_id_header = "x-request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        return bearer(headers)
+        return bearer_token(headers)
 
-    def decode(self, wire: Wire) -> Call:
+    def decode(self, wire: WireRequest) -> Call:
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
-            raise BadRequest(reason(error), param=param(error)) from None
-        except UNREADABLE as error:
+            raise BadRequest(describe_error(error), param=error_field(error)) from None
+        except DECODE_ERRORS as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
-        _refuse_what_we_do_not_do(request)
+        _refuse_unsupported(request)
         if not request.messages:
             raise BadRequest("messages: must hold at least one message", param="messages")
-        tools = ChatTools(bytes(request.tools)) if given(request.tools) and bytes(request.tools) != b"[]" else None
-        kwargs = shallow(request.chat_template_kwargs or {}, "chat_template_kwargs")
-        constraint, offered = _constraint(request, tools)
+        tools = ChatTools(bytes(request.tools)) if is_given(request.tools) and bytes(request.tools) != b"[]" else None
+        kwargs = require_shallow(request.chat_template_kwargs or {}, "chat_template_kwargs")
+        constraint, offered = _decode_constraint(request, tools)
         return Call(
             model=request.model,
             history=ChatHistory([*wire.known, *map(bytes, request.messages)]),
             tools=tools if offered else None,
-            sampling=checked_sampling(
+            sampling=validate_sampling(
                 {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
             ),
             max_tokens=_max_tokens(request),
-            stop=checked_stops("stop", request.stop),
+            stop=validate_stops("stop", request.stop),
             constraint=constraint,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             template_kwargs=kwargs,
@@ -210,14 +210,19 @@ class Chat:
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             body=wire.sent,
-            **by_headers(wire.headers, PASSED),
+            **call_fields_from_headers(wire.headers, FORWARDED_HEADERS),
         )
 
-    def go_on(self, call: Call, history: History, wire: Wire) -> Call:
-        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, PASSED))
+    def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call:
+        return msgspec.structs.replace(
+            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
+        )
 
-    def history(self, raws: Sequence[bytes]) -> ChatHistory:
+    def stored_history(self, raws: Sequence[bytes]) -> ChatHistory:
         return ChatHistory(raws)
+
+    def stored_tools(self, raw: bytes) -> ChatTools:
+        return ChatTools(raw)
 
     def stream(self, call: Call) -> ChatStream:
         return ChatStream(call)
@@ -227,20 +232,22 @@ class Chat:
         if done.message.reasoning:
             message["reasoning"] = message["reasoning_content"] = done.message.reasoning
         if done.message.tool_calls:
-            message["tool_calls"] = [_wire_call(c) for c in done.message.tool_calls]
+            message["tool_calls"] = [_call_to_wire(c) for c in done.message.tool_calls]
         elif message["content"] is None:
             message["content"] = ""
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(done)}
-        return orjson.dumps({**_head(call, "chat.completion"), "choices": [choice], "usage": _usage(done.usage)})
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(done)}
+        return orjson.dumps(
+            {**_reply_head(call, "chat.completion"), "choices": [choice], "usage": _usage_to_wire(done.usage)}
+        )
 
     def count(self, tokens: int) -> bytes:
         raise AssertionError("this dialect has no route that counts")
 
     def models(self, names: Sequence[str], created: int) -> bytes:
-        return model_list(names, created)
+        return encode_model_list(names, created)
 
     def model(self, name: str, created: int) -> bytes:
-        return one_model(name, created)
+        return encode_model(name, created)
 
     def status(self, error: TurngateError) -> int:
         return error.status
@@ -248,7 +255,7 @@ class Chat:
     def error(self, error: TurngateError) -> bytes:
         return orjson.dumps(error_body(error))
 
-    def in_stream(self, error: TurngateError) -> bool:
+    def sends_in_stream(self, error: TurngateError) -> bool:
         return False
 
 
@@ -258,7 +265,7 @@ class ChatStream:
     media = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
-        self._head = _head(call, "chat.completion.chunk")
+        self._head = _reply_head(call, "chat.completion.chunk")
         self._include_usage = call.include_usage
 
     def begin(self) -> bytes:
@@ -273,11 +280,11 @@ class ChatStream:
             case Delta():
                 return b""  # this format has no place for a seal
             case CallDelta(index=index, call=call):
-                return self._chunk({"tool_calls": [{"index": index, **_wire_call(call)}]})
-            case Alive():
+                return self._chunk({"tool_calls": [{"index": index, **_call_to_wire(call)}]})
+            case KeepAlive():
                 return self._chunk({})
             case Done() as done:
-                return self._chunk({}, _finish(done)) + self._final_usage(done) + b"data: [DONE]\n\n"
+                return self._chunk({}, _finish_reason(done)) + self._final_usage(done) + b"data: [DONE]\n\n"
 
     def error(self, error: TurngateError) -> bytes:
         return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
@@ -294,16 +301,16 @@ class ChatStream:
     def _final_usage(self, done: Done) -> bytes:
         if not self._include_usage:
             return b""
-        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": _usage(done.usage)}) + b"\n\n"
+        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": _usage_to_wire(done.usage)}) + b"\n\n"
 
 
-def wire_message(message: Message) -> dict[str, Json]:
+def message_to_wire(message: Message) -> dict[str, Json]:
     """A message in this format."""
     wire: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        wire["tool_calls"] = [_wire_call(call) for call in message.tool_calls]
+        wire["tool_calls"] = [_call_to_wire(call) for call in message.tool_calls]
     if message.role == "tool":
         wire["tool_call_id"] = message.tool_call_id
     if message.name:
@@ -312,9 +319,9 @@ def wire_message(message: Message) -> dict[str, Json]:
 
 
 def _decode_message(wire: _WireMessage, where: str) -> Message:
-    if given(wire.function_call):
+    if is_given(wire.function_call):
         raise BadRequest(f"{where}.function_call: is the old form; use tool_calls", param=f"{where}.function_call")
-    text, beyond = _text(wire.content, where)
+    text, beyond = _decode_content(wire.content, where)
     match wire.role:
         case "system" | "developer":
             return Message("system", text, beyond=beyond)
@@ -345,7 +352,7 @@ def _decode_call(wire: _WireCall) -> ToolCall:
     return ToolCall(wire.id, wire.function.name, "{}" if text in ("", "null") else text)
 
 
-def _text(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
+def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
     """The text of some content, and why it is more than text, if it is."""
     if isinstance(content, str):
         return content, ""
@@ -359,7 +366,7 @@ def _text(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
         else:
             at = f"{where}.content[{n}]"
             data = b"".join(bytes(raw) for raw in (part.image_url, part.input_audio, part.file))
-            texts.append(stand_in(part.type, data))
+            texts.append(placeholder(part.type, data))
             beyond = beyond or f"{at}: {part.type!r} parts are not supported; this gateway takes text only"
     return "\n".join(texts), beyond
 
@@ -373,25 +380,27 @@ def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise BadRequest(f"{where}.function.name: is missing", param=f"{where}.function.name")
-    return Tool(name, shallow(wire, where))
+    return Tool(name, require_shallow(wire, where))
 
 
-def _refuse_what_we_do_not_do(request: _Request) -> None:
+def _refuse_unsupported(request: _Request) -> None:
     if request.n is not None and request.n != 1:
-        raise refused("n", f"{request.n} choices are not supported, only 1; send the call several times instead")
+        raise field_error("n", f"{request.n} choices are not supported, only 1; send the call several times instead")
     if request.logprobs or request.top_logprobs:
-        raise refused("logprobs", "log-probabilities are recorded by the gateway and not given to agents; leave it out")
+        raise field_error(
+            "logprobs", "log-probabilities are recorded by the gateway and not given to agents; leave it out"
+        )
     if request.logit_bias:
-        raise refused("logit_bias", "is not supported, since it would bias what is recorded; leave it out")
+        raise field_error("logit_bias", "is not supported, since it would bias what is recorded; leave it out")
     for name, value in (("functions", request.functions), ("function_call", request.function_call)):
-        if given(value):
-            raise refused(name, "is the old form and not supported; use tools and tool_choice")
-    if given(request.audio):
-        raise refused("audio", "is not supported; this gateway answers in text")
+        if is_given(value):
+            raise field_error(name, "is the old form and not supported; use tools and tool_choice")
+    if is_given(request.audio):
+        raise field_error("audio", "is not supported; this gateway answers in text")
     if request.modalities and request.modalities != ["text"]:
-        raise refused("modalities", "only ['text'] is supported")
-    if given(request.web_search_options):
-        raise refused("web_search_options", "is not supported; give the model a search tool of your own")
+        raise field_error("modalities", "only ['text'] is supported")
+    if is_given(request.web_search_options):
+        raise field_error("web_search_options", "is not supported; give the model a search tool of your own")
 
 
 def _max_tokens(request: _Request) -> int | None:
@@ -402,14 +411,14 @@ def _max_tokens(request: _Request) -> int | None:
     return value
 
 
-def _constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
+def _decode_constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
     """What the output is forced into, and whether the tools are offered at all."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
-    except UNREADABLE as error:
-        raise BadRequest(f"tool_choice: {reason(error)}", param="tool_choice") from None
-    forced = _tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
-    shape = _response_format(request)
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"tool_choice: {describe_error(error)}", param="tool_choice") from None
+    forced = _decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
+    shape = _decode_response_format(request)
     if forced is not None and shape is not None:
         raise BadRequest(
             "tool_choice: a forced tool and response_format cannot both hold; leave one out", param="tool_choice"
@@ -417,14 +426,14 @@ def _constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint 
     return forced or shape, choice != "none"
 
 
-def _tool_choice(choice: Json, tools: ChatTools | None, *, parallel: bool) -> Constraint | None:
+def _decode_tool_choice(choice: Json, tools: ChatTools | None, *, parallel: bool) -> Constraint | None:
     match choice:
         case None | "auto" | "none":
             return None
         case "required":
-            return any_tool(_offered(tools), parallel=parallel)
+            return require_any_tool(_require_tools(tools), parallel=parallel)
         case {"type": "function", "function": {"name": str(name)}}:
-            return one_tool(_offered(tools), name, "tool_choice")
+            return require_tool(_require_tools(tools), name, "tool_choice")
         case _:
             raise BadRequest(
                 "tool_choice: must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}",
@@ -432,7 +441,7 @@ def _tool_choice(choice: Json, tools: ChatTools | None, *, parallel: bool) -> Co
             )
 
 
-def _offered(tools: ChatTools | None) -> tuple[Tool, ...]:
+def _require_tools(tools: ChatTools | None) -> tuple[Tool, ...]:
     if tools is None:
         raise BadRequest("tool_choice: forces a tool, but there are no tools", param="tool_choice")
     return tools.decode()
@@ -448,31 +457,31 @@ class _ResponseFormat(msgspec.Struct):
     json_schema: _JsonSchema | None = None
 
 
-def _response_format(request: _Request) -> Constraint | None:
-    if not given(request.response_format):
+def _decode_response_format(request: _Request) -> Constraint | None:
+    if not is_given(request.response_format):
         return None
     try:
         form = msgspec.json.decode(request.response_format, type=_ResponseFormat)
-    except UNREADABLE as error:
-        raise BadRequest(f"response_format: {reason(error)}", param="response_format") from None
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"response_format: {describe_error(error)}", param="response_format") from None
     if form.type == "text":
         return None
     if form.type == "json_object":
         return Constraint("json_object")
     if form.json_schema is None or form.json_schema.schema is None:
         raise BadRequest("response_format.json_schema.schema: is missing", param="response_format")
-    return Constraint("json_schema", shallow(form.json_schema.schema, "response_format.json_schema.schema"))
+    return Constraint("json_schema", require_shallow(form.json_schema.schema, "response_format.json_schema.schema"))
 
 
-def _wire_call(call: ToolCall) -> dict[str, Json]:
+def _call_to_wire(call: ToolCall) -> dict[str, Json]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _finish(done: Done) -> str:
+def _finish_reason(done: Done) -> str:
     return "stop" if done.finish == "abort" else done.finish
 
 
-def _usage(usage: Usage | None) -> Json:
+def _usage_to_wire(usage: Usage | None) -> Json:
     if usage is None:
         return None
     told: dict[str, Json] = {
@@ -487,5 +496,5 @@ def _usage(usage: Usage | None) -> Json:
     return told
 
 
-def _head(call: Call, kind: str) -> dict[str, Json]:
+def _reply_head(call: Call, kind: str) -> dict[str, Json]:
     return {"id": f"chatcmpl-{os.urandom(16).hex()}", "object": kind, "created": int(time.time()), "model": call.model}

@@ -12,20 +12,28 @@ from typing import TypeVar
 import msgspec
 import orjson
 
-from turngate.dialects.base import Route, Wire
-from turngate.dialects.gemini_contents import GeminiHistory, camel, data, fields, items, system_piece, value
-from turngate.dialects.gemini_reply import GeminiStream, Wanted, error_body, error_status, whole
-from turngate.dialects.gemini_tools import GeminiTools, json_schema
+from turngate.dialects.base import Route, WireRequest
+from turngate.dialects.gemini_contents import (
+    GeminiHistory,
+    build_system_piece,
+    read_field,
+    read_fields,
+    read_items,
+    read_json,
+    to_camel,
+)
+from turngate.dialects.gemini_reply import GeminiReplyOptions, GeminiStream, encode_reply, error_body, error_status
+from turngate.dialects.gemini_tools import GeminiTools, to_json_schema
 from turngate.dialects.wire import (
-    any_tool,
-    bearer,
-    by_headers,
-    checked_sampling,
-    checked_stops,
-    param,
-    reason,
-    refused,
-    shallow,
+    bearer_token,
+    call_fields_from_headers,
+    describe_error,
+    error_field,
+    field_error,
+    require_any_tool,
+    require_shallow,
+    validate_sampling,
+    validate_stops,
 )
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import Call, Constraint, Done, History, Json
@@ -63,11 +71,11 @@ class _Config(msgspec.Struct, rename="camel"):
     thinking_config: Json = msgspec.field(default_factory=dict)
 
 
-_AT = "generationConfig"
+_CONFIG_FIELD = "generationConfig"
 _SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
-_NAMES = {name: f"{_AT}.{camel(name)}" for name in _SAMPLING}
+_NAMES = {name: f"{_CONFIG_FIELD}.{to_camel(name)}" for name in _SAMPLING}
 _VERSIONS = ("v1beta", "v1", "v1alpha")
-_PASSED = ("x-goog-api-client",)
+_FORWARDED_HEADERS = ("x-goog-api-client",)
 
 
 class Gemini:
@@ -83,57 +91,62 @@ class Gemini:
             Route(f"/{version}/models/{{model}}:countTokens", "count"),
         )
     )
-    area = "/v1beta"
+    path_prefix = "/v1beta"
     list_field = "contents"
-    id_header = ""
+    request_id_header = ""
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        return headers.get("x-goog-api-key", "").strip() or query.get("key", "").strip() or bearer(headers)
+        return headers.get("x-goog-api-key", "").strip() or query.get("key", "").strip() or bearer_token(headers)
 
-    def decode(self, wire: Wire) -> Call:
-        request = _request(wire)
-        config = _config(request)
-        thinking = _thinking(config)
-        tools, constraint = _tools(request, config)
+    def decode(self, wire: WireRequest) -> Call:
+        request = _decode_request(wire)
+        config = _decode_config(request)
+        thinking = _decode_thinking(config)
+        tools, constraint = _decode_tools(request, config)
         return Call(
             model=wire.model,
-            history=_history(request, wire),
+            history=_decode_history(request, wire),
             tools=tools,
-            sampling=checked_sampling(
+            sampling=validate_sampling(
                 {name: asked for name in _SAMPLING if (asked := getattr(config, name)) is not None}, _NAMES
             ),
             max_tokens=config.max_output_tokens,
-            stop=checked_stops(f"{_AT}.stopSequences", config.stop_sequences),
+            stop=validate_stops(f"{_CONFIG_FIELD}.stopSequences", config.stop_sequences),
             constraint=constraint,
-            template_hints=_hints(thinking),
+            template_hints=_template_hints(thinking),
             stream=wire.verb == "stream",
             dialect=self.name,
             body=wire.sent,
-            wire=Wanted(thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"),
-            **by_headers(wire.headers, _PASSED),
+            wire=GeminiReplyOptions(thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"),
+            **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS),
         )
 
-    def go_on(self, call: Call, history: History, wire: Wire) -> Call:
-        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, _PASSED))
+    def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call:
+        return msgspec.structs.replace(
+            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
+        )
 
-    def history(self, raws: Sequence[bytes]) -> GeminiHistory:
+    def stored_history(self, raws: Sequence[bytes]) -> GeminiHistory:
         return GeminiHistory(raws, recorded=True)
+
+    def stored_tools(self, raw: bytes) -> GeminiTools:
+        return GeminiTools(raw)
 
     def stream(self, call: Call) -> GeminiStream:
         return GeminiStream(call)
 
     def whole(self, call: Call, done: Done) -> bytes:
-        return whole(call, done)
+        return encode_reply(call, done)
 
     def count(self, tokens: int) -> bytes:
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         return orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details})
 
     def models(self, names: Sequence[str], created: int) -> bytes:
-        return orjson.dumps({"models": [_model(name) for name in names]})
+        return orjson.dumps({"models": [_model_to_wire(name) for name in names]})
 
     def model(self, name: str, created: int) -> bytes:
-        return orjson.dumps(_model(name))
+        return orjson.dumps(_model_to_wire(name))
 
     def status(self, error: TurngateError) -> int:
         return error_status(error)[0]
@@ -141,11 +154,11 @@ class Gemini:
     def error(self, error: TurngateError) -> bytes:
         return orjson.dumps(error_body(error))
 
-    def in_stream(self, error: TurngateError) -> bool:
+    def sends_in_stream(self, error: TurngateError) -> bool:
         return False
 
 
-def _model(name: str) -> Json:
+def _model_to_wire(name: str) -> Json:
     return {
         "name": f"models/{name}",
         "baseModelId": name,
@@ -156,70 +169,76 @@ def _model(name: str) -> Json:
     }
 
 
-def _request(wire: Wire) -> dict[str, msgspec.Raw]:
+def _decode_request(wire: WireRequest) -> dict[str, msgspec.Raw]:
     try:
-        request = fields(wire.body, "The body")
+        request = read_fields(wire.body, "The body")
     except BadRequest as error:
         raise BadRequest(f"The body is not a JSON object: {error.message.removeprefix('The body: ')}") from None
     if wire.verb == "count" and "generateContentRequest" in request:
-        request = fields(request["generateContentRequest"], "generateContentRequest")
+        request = read_fields(request["generateContentRequest"], "generateContentRequest")
     if "cachedContent" in request:
-        raise refused("cachedContent", "is not supported, since nothing is cached here; send the whole contents")
+        raise field_error("cachedContent", "is not supported, since nothing is cached here; send the whole contents")
     return request
 
 
-def _history(request: dict[str, msgspec.Raw], wire: Wire) -> GeminiHistory:
-    new = map(bytes, items(request["contents"], "contents")) if "contents" in request else ()
+def _decode_history(request: dict[str, msgspec.Raw], wire: WireRequest) -> GeminiHistory:
+    new = map(bytes, read_items(request["contents"], "contents")) if "contents" in request else ()
     contents = [*wire.known, *new]
     if not contents:
-        raise refused("contents", "contents is not specified; it must hold at least one content")
+        raise field_error("contents", "contents is not specified; it must hold at least one content")
     system = request.get("systemInstruction")
-    return GeminiHistory(contents, b"" if system is None else system_piece(system), before=wire.history)
+    return GeminiHistory(contents, b"" if system is None else build_system_piece(system), before=wire.history)
 
 
-def _config(request: dict[str, msgspec.Raw]) -> _Config:
-    config = _converted(data(request[_AT], _AT) if _AT in request else {}, _Config, _AT)
-    _refuse_what_we_do_not_do(config)
+def _decode_config(request: dict[str, msgspec.Raw]) -> _Config:
+    config = _convert_fields(
+        read_json(request[_CONFIG_FIELD], _CONFIG_FIELD) if _CONFIG_FIELD in request else {}, _Config, _CONFIG_FIELD
+    )
+    _refuse_unsupported(config)
     return config
 
 
-def _converted(given: Json, kind: type[T], where: str) -> T:
+def _convert_fields(given: Json, kind: type[T], where: str) -> T:
     if not isinstance(given, dict):
-        raise refused(where, "must be an object")
-    known = {camel(name): asked for name, asked in given.items() if asked is not None}
+        raise field_error(where, "must be an object")
+    known = {to_camel(name): asked for name, asked in given.items() if asked is not None}
     try:
         return msgspec.convert(known, kind, strict=False)  # numbers may come as strings, and whole ones with a point
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{where}.{reason(error)}", param=f"{where}.{param(error) or ''}".rstrip(".")) from None
+        raise BadRequest(
+            f"{where}.{describe_error(error)}", param=f"{where}.{error_field(error) or ''}".rstrip(".")
+        ) from None
 
 
-def _refuse_what_we_do_not_do(config: _Config) -> None:
+def _refuse_unsupported(config: _Config) -> None:
     if config.candidate_count != 1:
-        raise refused(
-            f"{_AT}.candidateCount",
+        raise field_error(
+            f"{_CONFIG_FIELD}.candidateCount",
             f"{config.candidate_count} candidates are not supported, only 1; send the call several times instead",
         )
     if config.response_logprobs or config.logprobs:
-        raise refused(
-            f"{_AT}.responseLogprobs",
+        raise field_error(
+            f"{_CONFIG_FIELD}.responseLogprobs",
             "log-probabilities are recorded by the gateway and not given to agents; leave it out",
         )
     if any(modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for modality in config.response_modalities):
-        raise refused(f"{_AT}.responseModalities", "only TEXT is supported")
+        raise field_error(f"{_CONFIG_FIELD}.responseModalities", "only TEXT is supported")
     for name, asked in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
         if asked is not None:
-            raise refused(f"{_AT}.{name}", "is not supported; this gateway answers in text")
+            raise field_error(f"{_CONFIG_FIELD}.{name}", "is not supported; this gateway answers in text")
     if config.continuation_token:
-        raise refused(f"{_AT}.continuationToken", "is not supported; no reply of this gateway asks for it")
+        raise field_error(
+            f"{_CONFIG_FIELD}.continuationToken", "is not supported; no reply of this gateway asks for it"
+        )
     if config.max_output_tokens is not None and config.max_output_tokens < 1:
-        raise refused(f"{_AT}.maxOutputTokens", f"{config.max_output_tokens} is less than 1")
+        raise field_error(f"{_CONFIG_FIELD}.maxOutputTokens", f"{config.max_output_tokens} is less than 1")
 
 
-def _thinking(config: _Config) -> _Thinking:
-    return _converted(config.thinking_config, _Thinking, f"{_AT}.thinkingConfig")
+def _decode_thinking(config: _Config) -> _Thinking:
+    return _convert_fields(config.thinking_config, _Thinking, f"{_CONFIG_FIELD}.thinkingConfig")
 
 
-def _hints(thinking: _Thinking) -> dict[str, Json]:
+def _template_hints(thinking: _Thinking) -> dict[str, Json]:
     """What a thinking configuration means to a chat template, where it knows such a thing."""
     hints: dict[str, Json] = {}
     if thinking.thinking_budget is not None:
@@ -232,20 +251,20 @@ def _hints(thinking: _Thinking) -> dict[str, Json]:
     return hints
 
 
-def _tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
+def _decode_tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
     """The tools that are offered, and what the output is forced into."""
     raw = bytes(request.get("tools", b"[]"))
     tools = GeminiTools(raw) if raw not in (b"[]", b"{}") else None
-    mode, allowed = _calling(request)
-    shape = _shape(config)
+    mode, allowed = _decode_calling_config(request)
+    shape = _decode_response_shape(config)
     if mode == "NONE":
         return None, shape
     if mode == "ANY":
         if shape is not None:
-            raise refused(_MODE, "forced calls and a response schema cannot both hold; leave one out")
-        return tools, _forced(tools, allowed)
+            raise field_error(_MODE, "forced calls and a response schema cannot both hold; leave one out")
+        return tools, _require_call(tools, allowed)
     if mode == "VALIDATED" and allowed and tools is not None:
-        _named(tools, allowed)
+        _require_declared(tools, allowed)
         tools = GeminiTools(raw, allowed)
     return tools, shape
 
@@ -255,49 +274,50 @@ _MODE = f"{_CALLING}.mode"
 _ALLOWED = f"{_CALLING}.allowedFunctionNames"
 
 
-def _calling(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, None]]:
+def _decode_calling_config(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, None]]:
     """How functions may be called, and which of them."""
-    found = fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
+    found = read_fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
     if "functionCallingConfig" not in found:
         return "AUTO", {}
-    calling = fields(found["functionCallingConfig"], _CALLING)
-    mode = value(calling, "mode", str, "AUTO", _CALLING).upper()
-    allowed = dict.fromkeys(value(calling, "allowedFunctionNames", list[str], [], _CALLING))
+    calling = read_fields(found["functionCallingConfig"], _CALLING)
+    mode = read_field(calling, "mode", str, "AUTO", _CALLING).upper()
+    allowed = dict.fromkeys(read_field(calling, "allowedFunctionNames", list[str], [], _CALLING))
     if mode not in ("AUTO", "MODE_UNSPECIFIED", "ANY", "NONE", "VALIDATED"):
-        raise refused(_MODE, f"{mode!r} is not one of AUTO, ANY, NONE, VALIDATED")
+        raise field_error(_MODE, f"{mode!r} is not one of AUTO, ANY, NONE, VALIDATED")
     if allowed and mode not in ("ANY", "VALIDATED"):
-        raise refused(_ALLOWED, "should only be set when the mode is ANY or VALIDATED")
+        raise field_error(_ALLOWED, "should only be set when the mode is ANY or VALIDATED")
     return mode, allowed
 
 
-def _forced(tools: GeminiTools | None, allowed: Collection[str]) -> Constraint:
+def _require_call(tools: GeminiTools | None, allowed: Collection[str]) -> Constraint:
     offered = tools.decode() if tools is not None else ()
     if tools is None or not offered:
-        raise refused(_MODE, "ANY forces a call, but there are no functions")
-    _named(tools, allowed)
-    return any_tool([tool for tool in offered if not allowed or tool.name in allowed], parallel=True)
+        raise field_error(_MODE, "ANY forces a call, but there are no functions")
+    _require_declared(tools, allowed)
+    return require_any_tool([tool for tool in offered if not allowed or tool.name in allowed], parallel=True)
 
 
-def _named(tools: GeminiTools, allowed: Collection[str]) -> None:
+def _require_declared(tools: GeminiTools, allowed: Collection[str]) -> None:
     names = {tool.name for tool in tools.decode()}
     for name in allowed:
         if name not in names:
-            raise refused(_ALLOWED, f"{name!r} is not among the declared functions")
+            raise field_error(_ALLOWED, f"{name!r} is not among the declared functions")
 
 
-def _shape(config: _Config) -> Constraint | None:
+def _decode_response_shape(config: _Config) -> Constraint | None:
     """What a reply that is no call has to look like."""
-    schema = shallow(config.response_json_schema, f"{_AT}.responseJsonSchema")
+    schema = require_shallow(config.response_json_schema, f"{_CONFIG_FIELD}.responseJsonSchema")
     if config.response_schema is not None:
-        schema = json_schema(config.response_schema, f"{_AT}.responseSchema")
+        schema = to_json_schema(config.response_schema, f"{_CONFIG_FIELD}.responseSchema")
     match config.response_mime_type:
         case "application/json":
             return Constraint("json_object") if schema is None else Constraint("json_schema", schema)
         case "text/plain" | "":
             if schema is not None:
-                raise refused(f"{_AT}.responseMimeType", "a response schema needs 'application/json'")
+                raise field_error(f"{_CONFIG_FIELD}.responseMimeType", "a response schema needs 'application/json'")
             return None
         case other:
-            raise refused(
-                f"{_AT}.responseMimeType", f"{other!r} is not supported; use 'text/plain' or 'application/json'"
+            raise field_error(
+                f"{_CONFIG_FIELD}.responseMimeType",
+                f"{other!r} is not supported; use 'text/plain' or 'application/json'",
             )

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from turngate.dialects.wire import UNREADABLE, given, reason, refused, stand_in
+from turngate.dialects.wire import DECODE_ERRORS, describe_error, field_error, is_given, placeholder
 from turngate.errors import BadRequest
 from turngate.types import History, Json, Message, ToolCall
 
@@ -29,19 +29,19 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 # A part is one of these. What else it may carry says nothing to a model that reads text.
 _KINDS = ("text", "functionCall", "functionResponse")
 _MEDIA = ("inlineData", "fileData")  # which only an endpoint of this dialect may be able to see
-_BESIDES = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
+_EXTRA_FIELDS = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 _SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
 # How most clients spell a role. An object that ends so has it as its own last field: nothing inside it can look like this.
-_ENDS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
+_ROLE_ENDINGS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
     ("model", (b',"role":"model"}', b', "role": "model"}')),
     ("user", (b',"role":"user"}', b', "role": "user"}')),
 )
-_OURS = b"tg1."  # what our own thought signatures begin with
+_OWN_SIGNATURE = b"tg1."  # what our own thought signatures begin with
 # Arguments have to be an object in this format. What a model wrote instead is delivered as the text that it is.
 RAW_ARGUMENTS = "__arguments__"
 
 
-def camel(name: str) -> str:
+def to_camel(name: str) -> str:
     """Fields may be spelled `camelCase` or `snake_case`."""
     if "_" not in name.strip("_"):
         return name
@@ -49,60 +49,60 @@ def camel(name: str) -> str:
     return head + "".join(word[:1].upper() + word[1:] for word in rest)
 
 
-def fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
+def read_fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
     """An object's fields that are not null, each as it came."""
     try:
         found = _fields.decode(raw)
-    except UNREADABLE as error:
-        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
-    return {camel(name): value for name, value in found.items() if given(value)}
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
+    return {to_camel(name): value for name, value in found.items() if is_given(value)}
 
 
-def items(raw: msgspec.Raw | bytes, where: str) -> list[msgspec.Raw]:
+def read_items(raw: msgspec.Raw | bytes, where: str) -> list[msgspec.Raw]:
     """A list's items. A single one may stand for a list of one."""
     plain = bytes(raw)
     if plain.startswith(b"{"):
         return [msgspec.Raw(plain)]
     try:
         return _raws.decode(raw)
-    except UNREADABLE as error:
-        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
 
 
-def data(raw: msgspec.Raw, where: str) -> Json:
+def read_json(raw: msgspec.Raw, where: str) -> Json:
     """A value that is data."""
     try:
         return msgspec.json.decode(raw)
-    except UNREADABLE as error:
-        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
 
 
-def value(found: dict[str, msgspec.Raw], name: str, kind: type[T], default: T, where: str) -> T:
+def read_field(found: dict[str, msgspec.Raw], name: str, kind: type[T], default: T, where: str) -> T:
     """One field of an object, in its type."""
     if name not in found:
         return default
     try:
         return msgspec.json.decode(found[name], type=kind)
-    except UNREADABLE as error:
-        raise BadRequest(f"{where}.{name}: {reason(error)}", param=f"{where}.{name}") from None
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{where}.{name}: {describe_error(error)}", param=f"{where}.{name}") from None
 
 
-def sealed(reasoning: str) -> str:
+def encode_signature(reasoning: str) -> str:
     """A thought signature of our own: it carries the reasoning, which most agents do not send back otherwise."""
-    return base64.urlsafe_b64encode(_OURS + reasoning.encode()).decode()
+    return base64.urlsafe_b64encode(_OWN_SIGNATURE + reasoning.encode()).decode()
 
 
-def unsealed(signature: str) -> str | None:
+def decode_signature(signature: str) -> str | None:
     """The reasoning in a signature of our own; None if it is somebody else's. An agent may write what it likes into one, as it may
     into any thought that it sends: it is what the agent says that the model thought, and no more."""
     try:
-        plain = base64.b64decode(signature.translate(_STANDARD), validate=True)
-        return plain.removeprefix(_OURS).decode() if plain.startswith(_OURS) else None
+        plain = base64.b64decode(signature.translate(_STANDARD_ALPHABET), validate=True)
+        return plain.removeprefix(_OWN_SIGNATURE).decode() if plain.startswith(_OWN_SIGNATURE) else None
     except (binascii.Error, ValueError):
         return None
 
 
-_STANDARD = str.maketrans("-_", "+/")
+_STANDARD_ALPHABET = str.maketrans("-_", "+/")
 
 
 class _Turn(msgspec.Struct):
@@ -133,9 +133,9 @@ class GeminiHistory:
         elif system:
             turn = _Turn("system", [system], -1)
         for at in range(start, len(items)):
-            speaker = _speaker(items[at], at)
+            speaker = _read_speaker(items[at], at)
             if speaker == "system" and not recorded:
-                raise refused(f"contents[{at}].role", "'system' is not a valid role; use systemInstruction")
+                raise field_error(f"contents[{at}].role", "'system' is not a valid role; use systemInstruction")
             if turn is not None and turn.speaker == speaker != "system":
                 turn.contents.append(items[at])
             else:
@@ -143,7 +143,7 @@ class GeminiHistory:
                 turn = _Turn(speaker, [items[at]], at)
         self._end(turn)
 
-    def more(self, items: Sequence[bytes]) -> GeminiHistory:
+    def extend(self, items: Sequence[bytes]) -> GeminiHistory:
         return GeminiHistory(items, self._system, before=self)
 
     def _end(self, turn: _Turn | None) -> None:
@@ -155,126 +155,128 @@ class GeminiHistory:
         turn = self._turns[index]
         match turn.speaker:
             case "system":
-                return (Message("system", _system(_parts(turn))),)
+                return (Message("system", _decode_system(_read_parts(turn))),)
             case "model":
-                return (_model(_parts(turn)),)
+                return (_decode_model(_read_parts(turn)),)
             case "user":
                 before = self._turns[index - 1] if index else None
-                return _user(turn, before if before is not None and before.speaker == "model" else None)
+                return _decode_user(turn, before if before is not None and before.speaker == "model" else None)
 
 
-def system_piece(raw: msgspec.Raw) -> bytes:
+def build_system_piece(raw: msgspec.Raw) -> bytes:
     """The system instruction as the first piece of a history. Whatever role it came with, it is the system's."""
-    parts = fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
+    parts = read_fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
     return b'{"role":"system","parts":' + bytes(parts) + b"}"
 
 
-def _speaker(raw: bytes, at: int) -> Speaker:
-    for speaker, ends in _ENDS:
+def _read_speaker(raw: bytes, at: int) -> Speaker:
+    for speaker, ends in _ROLE_ENDINGS:
         if raw.endswith(ends):
             return speaker
     where = f"contents[{at}]"
-    role = value(fields(raw, where), "role", str, "", where)
+    role = read_field(read_fields(raw, where), "role", str, "", where)
     if role not in _SPEAKERS:
-        raise refused(f"{where}.role", f"{role!r} is not a valid role; use user or model")
+        raise field_error(f"{where}.role", f"{role!r} is not a valid role; use user or model")
     return _SPEAKERS[role]
 
 
-def _parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
+def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
     """The parts of a turn, and where each one stands in the request."""
     for offset, raw in enumerate(turn.contents):
         where = f"contents[{turn.at + offset}]" if turn.speaker != "system" else "systemInstruction"
-        for n, part in enumerate(items(fields(raw, where).get("parts", msgspec.Raw(b"[]")), f"{where}.parts")):
-            yield f"{where}.parts[{n}]", fields(part, f"{where}.parts[{n}]")
+        for n, part in enumerate(
+            read_items(read_fields(raw, where).get("parts", msgspec.Raw(b"[]")), f"{where}.parts")
+        ):
+            yield f"{where}.parts[{n}]", read_fields(part, f"{where}.parts[{n}]")
 
 
-def _kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
+def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
     """What a part is. One that only carries a signature is a text of nothing."""
     for name in part:
-        if name in _BESIDES or name in kinds:
+        if name in _EXTRA_FIELDS or name in kinds:
             continue
         if name in _KINDS:
-            raise refused(f"{where}.{name}", f"cannot stand in {speaker}")
-        raise refused(f"{where}.{name}", "is not supported; this gateway takes text and functions only")
+            raise field_error(f"{where}.{name}", f"cannot stand in {speaker}")
+        raise field_error(f"{where}.{name}", "is not supported; this gateway takes text and functions only")
     return next((name for name in kinds if name in part), "text")
 
 
-def _system(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> str:
+def _decode_system(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> str:
     texts = []
     for where, part in parts:
-        _kind(part, where, ("text",), "a system instruction")
-        texts.append(value(part, "text", str, "", where))
+        _read_kind(part, where, ("text",), "a system instruction")
+        texts.append(read_field(part, "text", str, "", where))
     return "\n".join(texts)
 
 
-def _model(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> Message:
+def _decode_model(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     seal = kept = ""
     for where, part in parts:
-        kind = _kind(part, where, ("text", "functionCall"), "a content of the model")
-        signature = value(part, "thoughtSignature", str, "", where)
-        reasoning = unsealed(signature) if signature else None
+        kind = _read_kind(part, where, ("text", "functionCall"), "a content of the model")
+        signature = read_field(part, "thoughtSignature", str, "", where)
+        reasoning = decode_signature(signature) if signature else None
         if reasoning is not None:
             kept, signature = reasoning, ""
         if "functionCall" in part:
-            calls.append(_call(part, where, len(calls), signature))
+            calls.append(_decode_call(part, where, len(calls), signature))
         elif signature:
             seal = signature
         if kind == "text":
-            thought = value(part, "thought", bool, False, where)
-            (thoughts if thought else texts).append(value(part, "text", str, "", where))
+            thought = read_field(part, "thought", bool, False, where)
+            (thoughts if thought else texts).append(read_field(part, "text", str, "", where))
     return Message("assistant", "".join(texts), "".join(thoughts) or kept, tuple(calls), seal=seal)
 
 
-def _call(part: dict[str, msgspec.Raw], where: str, n: int, seal: str) -> ToolCall:
+def _decode_call(part: dict[str, msgspec.Raw], where: str, n: int, seal: str) -> ToolCall:
     where = f"{where}.functionCall"
-    found = fields(part["functionCall"], where)
-    name = value(found, "name", str, "", where)
-    return ToolCall(value(found, "id", str, "", where) or f"call_{n}", name, _arguments(found, where), seal)
+    found = read_fields(part["functionCall"], where)
+    name = read_field(found, "name", str, "", where)
+    return ToolCall(read_field(found, "id", str, "", where) or f"call_{n}", name, _decode_arguments(found, where), seal)
 
 
-def _arguments(found: dict[str, msgspec.Raw], where: str) -> str:
+def _decode_arguments(found: dict[str, msgspec.Raw], where: str) -> str:
     if "args" not in found:
         return "{}"
     raw = bytes(found["args"])
     if not raw.startswith(b"{"):
-        raise refused(f"{where}.args", "must be an object")
+        raise field_error(f"{where}.args", "must be an object")
     if raw.find(RAW_ARGUMENTS.encode(), 0, 200) >= 0:
         args = _fields.decode(raw)
         if list(args) == [RAW_ARGUMENTS] and bytes(args[RAW_ARGUMENTS]).startswith(b'"'):
-            return value(args, RAW_ARGUMENTS, str, "", f"{where}.args")
+            return read_field(args, RAW_ARGUMENTS, str, "", f"{where}.args")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise refused(f"{where}.args", str(error)) from None
+        raise field_error(f"{where}.args", str(error)) from None
 
 
-def _user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
+def _decode_user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
     """What the user says, and what its tools answer, in the order in which it stands there."""
     messages: list[Message] = []
     texts: list[str] = []
     beyond = ""
     calls: _OpenCalls | None = None
-    for where, part in _parts(turn):
+    for where, part in _read_parts(turn):
         media = next((name for name in _MEDIA if name in part), "")
         if media:
-            texts.append(stand_in(media, bytes(part[media])))
+            texts.append(placeholder(media, bytes(part[media])))
             beyond = beyond or f"{where}.{media}: is not supported; this gateway takes text and functions only"
-        elif _kind(part, where, ("text", "functionResponse"), "a content of the user") == "text":
-            texts.append(value(part, "text", str, "", where))
+        elif _read_kind(part, where, ("text", "functionResponse"), "a content of the user") == "text":
+            texts.append(read_field(part, "text", str, "", where))
         if "functionResponse" in part:
             if texts:
                 messages.append(Message("user", "\n".join(texts), beyond=beyond))
                 texts, beyond = [], ""
             if calls is None:
-                calls = _OpenCalls(_model(_parts(answered)).tool_calls if answered is not None else ())
-            messages.append(_result(part["functionResponse"], f"{where}.functionResponse", calls))
+                calls = _OpenCalls(_decode_model(_read_parts(answered)).tool_calls if answered is not None else ())
+            messages.append(_decode_result(part["functionResponse"], f"{where}.functionResponse", calls))
     if texts:
         messages.append(Message("user", "\n".join(texts), beyond=beyond))
     if not messages:
-        raise refused(f"contents[{turn.at}].parts", "must hold at least one part")
+        raise field_error(f"contents[{turn.at}].parts", "must hold at least one part")
     return tuple(messages)
 
 
@@ -298,35 +300,35 @@ class _OpenCalls:
         return None
 
 
-def _result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
+def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
     """The answer to a call. Many clients send it without an id: then it answers the first open call of its name."""
-    found = fields(raw, where)
+    found = read_fields(raw, where)
     beyond = media = ""
-    if "parts" in found and items(found["parts"], f"{where}.parts"):
+    if "parts" in found and read_items(found["parts"], f"{where}.parts"):
         beyond = f"{where}.parts: media are not supported; this gateway takes text and functions only"
-        media = "\n" + stand_in("media", bytes(found["parts"]))
-    name, given_id = value(found, "name", str, "", where), value(found, "id", str, "", where)
+        media = "\n" + placeholder("media", bytes(found["parts"]))
+    name, given_id = read_field(found, "name", str, "", where), read_field(found, "id", str, "", where)
     call = calls.take(given_id, name)
-    text = _answer(value(found, "response", dict[str, Json], {}, where)) + media
+    text = _response_text(read_field(found, "response", dict[str, Json], {}, where)) + media
     answers = call.id if call is not None else given_id or name
     return Message("tool", text, tool_call_id=answers, name=name, beyond=beyond)
 
 
-def _answer(response: dict[str, Json]) -> str:
+def _response_text(response: dict[str, Json]) -> str:
     """What the model reads of a response. `output`, `result` and `error` are the names that clients wrap plain answers in."""
     wrapped = [name for name in ("output", "result") if name in response]
     if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:
-        return _plain(response)
-    said = [_plain(response[name]) for name in wrapped]
+        return _to_text(response)
+    said = [_to_text(response[name]) for name in wrapped]
     if response.get("error") is not None:
-        said.append(_fault(response["error"]))
+        said.append(_error_text(response["error"]))
     return "\n".join(filter(None, said))
 
 
-def _plain(said: Json) -> str:
+def _to_text(said: Json) -> str:
     return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
 
 
-def _fault(error: Json) -> str:
-    text = _plain(error)
+def _error_text(error: Json) -> str:
+    text = _to_text(error)
     return text if text[:5].lower() == "error" else f"Error: {text}"

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import msgspec
 import orjson
 
-from turngate.dialects.gemini_contents import RAW_ARGUMENTS, sealed
+from turngate.dialects.gemini_contents import RAW_ARGUMENTS, encode_signature
 from turngate.dialects.wire import one_line
 from turngate.errors import ContextOverflow, TurngateError
-from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, Message, ReplyEvent, ToolCall, Usage
+from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Message, ReplyEvent, ToolCall, Usage
 
 _RPC = "type.googleapis.com/google.rpc."
-_DEEPEST = 64  # nesting of arguments that all clients can read
+_MAX_DEPTH = 64  # nesting of arguments that all clients can read
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class GeminiReplyOptions(msgspec.Struct, frozen=True):
     """What of the request decides how it is answered. `Call.wire` of this dialect."""
 
     thoughts: bool = False  # are they to be shown?
@@ -28,10 +28,10 @@ class GeminiStream:
     """One streamed reply. Every chunk holds a part: SDKs take a reply with an empty chunk in it for a broken one, and drop it."""
 
     def __init__(self, call: Call) -> None:
-        wanted = call.wire if isinstance(call.wire, Wanted) else Wanted()
+        wanted = call.wire if isinstance(call.wire, GeminiReplyOptions) else GeminiReplyOptions()
         self.media = "text/event-stream" if wanted.sse else "application/json; charset=UTF-8"
         self._wanted = wanted
-        self._head = _head(call)
+        self._head = _reply_head(call)
         self._reasoning: list[str] = []
         self._signed = False  # a signature is out, or not wanted any more
         self._begun = False
@@ -52,8 +52,8 @@ class GeminiStream:
             case CallDelta(call=call):
                 signature = call.seal or ("" if self._signed else _signature("".join(self._reasoning)))
                 self._signed = True
-                return self._chunk([_call_part(call, signature)])
-            case Alive():
+                return self._chunk([_build_call_part(call, signature)])
+            case KeepAlive():
                 # White space is all that every client takes: a comment, or a chunk without a part, breaks some.
                 return b"\n"
             case Done() as done:
@@ -65,7 +65,7 @@ class GeminiStream:
         return body + b"\n\n" if self._wanted.sse else self._comma() + body + b"]"
 
     def _chunk(self, parts: Sequence[Json], done: Done | None = None) -> bytes:
-        body = orjson.dumps({**_reply(parts, done), **self._head})
+        body = orjson.dumps({**_build_reply(parts, done), **self._head})
         return b"data: " + body + b"\r\n\r\n" if self._wanted.sse else self._comma() + body
 
     def _comma(self) -> bytes:
@@ -73,12 +73,12 @@ class GeminiStream:
         return b",\r\n" if begun else b""
 
 
-def whole(call: Call, done: Done) -> bytes:
-    thoughts = isinstance(call.wire, Wanted) and call.wire.thoughts
-    return orjson.dumps({**_reply(_parts(done.message, thoughts), done), **_head(call)})
+def encode_reply(call: Call, done: Done) -> bytes:
+    thoughts = isinstance(call.wire, GeminiReplyOptions) and call.wire.thoughts
+    return orjson.dumps({**_build_reply(_build_parts(done.message, thoughts), done), **_reply_head(call)})
 
 
-def _parts(message: Message, thoughts: bool) -> list[Json]:
+def _build_parts(message: Message, thoughts: bool) -> list[Json]:
     parts: list[Json] = []
     if thoughts and message.reasoning:
         parts.append({"text": message.reasoning, "thought": True})
@@ -88,20 +88,20 @@ def _parts(message: Message, thoughts: bool) -> list[Json]:
         parts[-1]["thoughtSignature"] = message.seal
     for n, call in enumerate(message.tool_calls):
         ours = _signature(message.reasoning) if n == 0 and not message.seal else ""
-        parts.append(_call_part(call, call.seal or ours))
+        parts.append(_build_call_part(call, call.seal or ours))
     return parts or [{"text": ""}]
 
 
 def _signature(reasoning: str) -> str:
-    return sealed(reasoning) if reasoning else ""
+    return encode_signature(reasoning) if reasoning else ""
 
 
-def _call_part(call: ToolCall, signature: str) -> Json:
-    part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": _args(call.arguments)}}
+def _build_call_part(call: ToolCall, signature: str) -> Json:
+    part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": _encode_arguments(call.arguments)}}
     return {**part, "thoughtSignature": signature} if signature else part
 
 
-def _args(arguments: str) -> Json:
+def _encode_arguments(arguments: str) -> Json:
     """An object as the model wrote it. Anything else, or one that clients choke on, as the text that it is."""
     if not arguments:
         return {}
@@ -109,14 +109,14 @@ def _args(arguments: str) -> Json:
         found = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         found = None
-    if not isinstance(found, dict) or _deep(found):
+    if not isinstance(found, dict) or _is_too_deep(found):
         return {RAW_ARGUMENTS: arguments}
     return orjson.Fragment(one_line(arguments))
 
 
-def _deep(value: Json) -> bool:
+def _is_too_deep(value: Json) -> bool:
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [
             inner
             for outer in level
@@ -128,21 +128,21 @@ def _deep(value: Json) -> bool:
     return True
 
 
-def _reply(parts: Sequence[Json], done: Done | None) -> dict[str, Json]:
+def _build_reply(parts: Sequence[Json], done: Done | None) -> dict[str, Json]:
     candidate: dict[str, Json] = {"content": {"parts": parts, "role": "model"}, "index": 0}
     if done is None:
         return {"candidates": [candidate]}
     candidate["finishReason"] = _FINISH.get(done.finish, "STOP")
     reply: dict[str, Json] = {"candidates": [candidate]}
     if done.usage is not None:
-        reply["usageMetadata"] = _usage(done.usage)
+        reply["usageMetadata"] = _usage_to_wire(done.usage)
     return reply
 
 
 _FINISH = {"length": "MAX_TOKENS", "abort": "OTHER"}
 
 
-def _usage(usage: Usage) -> dict[str, Json]:
+def _usage_to_wire(usage: Usage) -> dict[str, Json]:
     found = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
@@ -155,7 +155,7 @@ def _usage(usage: Usage) -> dict[str, Json]:
     return found
 
 
-def _head(call: Call) -> dict[str, Json]:
+def _reply_head(call: Call) -> dict[str, Json]:
     return {"modelVersion": call.model, "responseId": os.urandom(16).hex()}
 
 
@@ -179,12 +179,12 @@ def error_status(error: TurngateError) -> tuple[int, str]:
 
 def error_body(error: TurngateError) -> Json:
     code, status = error_status(error)
-    body = {"code": code, "message": _message(error), "status": status}
-    details = _details(error)
+    body = {"code": code, "message": _error_message(error), "status": status}
+    details = _error_details(error)
     return {"error": {**body, "details": details} if details else body}
 
 
-def _message(error: TurngateError) -> str:
+def _error_message(error: TurngateError) -> str:
     if isinstance(error, ContextOverflow):
         size = "" if error.size is None else f" ({error.size})"
         most = "" if error.most is None else f" ({error.most})"
@@ -194,7 +194,7 @@ def _message(error: TurngateError) -> str:
     return error.message
 
 
-def _details(error: TurngateError) -> list[Json]:
+def _error_details(error: TurngateError) -> list[Json]:
     if error.status == 401:
         known = {"service": "generativelanguage.googleapis.com"}
         return [

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from turngate.dialects.gemini_contents import camel, data, fields, items, value
-from turngate.dialects.wire import function_tool, refused, shallow
+from turngate.dialects.gemini_contents import read_field, read_fields, read_items, read_json, to_camel
+from turngate.dialects.wire import field_error, function_tool, require_shallow
 from turngate.types import Json, Tool
 
 # Whole numbers come as strings, the way protocol buffers write 64 bits.
-_WHOLE = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_LISTS = ("anyOf", "prefixItems")
-_DEEPEST = 64
+_INTEGER_FIELDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_SCHEMA_LISTS = ("anyOf", "prefixItems")
+_MAX_DEPTH = 64
 
 
 class GeminiTools:
@@ -22,58 +22,58 @@ class GeminiTools:
     def __init__(self, raw: bytes, allowed: Collection[str] = ()) -> None:
         self.raw = raw
         if allowed:
-            kept = [declaration for _, name, declaration in _declarations(raw) if name in allowed]
+            kept = [declaration for _, name, declaration in _read_declarations(raw) if name in allowed]
             self.raw = b'[{"functionDeclarations":[' + b",".join(kept) + b"]}]"
 
     def decode(self) -> tuple[Tool, ...]:
         tools: dict[str, Tool] = {}
-        for where, name, raw in _declarations(self.raw):
+        for where, name, raw in _read_declarations(self.raw):
             if name in tools:
-                raise refused(f"{where}.name", f"duplicate function declaration found: {name}")
-            tools[name] = _tool(name, fields(raw, where), where)
+                raise field_error(f"{where}.name", f"duplicate function declaration found: {name}")
+            tools[name] = _decode_tool(name, read_fields(raw, where), where)
         return tuple(tools.values())
 
 
-def _declarations(raw: bytes) -> Iterator[tuple[str, str, bytes]]:
+def _read_declarations(raw: bytes) -> Iterator[tuple[str, str, bytes]]:
     """Where each declaration stands, the name of its function, and itself."""
-    for n, tool in enumerate(items(raw, "tools")):
-        for kind, declared in fields(tool, f"tools[{n}]").items():
+    for n, tool in enumerate(read_items(raw, "tools")):
+        for kind, declared in read_fields(tool, f"tools[{n}]").items():
             if kind != "functionDeclarations":
-                raise refused(
+                raise field_error(
                     f"tools[{n}].{kind}", "is not supported, since nobody here runs it; declare a function of your own"
                 )
-            for m, declaration in enumerate(items(declared, f"tools[{n}].{kind}")):
+            for m, declaration in enumerate(read_items(declared, f"tools[{n}].{kind}")):
                 where = f"tools[{n}].{kind}[{m}]"
-                name = value(fields(declaration, where), "name", str, "", where)
+                name = read_field(read_fields(declaration, where), "name", str, "", where)
                 if not name:
-                    raise refused(f"{where}.name", "is missing")
+                    raise field_error(f"{where}.name", "is missing")
                 yield where, name, bytes(declaration)
 
 
-def _tool(name: str, found: dict[str, msgspec.Raw], where: str) -> Tool:
-    description = value(found, "description", str, "", where)
-    tool = function_tool(name, description or None, _schema(found, "parameters", where))
-    returns = _schema(found, "response", where)
+def _decode_tool(name: str, found: dict[str, msgspec.Raw], where: str) -> Tool:
+    description = read_field(found, "description", str, "", where)
+    tool = function_tool(name, description or None, _decode_schema(found, "parameters", where))
+    returns = _decode_schema(found, "response", where)
     if returns is not None:
         tool.wire["function"]["return"] = returns  # as chat templates know it
     return tool
 
 
-def _schema(found: dict[str, msgspec.Raw], name: str, where: str) -> Json:
+def _decode_schema(found: dict[str, msgspec.Raw], name: str, where: str) -> Json:
     """A schema that may be given in either of two forms."""
     if f"{name}JsonSchema" in found:
         place = f"{where}.{name}JsonSchema"
-        return shallow(data(found[f"{name}JsonSchema"], place), place)
-    return json_schema(data(found[name], f"{where}.{name}"), f"{where}.{name}") if name in found else None
+        return require_shallow(read_json(found[f"{name}JsonSchema"], place), place)
+    return to_json_schema(read_json(found[name], f"{where}.{name}"), f"{where}.{name}") if name in found else None
 
 
-def json_schema(schema: Json, where: str, depth: int = 0) -> Json:
+def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
     """This API's own schema as a JSON schema: types in small letters, `nullable` as a type, order as order."""
-    if depth > _DEEPEST:
-        raise refused(where, f"is nested more than {_DEEPEST} deep")
+    if depth > _MAX_DEPTH:
+        raise field_error(where, f"is nested more than {_MAX_DEPTH} deep")
     if not isinstance(schema, dict):
         return schema  # where a JSON schema may have true or false
-    found = {camel(name): part for name, part in schema.items() if part is not None}
+    found = {to_camel(name): part for name, part in schema.items() if part is not None}
     plain: dict[str, Json] = {}
     for name, part in found.items():
         match name, part:
@@ -84,16 +84,16 @@ def json_schema(schema: Json, where: str, depth: int = 0) -> Json:
                 order = found.get("propertyOrdering")
                 names = [p for p in order if p in part] if isinstance(order, list) else []
                 plain["properties"] = {
-                    p: json_schema(part[p], f"{where}.properties.{p}", depth + 1)
+                    p: to_json_schema(part[p], f"{where}.properties.{p}", depth + 1)
                     for p in dict.fromkeys([*names, *part])
                 }
             case (("items" | "additionalProperties"), dict()):
-                plain[name] = json_schema(part, f"{where}.{name}", depth + 1)
-            case _, list() if name in _LISTS:
-                plain[name] = [json_schema(p, f"{where}.{name}[{n}]", depth + 1) for n, p in enumerate(part)]
+                plain[name] = to_json_schema(part, f"{where}.{name}", depth + 1)
+            case _, list() if name in _SCHEMA_LISTS:
+                plain[name] = [to_json_schema(p, f"{where}.{name}[{n}]", depth + 1) for n, p in enumerate(part)]
             case (("defs" | "$defs"), dict()):
-                plain["$defs"] = {p: json_schema(d, f"{where}.$defs.{p}", depth + 1) for p, d in part.items()}
-            case _, str() if name in _WHOLE and part.isdecimal():
+                plain["$defs"] = {p: to_json_schema(d, f"{where}.$defs.{p}", depth + 1) for p, d in part.items()}
+            case _, str() if name in _INTEGER_FIELDS and part.isdecimal():
                 plain[name] = int(part)
             case (("nullable" | "propertyOrdering"), _):
                 pass
@@ -101,10 +101,10 @@ def json_schema(schema: Json, where: str, depth: int = 0) -> Json:
                 pass  # says again that there is an enum
             case _:
                 plain["$ref" if name == "ref" else name] = part
-    return _or_null(plain) if found.get("nullable") is True else plain
+    return _allow_null(plain) if found.get("nullable") is True else plain
 
 
-def _or_null(schema: dict[str, Json]) -> dict[str, Json]:
+def _allow_null(schema: dict[str, Json]) -> dict[str, Json]:
     if isinstance(schema.get("type"), str):
         wider = {**schema, "type": [schema["type"], "null"]}
         return {**wider, "enum": [*schema["enum"], None]} if isinstance(schema.get("enum"), list) else wider

@@ -15,29 +15,29 @@ import msgspec
 import orjson
 
 from turngate.dialects import messages_stream as reply
-from turngate.dialects.base import Route, Wire
+from turngate.dialects.base import Route, WireRequest
 from turngate.dialects.messages_history import MessagesHistory, MessagesTools
 from turngate.dialects.wire import (
     ABSENT,
-    UNREADABLE,
-    any_tool,
-    bearer,
-    by_headers,
-    checked_sampling,
-    checked_stops,
-    given,
-    one_tool,
-    param,
-    reason,
-    refused,
-    shallow,
+    DECODE_ERRORS,
+    bearer_token,
+    call_fields_from_headers,
+    describe_error,
+    error_field,
+    field_error,
+    is_given,
+    require_any_tool,
+    require_shallow,
+    require_tool,
+    validate_sampling,
+    validate_stops,
 )
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import Call, Constraint, Done, History, Json
 
 # Claude Code's note to its provider, another one with every call: no part of what the model is told.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-_PASSED = ("anthropic-version", "anthropic-beta")
+_FORWARDED_HEADERS = ("anthropic-version", "anthropic-beta")
 # Chat templates know no effort beyond this.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
@@ -104,28 +104,30 @@ class Messages:
         Route("/messages"),
         Route("/messages/count_tokens", "count"),
     )
-    area = "/v1/messages"
+    path_prefix = "/v1/messages"
     list_field = "messages"
-    id_header = "request-id"
+    request_id_header = "request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        return headers.get("x-api-key", "").strip() or bearer(headers)
+        return headers.get("x-api-key", "").strip() or bearer_token(headers)
 
-    def decode(self, wire: Wire) -> Call:
+    def decode(self, wire: WireRequest) -> Call:
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
-            raise BadRequest(reason(error), param=param(error)) from None
-        except UNREADABLE as error:
+            raise BadRequest(describe_error(error), param=error_field(error)) from None
+        except DECODE_ERRORS as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
-        _refuse_what_we_do_not_do(request)
-        tools = MessagesTools(bytes(request.tools)) if given(request.tools) and bytes(request.tools) != b"[]" else None
+        _refuse_unsupported(request)
+        tools = (
+            MessagesTools(bytes(request.tools)) if is_given(request.tools) and bytes(request.tools) != b"[]" else None
+        )
         items = [*wire.known, *map(bytes, request.messages)]
-        history = MessagesHistory(items, tools, _system_prompt(request.system), wire.history)
+        history = MessagesHistory(items, tools, _decode_system_prompt(request.system), wire.history)
         if not history.raws:
-            raise refused("messages", "none of them says anything")
+            raise field_error("messages", "none of them says anything")
         if history.last == "assistant" and wire.verb != "count":
-            raise refused(
+            raise field_error(
                 "messages",
                 "This model does not support assistant message prefill. The conversation must end with a user message. "
                 "To shape the reply, use output_config.format or tool_choice",
@@ -137,42 +139,47 @@ class Messages:
             model=request.model,
             history=history,
             tools=None if request.tool_choice and request.tool_choice.type == "none" else tools,
-            sampling=checked_sampling(sampling),
+            sampling=validate_sampling(sampling),
             max_tokens=request.max_tokens,
-            stop=checked_stops("stop_sequences", request.stop_sequences),
-            constraint=_constraint(request, tools, parallel=parallel),
+            stop=validate_stops("stop_sequences", request.stop_sequences),
+            constraint=_decode_constraint(request, tools, parallel=parallel),
             parallel_tool_calls=parallel,
-            template_hints=_hints(request),
+            template_hints=_template_hints(request),
             stream=bool(request.stream),
             include_usage=True,
             dialect=self.name,
             body=wire.sent,
-            wire=reply.Asked(hidden, given(request.context_management)),
-            **by_headers(wire.headers, _PASSED),
+            wire=reply.MessagesReplyOptions(hidden, is_given(request.context_management)),
+            **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS),
         )
 
-    def go_on(self, call: Call, history: History, wire: Wire) -> Call | None:
+    def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         if not isinstance(history, MessagesHistory) or history.last == "assistant":
             return None  # which is refused, or not
-        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, _PASSED))
+        return msgspec.structs.replace(
+            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
+        )
 
-    def history(self, raws: Sequence[bytes]) -> MessagesHistory:
+    def stored_history(self, raws: Sequence[bytes]) -> MessagesHistory:
         return MessagesHistory(raws)
+
+    def stored_tools(self, raw: bytes) -> MessagesTools:
+        return MessagesTools(raw)
 
     def stream(self, call: Call) -> reply.MessagesStream:
         return reply.MessagesStream(call)
 
     def whole(self, call: Call, done: Done) -> bytes:
-        return reply.whole(call, done)
+        return reply.encode_reply(call, done)
 
     def count(self, tokens: int) -> bytes:
         return orjson.dumps({"input_tokens": tokens})
 
     def models(self, names: Sequence[str], created: int) -> bytes:
-        return reply.models(names, created)
+        return reply.encode_models(names, created)
 
     def model(self, name: str, created: int) -> bytes:
-        return reply.model(name, created)
+        return reply.encode_model(name, created)
 
     def status(self, error: TurngateError) -> int:
         return reply.status_and_type(error)[0]
@@ -180,45 +187,47 @@ class Messages:
     def error(self, error: TurngateError) -> bytes:
         return reply.error_body(error)
 
-    def in_stream(self, error: TurngateError) -> bool:
+    def sends_in_stream(self, error: TurngateError) -> bool:
         return False
 
 
-def _system_prompt(system: str | list[_SystemPart] | None) -> str:
+def _decode_system_prompt(system: str | list[_SystemPart] | None) -> str:
     if isinstance(system, str):
         return _BILLING.sub("", system)
     texts = []
     for n, part in enumerate(system or ()):
         if part.type != "text":
-            raise refused(f"system.{n}.type", f"{part.type!r} blocks are not supported here; send text")
+            raise field_error(f"system.{n}.type", f"{part.type!r} blocks are not supported here; send text")
         texts.append(_BILLING.sub("", part.text or ""))
     return "\n".join(text for text in texts if text)
 
 
-def _refuse_what_we_do_not_do(request: _Request) -> None:
+def _refuse_unsupported(request: _Request) -> None:
     if not request.messages:
-        raise refused("messages", "at least one message is required")
+        raise field_error("messages", "at least one message is required")
     if request.max_tokens is not None and request.max_tokens < 1:
-        raise refused("max_tokens", f"{request.max_tokens} is less than 1; there is no cache to warm")
-    if given(request.mcp_servers) and bytes(request.mcp_servers) != b"[]":
-        raise refused("mcp_servers", "are not connected to from here; let the agent do it and give the model its tools")
-    if given(request.container):
-        raise refused("container", "there are no containers and skills here; leave it out")
-    if given(request.compaction):
-        raise refused("compaction", "is not done here; ask the model for a summary in a message")
-    if given(request.thread):
-        raise reply.NoThreads(
+        raise field_error("max_tokens", f"{request.max_tokens} is less than 1; there is no cache to warm")
+    if is_given(request.mcp_servers) and bytes(request.mcp_servers) != b"[]":
+        raise field_error(
+            "mcp_servers", "are not connected to from here; let the agent do it and give the model its tools"
+        )
+    if is_given(request.container):
+        raise field_error("container", "there are no containers and skills here; leave it out")
+    if is_given(request.compaction):
+        raise field_error("compaction", "is not done here; ask the model for a summary in a message")
+    if is_given(request.thread):
+        raise reply.ThreadsUnsupported(
             "thread: conversations are not kept for the caller here; send all messages", param="thread"
         )
 
 
-def _hints(request: _Request) -> dict[str, Json]:
+def _template_hints(request: _Request) -> dict[str, Json]:
     """What the request says about thinking, under the names that chat templates have for it."""
     hints: dict[str, Json] = {}
     thinking, output = request.thinking, request.output_config
     if thinking is not None:
         if thinking.type not in ("enabled", "adaptive", "disabled", "between_tools"):
-            raise refused("thinking.type", f"{thinking.type!r} is not one of enabled, adaptive, disabled")
+            raise field_error("thinking.type", f"{thinking.type!r} is not one of enabled, adaptive, disabled")
         if thinking.type != "between_tools":
             hints["enable_thinking"] = hints["thinking"] = thinking.type != "disabled"
         if thinking.type == "enabled" and thinking.budget_tokens is not None:
@@ -228,30 +237,32 @@ def _hints(request: _Request) -> dict[str, Json]:
     return hints
 
 
-def _constraint(request: _Request, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
+def _decode_constraint(request: _Request, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
     """What the output is forced into."""
-    forced = _tool_choice(request.tool_choice, tools, parallel=parallel)
+    forced = _decode_tool_choice(request.tool_choice, tools, parallel=parallel)
     form, field = request.output_format, "output_format"
     if request.output_config is not None and request.output_config.format is not None:
         form, field = request.output_config.format, "output_config.format"
     if form is None:
         return forced
     if form.type != "json_schema":
-        raise refused(f"{field}.type", f"{form.type!r} is not supported; only 'json_schema' is")
+        raise field_error(f"{field}.type", f"{form.type!r} is not supported; only 'json_schema' is")
     if form.schema is None:
-        raise refused(f"{field}.schema", "is missing")
+        raise field_error(f"{field}.schema", "is missing")
     if forced is not None:
-        raise refused("tool_choice", f"a forced tool and {field} cannot both hold; leave one out")
-    return Constraint("json_schema", shallow(form.schema, f"{field}.schema"))
+        raise field_error("tool_choice", f"a forced tool and {field} cannot both hold; leave one out")
+    return Constraint("json_schema", require_shallow(form.schema, f"{field}.schema"))
 
 
-def _tool_choice(choice: _ToolChoice | None, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
+def _decode_tool_choice(
+    choice: _ToolChoice | None, tools: MessagesTools | None, *, parallel: bool
+) -> Constraint | None:
     if choice is None or choice.type in ("auto", "none"):
         return None
     if choice.type not in ("any", "tool"):
-        raise refused("tool_choice.type", f"{choice.type!r} is not one of auto, any, tool, none")
+        raise field_error("tool_choice.type", f"{choice.type!r} is not one of auto, any, tool, none")
     if tools is None:
-        raise refused("tool_choice", "forces a tool, but there are no tools")
+        raise field_error("tool_choice", "forces a tool, but there are no tools")
     if choice.type == "any":
-        return any_tool(tools.decode(), parallel=parallel)
-    return one_tool(tools.decode(), choice.name, "tool_choice.name")
+        return require_any_tool(tools.decode(), parallel=parallel)
+    return require_tool(tools.decode(), choice.name, "tool_choice.name")

@@ -15,14 +15,22 @@ import msgspec
 import orjson
 
 from turngate.dialects import messages_stream as reply
-from turngate.dialects.wire import ABSENT, UNREADABLE, function_tool, given, reason, shallow, stand_in
+from turngate.dialects.wire import (
+    ABSENT,
+    DECODE_ERRORS,
+    describe_error,
+    function_tool,
+    is_given,
+    placeholder,
+    require_shallow,
+)
 from turngate.errors import BadRequest
 from turngate.types import History, Message, Tool, ToolCall
 
 _ROLES = ("user", "assistant", "system")
 # How nearly every client begins a message, so that most need not be looked into to know whose it is.
-_BEGINNINGS = tuple((f'{{"role":{space}"{role}"'.encode(), role) for space in ("", " ") for role in _ROLES)
-_ERROR_WORDS = ("error", "<error", "<tool_use_error")
+_ROLE_BEGINNINGS = tuple((f'{{"role":{space}"{role}"'.encode(), role) for space in ("", " ") for role in _ROLES)
+_ERROR_PREFIXES = ("error", "<error", "<tool_use_error")
 
 
 class _Block(msgspec.Struct):
@@ -54,7 +62,7 @@ class _WireMessage(msgspec.Struct):
     content: str | list[_Block] | None = None
 
 
-class _Spoken(msgspec.Struct):
+class _RoleOnly(msgspec.Struct):
     """As much of a message as tells whose it is."""
 
     role: str
@@ -70,7 +78,7 @@ class _WireTool(msgspec.Struct):
 
 
 _messages = msgspec.json.Decoder(list[_WireMessage])
-_spoken = msgspec.json.Decoder(_Spoken)
+_role_only = msgspec.json.Decoder(_RoleOnly)
 _tools = msgspec.json.Decoder(list[_WireTool])
 
 
@@ -106,7 +114,7 @@ class MessagesHistory:
             self._roles.append("system")
         self._add(0)
 
-    def more(self, items: Sequence[bytes]) -> MessagesHistory:
+    def extend(self, items: Sequence[bytes]) -> MessagesHistory:
         return MessagesHistory(items, self._tools, self._system, self)
 
     def _add(self, start: int) -> None:
@@ -114,8 +122,8 @@ class MessagesHistory:
         piece = self.raws[-1:]  # what the last one is made of
         for index in range(start, len(self.items)):
             raw = self.items[index]
-            role = _role(raw, index)
-            if role == "system" and _says_nothing(raw):
+            role = _read_role(raw, index)
+            if role == "system" and _is_option_only(raw):
                 continue
             if role == self.last and role != "system":
                 piece.append(raw)
@@ -137,19 +145,19 @@ class MessagesHistory:
         where = "system" if first is None else f"messages.{first}"
         try:
             wires = _messages.decode(b"[" + self.raws[index] + b"]")
-        except UNREADABLE as error:
-            raise BadRequest(f"{where}: {_inside(error)}", param=where) from None
+        except DECODE_ERRORS as error:
+            raise BadRequest(f"{where}: {_describe_item_error(error)}", param=where) from None
         blocks = [
             (block, f"messages.{(first or 0) + n}.content.{m}")
             for n, wire in enumerate(wires)
-            for m, block in enumerate(_blocks(wire))
+            for m, block in enumerate(_blocks_of(wire))
         ]
         role = self._roles[index]
         if any(wire.role != role for wire in wires):  # how a message began is not whose it is
             raise BadRequest(f"{where}.role: is given twice", param=f"{where}.role")
         if role == "assistant":
-            return (_assistant(blocks),)
-        return tuple(_user(blocks, self._tools)) if role == "user" else (_system(blocks, self._tools),)
+            return (_decode_assistant(blocks),)
+        return tuple(_decode_user(blocks, self._tools)) if role == "user" else (_decode_system(blocks, self._tools),)
 
 
 class MessagesTools:
@@ -176,53 +184,53 @@ class MessagesTools:
         if self._known is None:
             try:
                 wires = _tools.decode(self.raw)
-            except UNREADABLE as error:
-                raise BadRequest(f"tools: {_inside(error)}", param="tools") from None
+            except DECODE_ERRORS as error:
+                raise BadRequest(f"tools: {_describe_item_error(error)}", param="tools") from None
             known: dict[str, tuple[Tool, bool]] = {}
             for n, wire in enumerate(wires):
                 if wire.name in known:
                     raise BadRequest(f"tools: two of them are called {wire.name!r}; rename one", param="tools")
-                known[wire.name] = _tool(wire, f"tools.{n}"), bool(wire.defer_loading)
+                known[wire.name] = _decode_tool(wire, f"tools.{n}"), bool(wire.defer_loading)
             self._known = known
         return self._known
 
 
-def _inside(error: Exception) -> str:
+def _describe_item_error(error: Exception) -> str:
     """The reason, of a list that we made ourselves or that has no name."""
-    return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", reason(error))
+    return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", describe_error(error))
 
 
-def _role(raw: bytes, index: int) -> str:
-    for beginning, role in _BEGINNINGS:
+def _read_role(raw: bytes, index: int) -> str:
+    for beginning, role in _ROLE_BEGINNINGS:
         if raw.startswith(beginning):
             return role
     where = f"messages.{index}"
     try:
-        role = _spoken.decode(raw).role
-    except UNREADABLE as error:
-        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
+        role = _role_only.decode(raw).role
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
     if role not in _ROLES:
         fix = "; a tool's result is a tool_result block in a user message" if role == "tool" else ""
         raise BadRequest(f"{where}.role: {role!r} is not one of user, assistant, system{fix}", param=f"{where}.role")
     return role
 
 
-def _says_nothing(raw: bytes) -> bool:
+def _is_option_only(raw: bytes) -> bool:
     """Whether a system message only sets an option from here on, which is a hint at best."""
     if b'"output_config"' not in raw:
         return False
     try:
         [wire] = _messages.decode(b"[" + raw + b"]")
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return False  # told when it is read
     return not wire.content
 
 
-def _blocks(wire: _WireMessage) -> list[_Block]:
+def _blocks_of(wire: _WireMessage) -> list[_Block]:
     return [_Block("text", text=wire.content)] if isinstance(wire.content, str) else wire.content or []
 
 
-def _beyond(block: _Block, where: str) -> str:
+def _why_unsupported(block: _Block, where: str) -> str:
     """Why a block cannot be read here."""
     match block.type:
         case "image":
@@ -236,62 +244,62 @@ def _beyond(block: _Block, where: str) -> str:
     return f"{where}: {block.type!r} blocks are not supported here: {fix}"
 
 
-def _assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
+def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
     texts, thoughts, calls, seal, beyond = [], [], [], "", ""
     for block, where in blocks:
         match block.type:
             case "text":
                 texts.append(block.text or "")
             case "thinking":
-                thoughts.append(block.thinking or reply.unsealed(block.signature or ""))
+                thoughts.append(block.thinking or reply.decode_signature(block.signature or ""))
                 seal = seal or block.signature or ""
             case "redacted_thinking":
                 pass  # sealed by another provider: nobody here can read it
             case "tool_use":
-                calls.append(_call(block, where))
+                calls.append(_decode_call(block, where))
             case _:
-                beyond = beyond or _beyond(block, where)
+                beyond = beyond or _why_unsupported(block, where)
     # Blocks are cut where something else came in between; the words themselves run on.
     reasoning = "\n\n".join(thought for thought in thoughts if thought)
     return Message("assistant", "".join(texts), reasoning, tuple(calls), seal=seal, beyond=beyond)
 
 
-def _call(block: _Block, where: str) -> ToolCall:
+def _decode_call(block: _Block, where: str) -> ToolCall:
     if not block.name:
         raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
-    arguments = bytes(block.input).decode() if given(block.input) else "{}"
-    return ToolCall(reply.call_id(block.id or ""), block.name, reply.unwrapped(arguments))
+    arguments = bytes(block.input).decode() if is_given(block.input) else "{}"
+    return ToolCall(reply.call_id_from_wire(block.id or ""), block.name, reply.unwrap_arguments(arguments))
 
 
-def _user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> list[Message]:
+def _decode_user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> list[Message]:
     """Results and words, in the order they came in."""
     messages: list[Message] = []
     for is_result, run in groupby(blocks, lambda placed: placed[0].type == "tool_result"):
         if is_result:
-            messages += [_result(block, where, tools) for block, where in run]
+            messages += [_decode_result(block, where, tools) for block, where in run]
             continue
-        text, beyond = _text(list(run), tools)
+        text, beyond = _decode_text(list(run), tools)
         if text or beyond:
             messages.append(Message("user", text, beyond=beyond))
     return messages or [Message("user")]
 
 
-def _result(block: _Block, where: str, tools: MessagesTools | None) -> Message:
+def _decode_result(block: _Block, where: str, tools: MessagesTools | None) -> Message:
     if block.tool_use_id is None:
         raise BadRequest(f"{where}.tool_use_id: is missing", param=f"{where}.tool_use_id")
     parts = [_Block("text", text=block.content)] if isinstance(block.content, str) else block.content or ()
-    text, beyond = _text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
-    if block.is_error and not text.lower().startswith(_ERROR_WORDS):
+    text, beyond = _decode_text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
+    if block.is_error and not text.lower().startswith(_ERROR_PREFIXES):
         text = f"Error: {text}" if text else "Error"  # the model has no other way to know
-    return Message("tool", text, tool_call_id=reply.call_id(block.tool_use_id), beyond=beyond)
+    return Message("tool", text, tool_call_id=reply.call_id_from_wire(block.tool_use_id), beyond=beyond)
 
 
-def _system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> Message:
-    text, beyond = _text(blocks, tools)
+def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> Message:
+    text, beyond = _decode_text(blocks, tools)
     return Message("system", text, beyond=beyond)
 
 
-def _text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
+def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
     """What some blocks say, and why that is not all."""
     texts, beyond = [], ""
     for block, where in blocks:
@@ -299,20 +307,20 @@ def _text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> 
             case _Block(type="text"):
                 texts.append(block.text or "")
             case _Block(type="tool_reference"):
-                texts.append(_declaration(block.tool_name or "", tools, where))
+                texts.append(_describe_tool(block.tool_name or "", tools, where))
             case _Block(type="tool_addition", tool=_ToolChange(type="tool_reference", name=name)):
-                texts.append(_declaration(name, tools, where))
+                texts.append(_describe_tool(name, tools, where))
             case _Block(type="tool_addition", tool=_ToolChange(type="tool_definition", definition=raw)):
-                texts.append(_declaration("", MessagesTools(b"[" + bytes(raw) + b"]"), where))
+                texts.append(_describe_tool("", MessagesTools(b"[" + bytes(raw) + b"]"), where))
             case _Block(type="tool_removal", tool=_ToolChange(type="tool_reference", name=name)):
                 texts.append(f"The tool {name} is no longer available.")
             case _:
-                texts.append(stand_in(block.type, bytes(block.source)))
-                beyond = beyond or _beyond(block, where)
+                texts.append(placeholder(block.type, bytes(block.source)))
+                beyond = beyond or _why_unsupported(block, where)
     return "\n".join(text for text in texts if text), beyond
 
 
-def _declaration(name: str, tools: MessagesTools | None, where: str) -> str:
+def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:
     """A tool that becomes known in the middle of a conversation, as the model reads of it."""
     if tools is None:
         return f"The tool {name} is available now."
@@ -320,7 +328,7 @@ def _declaration(name: str, tools: MessagesTools | None, where: str) -> str:
     return f"<function>{json.dumps(tool.wire['function'], ensure_ascii=False)}</function>"
 
 
-def _tool(wire: _WireTool, where: str) -> Tool:
+def _decode_tool(wire: _WireTool, where: str) -> Tool:
     if wire.type not in (None, "custom"):
         raise BadRequest(
             f"{where}.type: {wire.type!r} is a tool of Anthropic's own models and servers and does not exist here; "
@@ -332,4 +340,4 @@ def _tool(wire: _WireTool, where: str) -> Tool:
     if wire.input_schema is None:
         raise BadRequest(f"{where}.input_schema: is missing", param=f"{where}.input_schema")
     schema = {**wire.input_schema, "examples": wire.input_examples} if wire.input_examples else wire.input_schema
-    return function_tool(wire.name, wire.description, shallow(schema, f"{where}.input_schema"))
+    return function_tool(wire.name, wire.description, require_shallow(schema, f"{where}.input_schema"))

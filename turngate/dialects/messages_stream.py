@@ -35,23 +35,23 @@ from turngate.errors import (
     Unauthorized,
     Unprocessable,
 )
-from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, Message, ReplyEvent, ToolCall, Usage
+from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Message, ReplyEvent, ToolCall, Usage
 
-_OURS = re.compile(r"toolu_([0-9a-f]{24})")
-_INVALID = "INVALID_JSON"  # Anthropic's own advice for what is no JSON object but has to travel as one
+_OWN_CALL_ID = re.compile(r"toolu_([0-9a-f]{24})")
+_INVALID_JSON = "INVALID_JSON"  # Anthropic's own advice for what is no JSON object but has to travel as one
 _TEXT, _DIGEST = "tg1.p", "tg1.d"  # signatures: the thinking itself, where it is not shown; else a digest of it
 _PACKED = "tg1.t"  # the thinking itself as it was once written, compressed
-_MOST_PACKED = 16  # times that such a one may swell: a small request must not unpack into a large one
-_DEEPEST = 100  # levels of arguments that clients can be trusted to read
+_MAX_UNPACK_RATIO = 16  # times that such a one may swell: a small request must not unpack into a large one
+_MAX_DEPTH = 100  # levels of arguments that clients can be trusted to read
 
 
-class NoThreads(BadRequest):
+class ThreadsUnsupported(BadRequest):
     """By this code Anthropic's own tool runner knows to send the whole conversation instead."""
 
     kind = "thread_unsupported_request"
 
 
-class Asked(msgspec.Struct, frozen=True):
+class MessagesReplyOptions(msgspec.Struct, frozen=True):
     """What a reply has to know of its request."""
 
     hidden: bool = False  # thinking is not to be shown
@@ -61,57 +61,57 @@ class Asked(msgspec.Struct, frozen=True):
 # ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wire_id(call: str) -> str:
+def call_id_to_wire(call: str) -> str:
     """A call's id as Anthropic's clients know ids. Those of other providers stay as they are."""
     return "toolu_" + call.removeprefix("call_") if call.startswith("call_") else call
 
 
-def call_id(wire: str) -> str:
+def call_id_from_wire(wire: str) -> str:
     """The id again that the call had with us."""
-    ours = _OURS.fullmatch(wire)
+    ours = _OWN_CALL_ID.fullmatch(wire)
     return f"call_{ours[1]}" if ours else wire
 
 
-def wrapped(arguments: str) -> str:
+def wrap_arguments(arguments: str) -> str:
     """Arguments as the JSON object that clients insist on, in the model's own spelling."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
         value = None
-    if isinstance(value, dict) and set(value) != {_INVALID} and not _deep(value, arguments):
+    if isinstance(value, dict) and set(value) != {_INVALID_JSON} and not _is_too_deep(value, arguments):
         return arguments or "{}"
-    return orjson.dumps({_INVALID: arguments}).decode()
+    return orjson.dumps({_INVALID_JSON: arguments}).decode()
 
 
-def _deep(value: Json, text: str) -> bool:
+def _is_too_deep(value: Json, text: str) -> bool:
     """Whether it is nested deeper than clients can read."""
-    level = [value] if text.count("[") + text.count("{") > _DEEPEST else []
+    level = [value] if text.count("[") + text.count("{") > _MAX_DEPTH else []
     depth = 0
-    while level and depth <= _DEEPEST:
+    while level and depth <= _MAX_DEPTH:
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level, depth = [child for children in inner for child in children], depth + 1
-    return depth > _DEEPEST
+    return depth > _MAX_DEPTH
 
 
-def unwrapped(arguments: str) -> str:
-    if _INVALID not in arguments:
+def unwrap_arguments(arguments: str) -> str:
+    if _INVALID_JSON not in arguments:
         return arguments
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return arguments
-    text = value.get(_INVALID) if isinstance(value, dict) and len(value) == 1 else None
+    text = value.get(_INVALID_JSON) if isinstance(value, dict) and len(value) == 1 else None
     return text if isinstance(text, str) else arguments
 
 
-def sealed(thinking: str, *, hidden: bool) -> str:
+def encode_signature(thinking: str, *, hidden: bool) -> str:
     """Our signature under some thinking. It proves nothing: what an agent gives back is only ever context."""
     if hidden:
         return _TEXT + base64.urlsafe_b64encode(thinking.encode()).decode()
     return _DIGEST + base64.urlsafe_b64encode(blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
-def unsealed(signature: str) -> str:
+def decode_signature(signature: str) -> str:
     """The thinking that was not shown, if this signature holds it."""
     if not signature.startswith((_TEXT, _PACKED)):
         return ""
@@ -120,7 +120,7 @@ def unsealed(signature: str) -> str:
         if signature.startswith(_TEXT):
             return raw.decode()
         unpacking = zlib.decompressobj()
-        text = unpacking.decompress(raw, _MOST_PACKED * len(raw) or 1).decode()
+        text = unpacking.decompress(raw, _MAX_UNPACK_RATIO * len(raw) or 1).decode()
     except (binascii.Error, zlib.error, ValueError):
         return ""  # somebody else's, or damaged: it says nothing
     return text if unpacking.eof else ""
@@ -129,10 +129,15 @@ def unsealed(signature: str) -> str:
 # ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def whole(call: Call, done: Done) -> bytes:
-    asked = _asked(call)
-    message = {**_message(call), **_end(done), "content": _content(done.message, asked), "usage": _usage(done.usage)}
-    return orjson.dumps({**message, **_applied(asked)})
+def encode_reply(call: Call, done: Done) -> bytes:
+    asked = _options_of(call)
+    message = {
+        **_reply_head(call),
+        **_stop_fields(done),
+        "content": _build_content(done.message, asked),
+        "usage": _usage_to_wire(done.usage),
+    }
+    return orjson.dumps({**message, **_context_management(asked)})
 
 
 def _event(name: str, fields: bytes = b"") -> bytes:
@@ -165,14 +170,14 @@ class MessagesStream:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._asked = _asked(call)
+        self._asked = _options_of(call)
         self._index = 0
         self._open: Literal["", "text", "thinking"] = ""
         self._thought: list[str] = []  # of the block that is open
 
     def begin(self) -> bytes:
         # How long the prompt is turns out when it is rendered; the last event but one tells it.
-        return _MESSAGE_START % orjson.dumps({**_message(self._call), "usage": _usage(None)})
+        return _MESSAGE_START % orjson.dumps({**_reply_head(self._call), "usage": _usage_to_wire(None)})
 
     def event(self, event: ReplyEvent) -> bytes:
         match event:
@@ -186,7 +191,7 @@ class MessagesStream:
                 return self._opened("thinking") + self._closed(text)
             case CallDelta(call=call):
                 return self._closed() + self._tool_use(call)
-            case Alive():
+            case KeepAlive():
                 return _PING
             case Done() as done:
                 return self._closed() + self._over(done)
@@ -206,14 +211,14 @@ class MessagesStream:
             return b""
         signed = b""
         if self._open == "thinking":
-            seal = seal or sealed("".join(self._thought), hidden=self._asked.hidden)
+            seal = seal or encode_signature("".join(self._thought), hidden=self._asked.hidden)
             signed = _SIGNATURE % (self._index, orjson.dumps(seal))
         self._open, self._thought = "", []
         return signed + self._stop()
 
     def _tool_use(self, call: ToolCall) -> bytes:
-        name, arguments = orjson.dumps(call.name), orjson.dumps(wrapped(call.arguments))
-        used = _TOOL_USE % (self._index, orjson.dumps(wire_id(call.id)), name, self._index, arguments)
+        name, arguments = orjson.dumps(call.name), orjson.dumps(wrap_arguments(call.arguments))
+        used = _TOOL_USE % (self._index, orjson.dumps(call_id_to_wire(call.id)), name, self._index, arguments)
         return used + self._stop()
 
     def _stop(self) -> bytes:
@@ -221,15 +226,15 @@ class MessagesStream:
         return _BLOCK_STOP % (self._index - 1)
 
     def _over(self, done: Done) -> bytes:
-        end = {"delta": _end(done), "usage": _usage(done.usage), **_applied(self._asked)}
+        end = {"delta": _stop_fields(done), "usage": _usage_to_wire(done.usage), **_context_management(self._asked)}
         return _MESSAGE_STOP % orjson.dumps(end)[1:-1]
 
 
-def _asked(call: Call) -> Asked:
-    return call.wire if isinstance(call.wire, Asked) else Asked()
+def _options_of(call: Call) -> MessagesReplyOptions:
+    return call.wire if isinstance(call.wire, MessagesReplyOptions) else MessagesReplyOptions()
 
 
-def _message(call: Call) -> dict[str, Json]:
+def _reply_head(call: Call) -> dict[str, Json]:
     return {
         "id": f"msg_{os.urandom(12).hex()}",
         "type": "message",
@@ -241,21 +246,21 @@ def _message(call: Call) -> dict[str, Json]:
     }
 
 
-def _content(message: Message, asked: Asked) -> list[Json]:
+def _build_content(message: Message, asked: MessagesReplyOptions) -> list[Json]:
     blocks: list[Json] = []
     if message.reasoning or message.seal:
         shown = "" if asked.hidden else message.reasoning
-        seal = message.seal or sealed(message.reasoning, hidden=asked.hidden)
+        seal = message.seal or encode_signature(message.reasoning, hidden=asked.hidden)
         blocks.append({"type": "thinking", "thinking": shown, "signature": seal})
     if message.content:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        arguments = orjson.Fragment(wrapped(call.arguments))
-        blocks.append({"type": "tool_use", "id": wire_id(call.id), "name": call.name, "input": arguments})
+        arguments = orjson.Fragment(wrap_arguments(call.arguments))
+        blocks.append({"type": "tool_use", "id": call_id_to_wire(call.id), "name": call.name, "input": arguments})
     return blocks
 
 
-def _end(done: Done) -> dict[str, Json]:
+def _stop_fields(done: Done) -> dict[str, Json]:
     match done:
         case Done(finish="tool_calls"):
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -267,7 +272,7 @@ def _end(done: Done) -> dict[str, Json]:
             return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _usage(usage: Usage | None) -> dict[str, Json]:
+def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
     """Numbers that are not known are 0, since clients insist on numbers."""
     usage = usage or Usage(0, 0)
     details = {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}} if usage.reasoning_tokens else {}
@@ -280,22 +285,22 @@ def _usage(usage: Usage | None) -> dict[str, Json]:
     }
 
 
-def _applied(asked: Asked) -> dict[str, Json]:
+def _context_management(asked: MessagesReplyOptions) -> dict[str, Json]:
     """The conversation is never edited behind the agent's back, and it is told so where it allowed it."""
     return {"context_management": {"applied_edits": []}} if asked.edits else {}
 
 
-def models(names: Sequence[str], created: int) -> bytes:
-    data = [_model(name, created) for name in names]
+def encode_models(names: Sequence[str], created: int) -> bytes:
+    data = [_model_to_wire(name, created) for name in names]
     first, last = (names[0], names[-1]) if names else (None, None)
     return orjson.dumps({"data": data, "has_more": False, "first_id": first, "last_id": last})
 
 
-def model(name: str, created: int) -> bytes:
-    return orjson.dumps(_model(name, created))
+def encode_model(name: str, created: int) -> bytes:
+    return orjson.dumps(_model_to_wire(name, created))
 
 
-def _model(name: str, created: int) -> dict[str, Json]:
+def _model_to_wire(name: str, created: int) -> dict[str, Json]:
     day = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"type": "model", "id": name, "display_name": name, "created_at": day, "lifecycle": "active"}
 
@@ -327,13 +332,13 @@ def status_and_type(error: TurngateError) -> tuple[int, str]:
 
 
 def error_body(error: TurngateError) -> bytes:
-    body: dict[str, Json] = {"type": status_and_type(error)[1], "message": _words(error)}
-    if isinstance(error, NoThreads):
+    body: dict[str, Json] = {"type": status_and_type(error)[1], "message": _error_message(error)}
+    if isinstance(error, ThreadsUnsupported):
         body["details"] = {"error_code": error.kind, "unsupported": ["thread"]}
     return orjson.dumps({"type": "error", "error": body, "request_id": None})
 
 
-def _words(error: TurngateError) -> str:
+def _error_message(error: TurngateError) -> str:
     """An overflow has to be told in these very words, or agents do not know that they should compact."""
     match error:
         case ContextOverflow(most=int(most), size=int(size)):

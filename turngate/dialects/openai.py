@@ -9,7 +9,7 @@ import orjson
 from turngate.errors import TurngateError
 from turngate.types import Json
 
-PASSED = ("openai-beta",)  # headers that go along to the provider
+FORWARDED_HEADERS = ("openai-beta",)  # headers that go along to the provider
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -36,11 +36,11 @@ def error_body(
     }
 
 
-def model_list(names: Sequence[str], created: int) -> bytes:
+def encode_model_list(names: Sequence[str], created: int) -> bytes:
     return orjson.dumps({"object": "list", "data": [_model(name, created) for name in names]})
 
 
-def one_model(name: str, created: int) -> bytes:
+def encode_model(name: str, created: int) -> bytes:
     return orjson.dumps(_model(name, created))
 
 

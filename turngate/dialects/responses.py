@@ -12,25 +12,25 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from turngate.dialects.base import Route, Wire
-from turngate.dialects.openai import PASSED, error_body, model_list, one_model
-from turngate.dialects.responses_items import Items
-from turngate.dialects.responses_stream import Asked, Offered, ResponsesStream, told
-from turngate.dialects.responses_tools import ResponsesTools, flat, left_out
+from turngate.dialects.base import Route, WireRequest
+from turngate.dialects.openai import FORWARDED_HEADERS, encode_model, encode_model_list, error_body
+from turngate.dialects.responses_items import ResponsesHistory
+from turngate.dialects.responses_stream import OfferedTools, ResponsesReplyOptions, ResponsesStream, error_message
+from turngate.dialects.responses_tools import ResponsesTools, flat_name, is_ignored
 from turngate.dialects.wire import (
     ABSENT,
-    UNREADABLE,
-    any_tool,
-    bearer,
-    by_headers,
-    checked_sampling,
-    given,
+    DECODE_ERRORS,
+    bearer_token,
+    call_fields_from_headers,
+    describe_error,
+    error_field,
+    field_error,
+    is_given,
     one_line,
-    one_tool,
-    param,
-    reason,
-    refused,
-    shallow,
+    require_any_tool,
+    require_shallow,
+    require_tool,
+    validate_sampling,
 )
 from turngate.errors import BadRequest, ContextOverflow, NotFound, TurngateError
 from turngate.types import Call, Constraint, Done, History, Json, Tool
@@ -104,57 +104,62 @@ class Responses:
         Route("/v1/responses/input_tokens", "count"),
         Route("/responses/input_tokens", "count"),
     )
-    area = "/v1/responses"
+    path_prefix = "/v1/responses"
     list_field = "input"
-    id_header = "x-request-id"
+    request_id_header = "x-request-id"
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        return bearer(headers)
+        return bearer_token(headers)
 
-    def decode(self, wire: Wire) -> Call:
+    def decode(self, wire: WireRequest) -> Call:
         try:
             request = _request.decode(wire.body)
         except msgspec.ValidationError as error:
-            raise BadRequest(reason(error), param=param(error)) from None
-        except UNREADABLE as error:
+            raise BadRequest(describe_error(error), param=error_field(error)) from None
+        except DECODE_ERRORS as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
-        _refuse_what_we_do_not_do(request)
-        items = _items(request, wire)
-        offered = _offered(request, items)
-        text = _text(request)
-        constraint, tools = _constraint(request, text, offered, renewed=bool(items.offered))
+        _refuse_unsupported(request)
+        items = _decode_history(request, wire)
+        offered = _collect_tools(request, items)
+        text = _decode_text(request)
+        constraint, tools = _decode_constraint(request, text, offered, renewed=bool(items.offered))
         reasoning = request.reasoning or _Reasoning()
         asked = {"temperature": request.temperature, "top_p": request.top_p}
         return Call(
             model=request.model or "",
             history=items,
             tools=tools,
-            sampling=checked_sampling({name: value for name, value in asked.items() if value is not None}),
+            sampling=validate_sampling({name: value for name, value in asked.items() if value is not None}),
             max_tokens=_max_tokens(request),
             constraint=constraint,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            template_kwargs=shallow(request.chat_template_kwargs or {}, "chat_template_kwargs"),
-            template_hints=_hints(reasoning.effort, text.verbosity),
+            template_kwargs=require_shallow(request.chat_template_kwargs or {}, "chat_template_kwargs"),
+            template_hints=_template_hints(reasoning.effort, text.verbosity),
             stream=bool(request.stream),
             include_usage=True,
             dialect=self.name,
             body=wire.sent,
-            wire=Asked(
-                echo=_echo(request, reasoning),
-                tools=Offered((*((offered,) if offered is not None else ()), *items.searched())),
+            wire=ResponsesReplyOptions(
+                echo=_echo_request(request, reasoning),
+                tools=OfferedTools((*((offered,) if offered is not None else ()), *items.searched_tools())),
                 summary=bool(reasoning.summary or reasoning.generate_summary),
                 seal=_ENCRYPTED in (request.include or ()),
             ),
-            **by_headers(wire.headers, PASSED),
+            **call_fields_from_headers(wire.headers, FORWARDED_HEADERS),
         )
 
-    def go_on(self, call: Call, history: History, wire: Wire) -> Call | None:
-        if not isinstance(history, Items) or history.offered or history.found:
+    def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
+        if not isinstance(history, ResponsesHistory) or history.offered or history.found:
             return None  # tools that come with the items are among those of the call
-        return msgspec.structs.replace(call, history=history, body=wire.sent, **by_headers(wire.headers, PASSED))
+        return msgspec.structs.replace(
+            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
+        )
 
-    def history(self, raws: Sequence[bytes]) -> Items:
-        return Items(raws)
+    def stored_history(self, raws: Sequence[bytes]) -> ResponsesHistory:
+        return ResponsesHistory(raws)
+
+    def stored_tools(self, raw: bytes) -> ResponsesTools:
+        return ResponsesTools.from_stored(raw)
 
     def stream(self, call: Call) -> ResponsesStream:
         return ResponsesStream(call)
@@ -166,26 +171,26 @@ class Responses:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
 
     def models(self, names: Sequence[str], created: int) -> bytes:
-        return model_list(names, created)
+        return encode_model_list(names, created)
 
     def model(self, name: str, created: int) -> bytes:
-        return one_model(name, created)
+        return encode_model(name, created)
 
     def status(self, error: TurngateError) -> int:
         return error.status
 
     def error(self, error: TurngateError) -> bytes:
         if isinstance(error, ContextOverflow):
-            return orjson.dumps(error_body(error, message=told(error), param="input"))
+            return orjson.dumps(error_body(error, message=error_message(error), param="input"))
         missing = isinstance(error, NotFound) and error.param == "model"
         return orjson.dumps(error_body(error, code="model_not_found" if missing else None))
 
-    def in_stream(self, error: TurngateError) -> bool:
+    def sends_in_stream(self, error: TurngateError) -> bool:
         # Agents look for it there, and make room. All else they understand by its HTTP status.
         return isinstance(error, ContextOverflow)
 
 
-def _refuse_what_we_do_not_do(request: _Request) -> None:
+def _refuse_unsupported(request: _Request) -> None:
     if request.previous_response_id:
         raise PreviousResponseNotFound(
             f"Previous response with id {request.previous_response_id!r} not found: responses are not stored here. "
@@ -193,48 +198,56 @@ def _refuse_what_we_do_not_do(request: _Request) -> None:
             param="previous_response_id",
         )
     for name, value in (("conversation", request.conversation), ("prompt", request.prompt)):
-        if given(value):
-            raise refused(name, "nothing is stored here that it could name; send the whole conversation as input")
+        if is_given(value):
+            raise field_error(name, "nothing is stored here that it could name; send the whole conversation as input")
     if request.background:
-        raise refused("background", "is not supported, since no response is kept; stream it, or wait for it")
+        raise field_error("background", "is not supported, since no response is kept; stream it, or wait for it")
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         field = "top_logprobs" if request.top_logprobs else "include"
-        raise refused(field, "log-probabilities are recorded by the gateway and not given to agents; leave them out")
-    if given(request.context_management) and bytes(request.context_management) != b"[]":
-        raise refused(
+        raise field_error(
+            field, "log-probabilities are recorded by the gateway and not given to agents; leave them out"
+        )
+    if is_given(request.context_management) and bytes(request.context_management) != b"[]":
+        raise field_error(
             "context_management", "the gateway does not compact conversations; leave it out and do so yourself"
         )
-    if given(request.moderation):
-        raise refused("moderation", "is not done here; leave it out")
+    if is_given(request.moderation):
+        raise field_error("moderation", "is not done here; leave it out")
 
 
-def _items(request: _Request, wire: Wire) -> Items:
+def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
     said = request.input
-    items = [bytes(item) for item in said] if isinstance(said, list) else [_message("user", said)] if said else []
-    instructions = _message("system", request.instructions) if request.instructions else b""
-    found = Items([*wire.known, *items], instructions, wire.history)
+    items = (
+        [bytes(item) for item in said]
+        if isinstance(said, list)
+        else [_build_message_item("user", said)]
+        if said
+        else []
+    )
+    instructions = _build_message_item("system", request.instructions) if request.instructions else b""
+    found = ResponsesHistory([*wire.known, *items], instructions, wire.history)
     if not found.raws:
-        raise refused("input", "must hold at least one item")
+        raise field_error("input", "must hold at least one item")
     return found
 
 
-def _message(role: str, text: str) -> bytes:
+def _build_message_item(role: str, text: str) -> bytes:
     """A piece for what stands outside the list of items, in the form of an item."""
     return msgspec.json.encode({"role": role, "content": text})
 
 
-def _offered(request: _Request, items: Items) -> bytes | None:
+def _collect_tools(request: _Request, items: ResponsesHistory) -> bytes | None:
     """All tools, whether they came with the request or with its items, as one list."""
-    raw = bytes(request.tools) if given(request.tools) else b"[]"
+    raw = bytes(request.tools) if is_given(request.tools) else b"[]"
     if items.offered:
         try:
             raw = b"[" + b",".join([*map(bytes, _list.decode(raw)), *items.offered]) + b"]"
-        except UNREADABLE as error:
-            raise BadRequest(f"tools: {reason(error)}", param="tools") from None
+        except DECODE_ERRORS as error:
+            raise BadRequest(f"tools: {describe_error(error)}", param="tools") from None
     return None if raw == b"[]" else raw
 
 
-def _hints(effort: str | None, verbosity: str | None) -> dict[str, Json]:
+def _template_hints(effort: str | None, verbosity: str | None) -> dict[str, Json]:
     hints: dict[str, Json] = {}
     if effort is not None:
         hints["reasoning_effort"] = _EFFORTS.get(effort, effort)
@@ -248,36 +261,36 @@ def _hints(effort: str | None, verbosity: str | None) -> dict[str, Json]:
 def _max_tokens(request: _Request) -> int | None:
     value = request.max_output_tokens
     if value is not None and value < 1:
-        raise refused("max_output_tokens", f"{value} is less than 1")
+        raise field_error("max_output_tokens", f"{value} is less than 1")
     return value
 
 
-def _text(request: _Request) -> _Text:
-    if not given(request.text):
+def _decode_text(request: _Request) -> _Text:
+    if not is_given(request.text):
         return _Text()
     try:
         return msgspec.json.decode(request.text, type=_Text)
-    except UNREADABLE as error:
-        raise BadRequest(f"text: {reason(error)}", param="text") from None
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"text: {describe_error(error)}", param="text") from None
 
 
-def _constraint(
+def _decode_constraint(
     request: _Request, text: _Text, offered: bytes | None, *, renewed: bool
 ) -> tuple[Constraint | None, ResponsesTools | None]:
     """What the output is forced into, and the tools that the model is shown."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
-    except UNREADABLE as error:
-        raise BadRequest(f"tool_choice: {reason(error)}", param="tool_choice") from None
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"tool_choice: {describe_error(error)}", param="tool_choice") from None
     tools = None if offered is None else ResponsesTools(offered, renewed=renewed)
-    forced, shown = _tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
-    shape = _shape(text)
+    forced, shown = _decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
+    shape = _decode_text_format(text)
     if forced is not None and shape is not None:
-        raise refused("tool_choice", "a forced tool and text.format cannot both hold; leave one out")
+        raise field_error("tool_choice", "a forced tool and text.format cannot both hold; leave one out")
     return forced or shape, shown
 
 
-def _tool_choice(
+def _decode_tool_choice(
     choice: Json, tools: ResponsesTools | None, *, parallel: bool
 ) -> tuple[Constraint | None, ResponsesTools | None]:
     match choice:
@@ -286,67 +299,67 @@ def _tool_choice(
         case "none":
             return None, None
         case "required":
-            return any_tool(_all(tools), parallel=parallel), tools
+            return require_any_tool(_require_tools(tools), parallel=parallel), tools
         case {"type": "function" | "custom", "name": str(name)}:
-            return one_tool(_all(tools), flat(choice.get("namespace"), name), "tool_choice"), tools
+            return require_tool(_require_tools(tools), flat_name(choice.get("namespace"), name), "tool_choice"), tools
         case {"type": "tool_search"}:
-            return one_tool(_all(tools), "tool_search", "tool_choice"), tools
+            return require_tool(_require_tools(tools), "tool_search", "tool_choice"), tools
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(wanted)}:
-            names = _allowed(wanted)
-            some = [tool for tool in _all(tools) if tool.name in names]
+            names = _read_allowed_names(wanted)
+            some = [tool for tool in _require_tools(tools) if tool.name in names]
             if mode == "required":
-                return any_tool(some, parallel=parallel), tools
+                return require_any_tool(some, parallel=parallel), tools
             # Only what the model is not shown it will surely not call.
-            return None, tools.only(names) if tools is not None and some else None
+            return None, tools.restrict_to(names) if tools is not None and some else None
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
-            raise refused("tool_choice", f"{kind!r} is run by the provider, and this gateway runs no tools")
+            raise field_error("tool_choice", f"{kind!r} is run by the provider, and this gateway runs no tools")
         case _:
-            raise refused(
+            raise field_error(
                 "tool_choice",
                 "must be 'none', 'auto', 'required', {'type': 'function', 'name': …}, {'type': 'custom', 'name': …} "
                 "or {'type': 'allowed_tools', 'mode': …, 'tools': […]}",
             )
 
 
-def _allowed(wanted: list[Json]) -> set[str]:
+def _read_allowed_names(wanted: list[Json]) -> set[str]:
     names: set[str] = set()
     for n, tool in enumerate(wanted):
         match tool:
             case {"type": "function" | "custom", "name": str(name)}:
-                names.add(flat(tool.get("namespace"), name))
+                names.add(flat_name(tool.get("namespace"), name))
             case {"type": "tool_search"}:
                 names.add("tool_search")
-            case {"type": str(kind)} if left_out(kind):
+            case {"type": str(kind)} if is_ignored(kind):
                 pass
             case _:
-                raise refused(f"tool_choice.tools[{n}]", "must be {'type': 'function', 'name': …} or a custom tool")
+                raise field_error(f"tool_choice.tools[{n}]", "must be {'type': 'function', 'name': …} or a custom tool")
     return names
 
 
-def _all(tools: ResponsesTools | None) -> tuple[Tool, ...]:
+def _require_tools(tools: ResponsesTools | None) -> tuple[Tool, ...]:
     found = () if tools is None else tools.decode()
     if not found:
-        raise refused("tool_choice", "forces a tool, but there are no tools")
+        raise field_error("tool_choice", "forces a tool, but there are no tools")
     return found
 
 
-def _shape(text: _Text) -> Constraint | None:
+def _decode_text_format(text: _Text) -> Constraint | None:
     form = text.format or _Format()
     if form.type == "text":
         return None
     if form.type == "json_object":
         return Constraint("json_object")
     if form.schema is None:
-        raise refused("text.format.schema", "is missing")
-    return Constraint("json_schema", shallow(form.schema, "text.format.schema"))
+        raise field_error("text.format.schema", "is missing")
+    return Constraint("json_schema", require_shallow(form.schema, "text.format.schema"))
 
 
-def _echo(request: _Request, reasoning: _Reasoning) -> bytes:
+def _echo_request(request: _Request, reasoning: _Reasoning) -> bytes:
     """The request as the response repeats it; where it did otherwise than it was asked, what it did. Spelled as JSON, without its
     braces: calls that share a frame share this too."""
 
     def as_sent(raw: msgspec.Raw, default: Json) -> Json:
-        return orjson.Fragment(one_line(bytes(raw).decode())) if given(raw) else default
+        return orjson.Fragment(one_line(bytes(raw).decode())) if is_given(raw) else default
 
     echo = {
         "background": False,

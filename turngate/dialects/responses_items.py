@@ -18,13 +18,13 @@ from hashlib import blake2b
 import msgspec
 import orjson
 
-from turngate.dialects.responses_tools import SEARCH, decoded, flat
-from turngate.dialects.wire import ABSENT, UNREADABLE, given, reason, stand_in
+from turngate.dialects.responses_tools import SEARCH, decode_tools, flat_name
+from turngate.dialects.wire import ABSENT, DECODE_ERRORS, describe_error, is_given, placeholder
 from turngate.errors import BadRequest
 from turngate.types import History, Message, Role, ToolCall
 
-SEAL = "tg1."  # how reasoning begins that the agent keeps for us
-WHOLE_INPUT = "ctcw"  # begins the ids of custom calls whose input is all that the model gave as arguments
+REASONING_PREFIX = "tg1."  # how reasoning begins that the agent keeps for us
+WHOLE_INPUT_PREFIX = "ctcw"  # begins the ids of custom calls whose input is all that the model gave as arguments
 
 _CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
 _RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
@@ -99,10 +99,10 @@ class _Item(msgspec.Struct):
 
     @property
     def kind(self) -> str:
-        return self.type or _untyped(self.role)
+        return self.type or _default_type(self.role)
 
 
-class _Offer(msgspec.Struct):
+class _ToolsItem(msgspec.Struct):
     """An item that brings tools along."""
 
     tools: list[msgspec.Raw] = []
@@ -110,10 +110,10 @@ class _Offer(msgspec.Struct):
 
 _head = msgspec.json.Decoder(_Head)
 _items = msgspec.json.Decoder(list[_Item])
-_offer = msgspec.json.Decoder(_Offer)
+_tools_item = msgspec.json.Decoder(_ToolsItem)
 
 
-class Items:
+class ResponsesHistory:
     """The pieces of one request, read one at a time. `instructions` come before the items, in the form of one. `before`: of a request
     whose items these begin with."""
 
@@ -127,7 +127,7 @@ class Items:
         self._turn: int | None = None  # the piece that is a turn and still open for more items
         self._mark = ""  # of that turn
         self._adjacent = False
-        if isinstance(before, Items) and before._instructions == instructions:
+        if isinstance(before, ResponsesHistory) and before._instructions == instructions:
             self.offered, self.found = before.offered.copy(), before.found.copy()
             self._pieces, self.raws = before._pieces.copy(), before.raws.copy()
             self._turn, self._mark, self._adjacent = before._turn, before._mark, before._adjacent
@@ -137,8 +137,8 @@ class Items:
             self._begin(-1, instructions)
         self._add(0)
 
-    def more(self, items: Sequence[bytes]) -> Items:
-        return Items(items, self._instructions, self)
+    def extend(self, items: Sequence[bytes]) -> ResponsesHistory:
+        return ResponsesHistory(items, self._instructions, self)
 
     def _add(self, start: int) -> None:
         """The items from there on."""
@@ -146,16 +146,16 @@ class Items:
         for n in range(start, len(self.items)):
             item = self.items[n]
             head = self._read(item, n)
-            kind = head.type or _untyped(head.role)
+            kind = head.type or _default_type(head.role)
             if kind in _TURN or (kind == "message" and head.role == "assistant"):
-                if self._goes_on(_mark(head.id) if head.id else ""):
+                if self._goes_on(_reply_mark(head.id) if head.id else ""):
                     assert self._turn is not None
                     grown.setdefault(self._turn, []).append(n)
                 else:
                     self._turn = len(self._pieces)
                     self._begin(n, item)
             elif kind == "additional_tools":
-                self.offered += _offered(item, self._place(n))
+                self.offered += _read_tools(item, self._place(n))
             else:
                 self._adjacent = False
                 if kind not in _RESULTS:
@@ -184,39 +184,39 @@ class Items:
         places = [self._place(n) for n in self._pieces[index]]
         try:
             items = _items.decode(b"[" + self.raws[index] + b"]")
-        except UNREADABLE as error:
-            raise _unreadable(error, places) from None
+        except DECODE_ERRORS as error:
+            raise _item_error(error, places) from None
         if items[0].kind in _TURN or (items[0].kind == "message" and items[0].role == "assistant"):
-            return (_turn(items, places),)
-        return (_other(items[0], places[0]),)
+            return (_decode_turn(items, places),)
+        return (_decode_other(items[0], places[0]),)
 
-    def searched(self) -> list[bytes]:
+    def searched_tools(self) -> list[bytes]:
         """The lists of tools that the agent's searches brought."""
-        return [b"[" + b",".join(_offered(item, "input")) + b"]" for item in self.found]
+        return [b"[" + b",".join(_read_tools(item, "input")) + b"]" for item in self.found]
 
     def _read(self, item: bytes, n: int) -> _Head:
         try:
             return _head.decode(item)
-        except UNREADABLE as error:
-            raise _unreadable(error, [self._place(n)]) from None
+        except DECODE_ERRORS as error:
+            raise _item_error(error, [self._place(n)]) from None
 
     def _place(self, n: int) -> str:
         return f"input[{n}]"
 
 
-def sealed(reasoning: str) -> str:
+def encode_reasoning(reasoning: str) -> str:
     """Reasoning as an opaque value. It is not secret: the agent has seen it, or could."""
     raw = reasoning.encode("utf-8", "surrogatepass")
-    return SEAL + base64.urlsafe_b64encode(_check(raw) + raw).decode()
+    return REASONING_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode()
 
 
-def unsealed(value: str, where: str) -> str:
+def decode_reasoning(value: str, where: str) -> str:
     try:
-        raw = base64.urlsafe_b64decode(value.removeprefix(SEAL).encode())
+        raw = base64.urlsafe_b64decode(value.removeprefix(REASONING_PREFIX).encode())
         text = raw[8:].decode("utf-8", "surrogatepass")
     except (binascii.Error, ValueError):
         raw, text = b"", ""
-    if raw[:8] != _check(raw[8:]):
+    if raw[:8] != _checksum(raw[8:]):
         raise InvalidEncryptedContent(
             f"{where}.encrypted_content: could not be verified; give it back as it came, or leave the item out",
             param=f"{where}.encrypted_content",
@@ -224,32 +224,32 @@ def unsealed(value: str, where: str) -> str:
     return text
 
 
-def _check(raw: bytes) -> bytes:
+def _checksum(raw: bytes) -> bytes:
     return blake2b(raw, digest_size=8, person=b"tg1").digest()
 
 
-def _untyped(role: str | None) -> str:
+def _default_type(role: str | None) -> str:
     """What an item without a type is."""
     return "message" if role else "item_reference"
 
 
-def _mark(item_id: str) -> str:
+def _reply_mark(item_id: str) -> str:
     """What the ids of one reply of ours have in common; empty if it is none of ours."""
     return item_id.partition("_tg")[2][:24]
 
 
-def _offered(item: bytes, where: str) -> list[bytes]:
+def _read_tools(item: bytes, where: str) -> list[bytes]:
     try:
-        return [bytes(tool) for tool in _offer.decode(item).tools]
-    except UNREADABLE as error:
-        raise _unreadable(error, [where]) from None
+        return [bytes(tool) for tool in _tools_item.decode(item).tools]
+    except DECODE_ERRORS as error:
+        raise _item_error(error, [where]) from None
 
 
-def _unreadable(error: Exception, places: list[str]) -> BadRequest:
+def _item_error(error: Exception, places: list[str]) -> BadRequest:
     """msgspec's message, at our place: an item of its own, or one of several in a list."""
-    found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", reason(error))
+    found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", describe_error(error))
     if found is None:
-        return BadRequest(f"{places[0]}: {reason(error)}", param=places[0])
+        return BadRequest(f"{places[0]}: {describe_error(error)}", param=places[0])
     where = places[int(found[1] or 0)] + (f".{found[2]}" if found[2] else "")
     return BadRequest(f"{where}: {found[3]}", param=where)
 
@@ -257,7 +257,7 @@ def _unreadable(error: Exception, places: list[str]) -> BadRequest:
 # ── a turn of the model's ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _turn(items: list[_Item], places: list[str]) -> Message:
+def _decode_turn(items: list[_Item], places: list[str]) -> Message:
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
@@ -265,26 +265,26 @@ def _turn(items: list[_Item], places: list[str]) -> Message:
     for item, where in zip(items, places, strict=True):
         match item.kind:
             case "reasoning":
-                text, kept = _reasoning(item, where)
+                text, kept = _read_reasoning(item, where)
                 reasoning.append(text)
                 seal = kept or seal
             case "message":
-                texts, more = _texts(item.content, f"{where}.content")
+                texts, more = _read_texts(item.content, f"{where}.content")
                 content += texts
                 beyond = beyond or more
             case "function_call" | "custom_tool_call" | "tool_search_call":
-                calls.append(_call(item, where))
+                calls.append(_decode_call(item, where))
             case kind:
                 beyond = beyond or f"{where}.type: {kind!r} items are the provider's own; this gateway cannot read them"
     # What was streamed in pieces is put together without anything in between.
     return Message("assistant", "".join(content), "".join(reasoning), tuple(calls), seal=seal, beyond=beyond)
 
 
-def _reasoning(item: _Item, where: str) -> tuple[str, str]:
+def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
     """The reasoning, and what a provider has sealed it with."""
     kept = item.encrypted_content or ""
-    if kept.startswith(SEAL):
-        return unsealed(kept, where), ""
+    if kept.startswith(REASONING_PREFIX):
+        return decode_reasoning(kept, where), ""
     if isinstance(item.content, str):
         return item.content, kept
     if item.content:
@@ -292,24 +292,24 @@ def _reasoning(item: _Item, where: str) -> tuple[str, str]:
     return "\n\n".join(part.text or "" for part in item.summary or ()), kept
 
 
-def _call(item: _Item, where: str) -> ToolCall:
+def _decode_call(item: _Item, where: str) -> ToolCall:
     if item.call_id is None:
         raise BadRequest(f"{where}.call_id: is missing", param=f"{where}.call_id")
     if item.kind == "tool_search_call":
-        return ToolCall(item.call_id, SEARCH, _arguments(item.arguments))
+        return ToolCall(item.call_id, SEARCH, _decode_arguments(item.arguments))
     if not item.name:
         raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
-    name = flat(item.namespace, item.name)
+    name = flat_name(item.namespace, item.name)
     if item.kind == "function_call":
-        return ToolCall(item.call_id, name, _arguments(item.arguments))
+        return ToolCall(item.call_id, name, _decode_arguments(item.arguments))
     if item.input is None:
         raise BadRequest(f"{where}.input: is missing", param=f"{where}.input")
-    if (item.id or "").startswith(WHOLE_INPUT):
+    if (item.id or "").startswith(WHOLE_INPUT_PREFIX):
         return ToolCall(item.call_id, name, item.input)
     return ToolCall(item.call_id, name, msgspec.json.encode({"input": item.input}).decode())
 
 
-def _arguments(raw: msgspec.Raw) -> str:
+def _decode_arguments(raw: msgspec.Raw) -> str:
     """JSON text in a string, or the value itself."""
     given_as = bytes(raw)
     text = msgspec.json.decode(given_as, type=str) if given_as.startswith(b'"') else given_as.decode()
@@ -319,7 +319,7 @@ def _arguments(raw: msgspec.Raw) -> str:
 # ── what others say ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _other(item: _Item, where: str) -> Message:
+def _decode_other(item: _Item, where: str) -> Message:
     match item.kind:
         case "message":
             role = _ROLES.get(item.role or "")
@@ -328,21 +328,21 @@ def _other(item: _Item, where: str) -> Message:
                     f"{where}.role: {item.role!r} is not one of system, developer, user, assistant",
                     param=f"{where}.role",
                 )
-            texts, beyond = _texts(item.content, f"{where}.content")
-            return Message(role, _joined(texts), beyond=beyond)
+            texts, beyond = _read_texts(item.content, f"{where}.content")
+            return Message(role, _join_texts(texts), beyond=beyond)
         case "agent_message":
-            texts, beyond = _texts(item.content, f"{where}.content")
-            return Message("user", _joined(texts), beyond=beyond)
+            texts, beyond = _read_texts(item.content, f"{where}.content")
+            return Message("user", _join_texts(texts), beyond=beyond)
         case "function_call_output" | "custom_tool_call_output":
-            texts, beyond = _texts(item.output, f"{where}.output")
-            return Message("tool", _joined(texts), tool_call_id=_answered(item, where), beyond=beyond)
+            texts, beyond = _read_texts(item.output, f"{where}.output")
+            return Message("tool", _join_texts(texts), tool_call_id=_require_call_id(item, where), beyond=beyond)
         case "tool_search_output":
-            tools = decoded(bytes(item.tools), f"{where}.tools") if given(item.tools) else []
+            tools = decode_tools(bytes(item.tools), f"{where}.tools") if is_given(item.tools) else []
             try:
                 text = orjson.dumps([tool.wire for tool in tools]).decode()
             except orjson.JSONEncodeError as error:  # a number that no 64 bits can hold
                 raise BadRequest(f"{where}.tools: {error}", param=f"{where}.tools") from None
-            return Message("tool", text, tool_call_id=_answered(item, where))
+            return Message("tool", text, tool_call_id=_require_call_id(item, where))
         case kind if kind in _HOSTED_RESULTS:
             beyond = f"{where}.type: {kind!r} items answer a tool of the provider's; this gateway cannot read them"
             return Message("tool", tool_call_id=item.call_id or "", beyond=beyond)
@@ -355,13 +355,13 @@ def _other(item: _Item, where: str) -> Message:
             raise BadRequest(f"{where}.type: {kind!r} items are not supported", param=f"{where}.type")
 
 
-def _answered(item: _Item, where: str) -> str:
+def _require_call_id(item: _Item, where: str) -> str:
     if item.call_id is None:
         raise BadRequest(f"{where}.call_id: a result needs the id of the call it answers", param=f"{where}.call_id")
     return item.call_id
 
 
-def _texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
+def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
     """The texts of some content, and why it is more than text, if it is."""
     if content is None or isinstance(content, str):
         return [content or ""], ""
@@ -376,7 +376,7 @@ def _texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], st
             case "encrypted_content":  # of a message between agents: an argument that a model of ours gave
                 texts.append(part.encrypted_content or "")
             case "input_image" | "input_file" | "input_audio":
-                texts.append(stand_in(part.type, msgspec.json.encode(part)))
+                texts.append(placeholder(part.type, msgspec.json.encode(part)))
                 why = f"{part.type!r} parts are not supported; this model takes text only"
                 beyond = beyond or f"{where}[{n}].type: {why}"
             case kind:
@@ -384,7 +384,7 @@ def _texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], st
     return texts, beyond
 
 
-def _joined(texts: list[str]) -> str:
+def _join_texts(texts: list[str]) -> str:
     """Parts on lines of their own."""
     text = ""
     for more in texts:

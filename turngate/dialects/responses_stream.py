@@ -18,29 +18,29 @@ from functools import cached_property
 import msgspec
 import orjson
 
-from turngate.dialects.responses_items import WHOLE_INPUT, sealed
-from turngate.dialects.responses_tools import Named, named
+from turngate.dialects.responses_items import WHOLE_INPUT_PREFIX, encode_reasoning
+from turngate.dialects.responses_tools import AgentTool, index_tools
 from turngate.dialects.wire import one_line
 from turngate.errors import ContextOverflow, TurngateError
-from turngate.types import Alive, Call, CallDelta, Delta, Done, Json, ReplyEvent, ToolCall, Usage
+from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, ReplyEvent, ToolCall, Usage
 
 
-class Offered:
+class OfferedTools:
     """Lists of tools, by which calls are told apart; read when the first call comes."""
 
     def __init__(self, lists: tuple[bytes, ...] = ()) -> None:
         self._lists = lists
 
     @cached_property
-    def named(self) -> dict[str, Named]:
-        return named(self._lists)
+    def named(self) -> dict[str, AgentTool]:
+        return index_tools(self._lists)
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ResponsesReplyOptions(msgspec.Struct, frozen=True):
     """What of the request its reply needs."""
 
     echo: bytes  # fields of the response that repeat the request, as the inside of a JSON object
-    tools: Offered
+    tools: OfferedTools
     summary: bool = False  # reasoning is given as a summary
     seal: bool = False  # reasoning is given in a form that the agent keeps for us
 
@@ -60,16 +60,18 @@ _USAGE = (
     b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":%d,"cache_write_tokens":0},'
     b'"output_tokens":%d,"output_tokens_details":{"reasoning_tokens":%d},"total_tokens":%d}'
 )
-_CUT = b'{"reason":"max_output_tokens"}'
+_MAX_TOKENS_REACHED = b'{"reason":"max_output_tokens"}'
 _CREATED = _event("created", b'"response":%b')
-_TOLD = {status: _event(status, b'"response":%b') for status in ("in_progress", "completed", "incomplete", "failed")}
+_STATUS_EVENTS = {
+    status: _event(status, b'"response":%b') for status in ("in_progress", "completed", "incomplete", "failed")
+}
 
 _ADDED = _event("output_item.added", b'"output_index":%d,"item":%b')
 _DONE = _event("output_item.done", b'"output_index":%d,"item":%b')
 _PLACE = b'"item_id":"%b","output_index":%d,'  # of an event inside an item
 
 
-class _Text(msgspec.Struct, frozen=True):
+class _TextForm(msgspec.Struct, frozen=True):
     """How one kind of text is told. The events have their place and what they tell as holes."""
 
     prefix: bytes  # of the item's id
@@ -81,11 +83,13 @@ class _Text(msgspec.Struct, frozen=True):
     part_done: bytes
 
 
-def _text(prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b"") -> _Text:
+def _build_text_form(
+    prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b""
+) -> _TextForm:
     """`events`: what those of the text and those of the part are called. `index`: of the part, which is the only one."""
     place = _PLACE + b'"%b":0,' % index
     of_text, of_part = events
-    return _Text(
+    return _TextForm(
         prefix,
         item,
         part,
@@ -96,7 +100,7 @@ def _text(prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], inde
     )
 
 
-_MESSAGE = _text(
+_MESSAGE = _build_text_form(
     b"msg",
     b'{"id":"%b","type":"message","role":"assistant","status":"%b","content":[%b]}',
     b'{"type":"output_text","text":%b,"annotations":[],"logprobs":[]}',
@@ -104,14 +108,14 @@ _MESSAGE = _text(
     b"content_index",
     b',"logprobs":[]',
 )
-_REASONING = _text(
+_REASONING = _build_text_form(
     b"rs",
     b'{"id":"%b","type":"reasoning","summary":[],"content":[%b]%b}',
     b'{"type":"reasoning_text","text":%b}',
     ("reasoning_text", "content_part"),
     b"content_index",
 )
-_SUMMARY = _text(
+_SUMMARY = _build_text_form(
     b"rs",
     b'{"id":"%b","type":"reasoning","summary":[%b]%b}',
     b'{"type":"summary_text","text":%b}',
@@ -120,7 +124,7 @@ _SUMMARY = _text(
 )
 
 
-class _Call(msgspec.Struct, frozen=True):
+class _CallForm(msgspec.Struct, frozen=True):
     """How one kind of call is told."""
 
     item: bytes  # its id, its status, what it is called, what it is given
@@ -128,24 +132,24 @@ class _Call(msgspec.Struct, frozen=True):
     done: bytes
 
 
-def _calling(kind: bytes, event: str, field: bytes) -> _Call:
-    return _Call(
+def _build_call_form(kind: bytes, event: str, field: bytes) -> _CallForm:
+    return _CallForm(
         b'{"id":"%%b","type":"%b","status":"%%b",%%b,"%b":%%b}' % (kind, field),
         delta=_event(f"{event}.delta", _PLACE + b'"delta":%b'),
         done=_event(f"{event}.done", _PLACE + b'"%b":%%b' % field),
     )
 
 
-_FUNCTION = _calling(b"function_call", "function_call_arguments", b"arguments")
-_CUSTOM = _calling(b"custom_tool_call", "custom_tool_call_input", b"input")
-_CALLED = b'"call_id":%b,"name":%b'
+_FUNCTION = _build_call_form(b"function_call", "function_call_arguments", b"arguments")
+_CUSTOM = _build_call_form(b"custom_tool_call", "custom_tool_call_input", b"input")
+_CALL_FIELDS = b'"call_id":%b,"name":%b'
 _SEARCH = b'{"id":"%b","type":"tool_search_call","status":"completed","call_id":%b,"execution":"client","arguments":%b}'
 
 
-class _Open(msgspec.Struct):
+class _OpenItem(msgspec.Struct):
     """The item that is being written."""
 
-    form: _Text
+    form: _TextForm
     id: bytes
     text: list[str] = []
     seal: str = ""
@@ -155,17 +159,17 @@ class ResponsesStream:
     media = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
-        assert isinstance(call.wire, Asked), "a call of this dialect"
+        assert isinstance(call.wire, ResponsesReplyOptions), "a call of this dialect"
         self._asked = call.wire
         self._mark = os.urandom(12).hex().encode()
         self._sequence = 2  # the beginning is written last, when there is something to follow it
         self._output: list[bytes] = []  # items that are whole
-        self._item: _Open | None = None
+        self._item: _OpenItem | None = None
         self._head = _HEAD % (self._mark, int(time.time()), orjson.dumps(call.model), self._asked.echo)
 
     def begin(self) -> bytes:
         response = _RESPONSE % (self._head, b"in_progress", b"null", b"null", b"null", b"", b"null")
-        return _CREATED % (0, response) + _TOLD["in_progress"] % (1, response)
+        return _CREATED % (0, response) + _STATUS_EVENTS["in_progress"] % (1, response)
 
     def event(self, event: ReplyEvent) -> bytes:
         match event:
@@ -175,14 +179,14 @@ class ResponsesStream:
                 return self._text(_MESSAGE if kind == "content" else self._thought(), text) if text else b""
             case CallDelta(call=call):
                 return self._close() + self._call(call)
-            case Alive():
+            case KeepAlive():
                 return self._told("in_progress")
             case Done() as done:
                 data, status, response = self._finish(done)
-                return data + _TOLD[status] % (self._next(), response)
+                return data + _STATUS_EVENTS[status] % (self._next(), response)
 
     def error(self, error: TurngateError) -> bytes:
-        return self._told("failed", error=orjson.dumps({"code": _code(error), "message": told(error)}))
+        return self._told("failed", error=orjson.dumps({"code": _error_code(error), "message": error_message(error)}))
 
     def whole(self, done: Done) -> bytes:
         """The reply at once."""
@@ -198,10 +202,10 @@ class ResponsesStream:
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _thought(self) -> _Text:
+    def _thought(self) -> _TextForm:
         return _SUMMARY if self._asked.summary else _REASONING
 
-    def _text(self, form: _Text, text: str) -> bytes:
+    def _text(self, form: _TextForm, text: str) -> bytes:
         item, opening = self._item, b""
         if item is None or item.form is not form:
             opening = self._close()
@@ -219,8 +223,8 @@ class ResponsesStream:
         item.seal = seal
         return opening + self._close()  # what follows is sealed apart
 
-    def _open(self, form: _Text) -> tuple[_Open, bytes]:
-        self._item = item = _Open(form, self._id(form.prefix))
+    def _open(self, form: _TextForm) -> tuple[_OpenItem, bytes]:
+        self._item = item = _OpenItem(form, self._id(form.prefix))
         place = len(self._output)
         added = _ADDED % (self._next(), place, form.item % (item.id, b"in_progress" if form is _MESSAGE else b"", b""))
         return item, added + form.part_added % (self._next(), item.id, place, form.part % b'""')
@@ -240,27 +244,27 @@ class ResponsesStream:
             return data + self._done(form.item % (item.id, status, part))
         return data + self._done(form.item % (item.id, part if said else b"", self._kept(item, said)))
 
-    def _kept(self, item: _Open, said: str) -> bytes:
+    def _kept(self, item: _OpenItem, said: str) -> bytes:
         """What the agent keeps of reasoning for whoever sealed it."""
-        seal = item.seal or (sealed(said) if said and self._asked.seal else "")
+        seal = item.seal or (encode_reasoning(said) if said and self._asked.seal else "")
         return b',"encrypted_content":' + orjson.dumps(seal) if seal else b""
 
     def _call(self, call: ToolCall) -> bytes:
         """A call as the kind of item that its tool asks for."""
-        known = self._asked.tools.named.get(call.name) or Named("function", call.name)
-        called = _CALLED % (orjson.dumps(call.id), orjson.dumps(known.name))
+        known = self._asked.tools.named.get(call.name) or AgentTool("function", call.name)
+        called = _CALL_FIELDS % (orjson.dumps(call.id), orjson.dumps(known.name))
         if known.namespace:
             called += b',"namespace":' + orjson.dumps(known.namespace)
         if known.kind == "custom":
             text = _free_text(call.arguments)
-            item_id = self._id(b"ctc" if text is not None else WHOLE_INPUT.encode())
+            item_id = self._id(b"ctc" if text is not None else WHOLE_INPUT_PREFIX.encode())
             return self._called(_CUSTOM, item_id, called, call.arguments if text is None else text)
         if known.kind == "function":
             return self._called(_FUNCTION, self._id(b"fc"), called, call.arguments)
-        item = _SEARCH % (self._id(b"tsc"), orjson.dumps(call.id), _value(call.arguments))
+        item = _SEARCH % (self._id(b"tsc"), orjson.dumps(call.id), _encode_arguments(call.arguments))
         return _ADDED % (self._next(), len(self._output), item) + self._done(item)
 
-    def _called(self, form: _Call, item_id: bytes, called: bytes, text: str) -> bytes:
+    def _called(self, form: _CallForm, item_id: bytes, called: bytes, text: str) -> bytes:
         place, given = len(self._output), orjson.dumps(text)
         data = _ADDED % (self._next(), place, form.item % (item_id, b"in_progress", called, b'""'))
         if text:
@@ -291,7 +295,7 @@ class ResponsesStream:
             data = self._open(_MESSAGE)[1]
         data += self._close(b"incomplete" if cut else b"completed")
         if cut:
-            return data, "incomplete", self._response("incomplete", usage=done.usage, incomplete=_CUT)
+            return data, "incomplete", self._response("incomplete", usage=done.usage, incomplete=_MAX_TOKENS_REACHED)
         return data, "completed", self._response("completed", usage=done.usage)
 
     def _response(
@@ -299,13 +303,13 @@ class ResponsesStream:
     ) -> bytes:
         ended = b"%d" % time.time() if status == "completed" else b"null"
         output = b",".join(self._output)
-        return _RESPONSE % (self._head, status.encode(), ended, error, incomplete, output, _usage(usage))
+        return _RESPONSE % (self._head, status.encode(), ended, error, incomplete, output, _usage_to_wire(usage))
 
     def _told(self, status: str, *, error: bytes = b"null") -> bytes:
-        return _TOLD[status] % (self._next(), self._response(status, error=error))
+        return _STATUS_EVENTS[status] % (self._next(), self._response(status, error=error))
 
 
-def told(error: TurngateError) -> str:
+def error_message(error: TurngateError) -> str:
     """The message, in the words that agents look for."""
     if isinstance(error, ContextOverflow):
         known = error.most is not None and error.size is not None
@@ -316,7 +320,7 @@ def told(error: TurngateError) -> str:
     return error.message
 
 
-def _code(error: TurngateError) -> str:
+def _error_code(error: TurngateError) -> str:
     """Why a response failed. Agents repeat a call after a `server_error`, but not after what is wrong with it."""
     if isinstance(error, ContextOverflow):
         return error.kind
@@ -336,7 +340,7 @@ def _free_text(arguments: str) -> str | None:
     return None
 
 
-def _value(arguments: str) -> bytes:
+def _encode_arguments(arguments: str) -> bytes:
     """Arguments as the object that they spell; what spells none stays text."""
     try:
         spelled: Json = orjson.loads(arguments)
@@ -345,7 +349,7 @@ def _value(arguments: str) -> bytes:
     return one_line(arguments).encode() if isinstance(spelled, dict) else orjson.dumps(arguments)
 
 
-def _usage(usage: Usage | None) -> bytes:
+def _usage_to_wire(usage: Usage | None) -> bytes:
     if usage is None:
         return b"null"
     sent, sampled = usage.prompt_tokens, usage.completion_tokens

@@ -12,11 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from turngate.dialects.wire import UNREADABLE, function_tool, reason, shallow
+from turngate.dialects.wire import DECODE_ERRORS, describe_error, function_tool, require_shallow
 from turngate.errors import BadRequest
 from turngate.types import Json, Tool
 
-PLAIN = ("", "functions")  # the namespaces that need not be told
+DEFAULT_NAMESPACES = ("", "functions")  # the namespaces that need not be told
 SEARCH = "tool_search"
 
 _HOSTED = {
@@ -54,7 +54,14 @@ class _Name(msgspec.Struct):
     tools: list[_Name] | None = None
 
 
-class Named(msgspec.Struct, frozen=True):
+class _AllowedTools(msgspec.Struct):
+    """The stored form of tools of which only some were allowed."""
+
+    allowed_tools: list[str]
+    tools: msgspec.Raw
+
+
+class AgentTool(msgspec.Struct, frozen=True):
     """What a function that the model sees is to the agent."""
 
     kind: Literal["function", "custom", "tool_search"]
@@ -83,72 +90,80 @@ class ResponsesTools:
 
     def decode(self) -> tuple[Tool, ...]:
         found: dict[str, Tool] = {}
-        for tool in decoded(self._tools, "tools"):
+        for tool in decode_tools(self._tools, "tools"):
             if tool.name in found and not self.renewed:
                 raise BadRequest(f"tools: two of them are called {tool.name!r}; rename one", param="tools")
             found[tool.name] = tool
         return tuple(tool for name, tool in found.items() if self._allowed is None or name in self._allowed)
 
-    def only(self, names: Collection[str]) -> ResponsesTools:
+    def restrict_to(self, names: Collection[str]) -> ResponsesTools:
         return ResponsesTools(self._tools, names, renewed=self.renewed)
 
+    @classmethod
+    def from_stored(cls, raw: bytes) -> ResponsesTools:
+        """Read back what `raw` holds: a list of tools, or that list with the names of those that were allowed."""
+        if not raw.lstrip().startswith(b"{"):
+            return cls(raw, renewed=True)
+        stored = msgspec.json.decode(raw, type=_AllowedTools)
+        return cls(bytes(stored.tools), stored.allowed_tools, renewed=True)
 
-def flat(namespace: str | None, name: str) -> str:
+
+def flat_name(namespace: str | None, name: str) -> str:
     """The one name under which the model knows a function."""
-    return name if (namespace or "") in PLAIN else f"{namespace}__{name}"
+    return name if (namespace or "") in DEFAULT_NAMESPACES else f"{namespace}__{name}"
 
 
-def decoded(raw: bytes, where: str) -> list[Tool]:
+def decode_tools(raw: bytes, where: str) -> list[Tool]:
     try:
         wires = _tools.decode(raw)
-    except UNREADABLE as error:
-        raise BadRequest(f"{where}: {reason(error)}", param=where) from None
-    return [tool for n, wire in enumerate(wires) for tool in _shown(wire, f"{where}[{n}]")]
+    except DECODE_ERRORS as error:
+        raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
+    return [tool for n, wire in enumerate(wires) for tool in _decode_tool(wire, f"{where}[{n}]")]
 
 
-def named(raws: Sequence[bytes]) -> dict[str, Named]:
+def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
     """By the names that the model sees, what the tools of these lists are. They were read before; here nothing is refused."""
-    found: dict[str, Named] = {}
+    found: dict[str, AgentTool] = {}
     for raw in raws:
         try:
             wires = _names.decode(raw)
-        except UNREADABLE:
+        except DECODE_ERRORS:
             continue
         for wire in wires:
             for inner in wire.tools or () if wire.type == "namespace" else (wire,):
                 namespace = wire.name if wire.type == "namespace" else ""
                 if inner.type == SEARCH:
-                    found[SEARCH] = Named("tool_search", SEARCH)
+                    found[SEARCH] = AgentTool("tool_search", SEARCH)
                 elif inner.type in ("function", "custom"):
                     kind: Literal["function", "custom"] = "custom" if inner.type == "custom" else "function"
-                    found[flat(namespace, inner.name)] = Named(kind, inner.name, namespace)
+                    found[flat_name(namespace, inner.name)] = AgentTool(kind, inner.name, namespace)
     return found
 
 
-def left_out(kind: str) -> bool:
+def is_ignored(kind: str) -> bool:
     """Tools that agents offer by habit and that the provider would run: the model is not shown them."""
     return kind.startswith("web_search") or kind == "image_generation"
 
 
-def _shown(wire: _WireTool, where: str) -> Iterator[Tool]:
-    if left_out(wire.type):
+def _decode_tool(wire: _WireTool, where: str) -> Iterator[Tool]:
+    if is_ignored(wire.type):
         return
     match wire.type:
         case "function" | "custom":
-            yield _function(wire, "", where)
+            yield _decode_function(wire, "", where)
         case "namespace":
-            yield from _namespace(wire, where)
+            yield from _decode_namespace(wire, where)
         case "tool_search":
             # One that the provider runs finds what is in the list anyway, which the model is shown whole.
             if wire.execution == "client":
-                parameters = shallow(wire.parameters, f"{where}.parameters")
+                parameters = require_shallow(wire.parameters, f"{where}.parameters")
                 yield function_tool(SEARCH, wire.description, parameters)
         case kind:
             why = _HOSTED.get(kind, "is not supported; 'function', 'custom' and 'namespace' tools are")
             raise BadRequest(f"{where}.type: {kind!r} {why}", param=f"{where}.type")
 
 
-def _namespace(wire: _WireTool, where: str) -> Iterator[Tool]:
+def _decode_namespace(wire: _WireTool, where: str) -> Iterator[Tool]:
     if not wire.name:
         raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
     about = f"\n\nAbout the {wire.name} tools: {wire.description}" if wire.description else ""
@@ -156,20 +171,20 @@ def _namespace(wire: _WireTool, where: str) -> Iterator[Tool]:
         place = f"{where}.tools[{n}]"
         if inner.type not in ("function", "custom"):
             raise BadRequest(f"{place}.type: {inner.type!r} is not supported in a namespace", param=f"{place}.type")
-        yield _function(inner, wire.name, place, about if n == 0 else "")
+        yield _decode_function(inner, wire.name, place, about if n == 0 else "")
 
 
-def _function(wire: _WireTool, namespace: str, where: str, about: str = "") -> Tool:
+def _decode_function(wire: _WireTool, namespace: str, where: str, about: str = "") -> Tool:
     if not wire.name:
         raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
-    name = flat(namespace, wire.name)
+    name = flat_name(namespace, wire.name)
     if wire.type == "custom":
-        return function_tool(name, _free_text(wire) + about, _FREE)
-    parameters = shallow(wire.parameters, f"{where}.parameters")
+        return function_tool(name, _describe_free_text(wire) + about, _FREE_TEXT_SCHEMA)
+    parameters = require_shallow(wire.parameters, f"{where}.parameters")
     return function_tool(name, (wire.description or "") + about if about else wire.description, parameters)
 
 
-_FREE: Json = {
+_FREE_TEXT_SCHEMA: Json = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
     "required": ["input"],
@@ -177,7 +192,7 @@ _FREE: Json = {
 }
 
 
-def _free_text(wire: _WireTool) -> str:
+def _describe_free_text(wire: _WireTool) -> str:
     parts = [wire.description] if wire.description else []
     parts.append("The input is free text: give it, as it is, as the string `input`.")
     if wire.format is not None and wire.format.definition:

@@ -16,12 +16,12 @@ from turngate.types import Constraint, Json, Sampling, Tool
 # A raw field that was left out reads like one that is null.
 ABSENT = msgspec.Raw(b"null")
 # What decoding raises: wrong types or syntax, bytes that are no UTF-8, nesting without end.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_DEEPEST = 200  # levels of a schema; encoders give up at 254
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_MAX_DEPTH = 200  # levels of a schema; encoders give up at 254
 
 
-_SHORT = 4_000  # bytes; in less, an ordinary search is over before the other has begun
-_HALF = re.compile(rb"\\u[dD]")
+_SHORT_BODY = 4_000  # bytes; in less, an ordinary search is over before the other has begun
+_SURROGATE_START = re.compile(rb"\\u[dD]")
 _ESCAPE = int.from_bytes(b"\\u", "little")
 _SURROGATES = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
@@ -38,8 +38,8 @@ def without_lone_surrogates(body: bytes) -> bytes:
 def _has_surrogates(body: bytes) -> bool:
     r"""Whether there is a `\ud` in it, in either case. In a long one looked for two bytes at a time, which is far faster than Python's
     own search."""
-    if len(body) < _SHORT:
-        return _HALF.search(body) is not None
+    if len(body) < _SHORT_BODY:
+        return _SURROGATE_START.search(body) is not None
     for start in (0, 1):
         if len(body) < start + 2:
             return False
@@ -54,35 +54,35 @@ def _has_surrogates(body: bytes) -> bool:
     return False
 
 
-def given(raw: msgspec.Raw) -> bool:
+def is_given(raw: msgspec.Raw) -> bool:
     return bytes(raw) != b"null"
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """msgspec's message with our field names: `max_tokens: Expected `int | null`, got `str``."""
     text = str(error)
     found = re.search(r" - at `\$?\.?(.*)`$", text)
     return f"{found[1]}: {text[: found.start()]}" if found else text
 
 
-def param(error: msgspec.DecodeError) -> str | None:
+def error_field(error: msgspec.DecodeError) -> str | None:
     found = re.search(r" - at `\$?\.?([^`]*)`$", str(error)) or re.search(r"required field `(\w+)`", str(error))
     return found[1] if found else None
 
 
-def refused(field: str, why: str) -> BadRequest:
+def field_error(field: str, why: str) -> BadRequest:
     return BadRequest(f"{field}: {why}", param=field)
 
 
-def shallow(value: Json, field: str) -> Json:
+def require_shallow(value: Json, field: str) -> Json:
     """The value, if it is not nested deeper than everything that has to read or write it later can follow."""
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level = [child for children in inner for child in children]
         if not level:
             return value
-    raise refused(field, f"is nested more than {_DEEPEST} deep")
+    raise field_error(field, f"is nested more than {_MAX_DEPTH} deep")
 
 
 def one_line(json: str) -> str:
@@ -93,50 +93,50 @@ def one_line(json: str) -> str:
 _ONE_LINE = str.maketrans("\r\n", "  ")
 
 
-def bearer(headers: Mapping[str, str]) -> str:
+def bearer_token(headers: Mapping[str, str]) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def retried(headers: Mapping[str, str]) -> bool:
+def is_retry(headers: Mapping[str, str]) -> bool:
     """The client says that it repeats a call: by the header of the providers' own SDKs, or by our relay's."""
     return headers.get("x-stainless-retry-count", "0") not in ("", "0") or headers.get(
         "x-turngate-attempt", "1"
     ) not in ("", "1")
 
 
-def by_headers(headers: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
+def call_fields_from_headers(headers: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
     """The fields of a call that its headers tell. `passed`: those that a provider of the same dialect is sent."""
     return {
-        "retried": retried(headers),
+        "retried": is_retry(headers),
         "idempotency_key": headers.get("idempotency-key", ""),
         "passed": {name: value for name in passed if (value := headers.get(name))},
     }
 
 
-def checked_sampling(found: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
+def validate_sampling(found: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """`Sampling` fields, in range. `names`: what the dialect calls them, where it has other names."""
     if found.get("top_k") == -1:
         found = {**found, "top_k": 0}  # the other way to say that it is off
     try:
         msgspec.convert(found, Sampling)
     except msgspec.ValidationError as error:
-        field = param(error) or ""
+        field = error_field(error) or ""
         called = (names or {}).get(field, field)
-        raise BadRequest(reason(error).replace(field, called, 1), param=called) from None
+        raise BadRequest(describe_error(error).replace(field, called, 1), param=called) from None
     return found
 
 
-def checked_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+def validate_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not s for s in stops):
-        raise refused(field, "an empty string would stop at once")
+        raise field_error(field, "an empty string would stop at once")
     if len(stops) > 16:
-        raise refused(field, f"{len(stops)} strings are more than 16")
+        raise field_error(field, f"{len(stops)} strings are more than 16")
     return stops
 
 
-def stand_in(kind: str, data: bytes) -> str:
+def placeholder(kind: str, data: bytes) -> str:
     """What stands in a message's text for something that is no text. Two of them are not the same."""
     return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
@@ -150,18 +150,18 @@ def function_tool(name: str, description: str | None, parameters: Json) -> Tool:
     return Tool(name, {"type": "function", "function": function})
 
 
-def any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
+def require_any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
     """The reply has to be calls of some of these tools."""
-    calls = [_call_schema(tool) for tool in tools]
+    calls = [_build_call_schema(tool) for tool in tools]
     most = {} if parallel else {"maxItems": 1}
     return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
 
 
-def one_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
+def require_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
     """The reply has to be a call of this tool."""
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
-        raise refused(field, f"{name!r} is not among the tools")
+        raise field_error(field, f"{name!r} is not among the tools")
     return Constraint("tool", _parameters(tool), name)
 
 
@@ -169,7 +169,7 @@ def _parameters(tool: Tool) -> Json:
     return tool.wire["function"].get("parameters") or {"type": "object"}
 
 
-def _call_schema(tool: Tool) -> Json:
+def _build_call_schema(tool: Tool) -> Json:
     properties = {"name": {"const": tool.name}, "arguments": _parameters(tool)}
     return {
         "type": "object",

@@ -8,7 +8,7 @@ import msgspec
 
 from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.engines.base import Engine, Health, Relay
-from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
+from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.server.app import build_engine
 
 EXACT = ("vllm", "sglang", "scripted")  # engines that a small call can be made to, at no cost
@@ -48,7 +48,9 @@ class Subject:
     def _load(self) -> tuple[Renderer, Certificate]:
         config = self.config
         wanted = config.tokenizer or (config.model_folder if config.engine == "local" else "")
-        return load(find(wanted) if wanted else BUILTIN_TOKENIZER, model=config.model, family=config.family)
+        return load_renderer(
+            find_tokenizer(wanted) if wanted else BUILTIN_TOKENIZER, model=config.model, family=config.family
+        )
 
     def urls(self) -> list[str]:
         return list(self.config.engine_url) or [""]

@@ -16,8 +16,8 @@ from turngate.doctor.context import EXACT, Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.engines.base import Chunk, Engine, Generate
 from turngate.errors import TurngateError
-from turngate.render import Renderer, find
-from turngate.types import NEUTRAL, Message, Sampling, type_of_ids
+from turngate.render import Renderer, find_tokenizer
+from turngate.types import ID_DTYPE, NEUTRAL, Message, Sampling
 
 _TOKENS = 4
 _CERTAIN = -1e-3  # a log-probability above this is as good as 0
@@ -47,7 +47,7 @@ def _local(folder: str) -> Seen:
     for module in ("torch", "safetensors"):
         if find_spec(module) is None:
             return failure(f"local: {module} is missing", "pip install 'turngate[local]'")
-    place = find(folder)
+    place = find_tokenizer(folder)
     if not (place / "config.json").is_file() or not list(Path(place).glob("*.safetensors")):
         return failure(
             f"local: {place} has no config.json with a model.safetensors", "give the model's folder as --model-folder"
@@ -124,7 +124,7 @@ async def _generated(
     """What was sampled, its log-probabilities, and whether the engine saw the prompt as it was sent (None: it was not asked)."""
     engine = await subject.engine(url)
     request = Generate(
-        prompt=np.array(renderer.render(_ASKED, (), {}), type_of_ids),
+        prompt=np.array(renderer.render(_ASKED, (), {}), ID_DTYPE),
         max_tokens=_TOKENS,
         sampling=sampling,
         stop_ids=(),

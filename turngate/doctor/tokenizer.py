@@ -18,7 +18,7 @@ from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
 from turngate.engines.http import Client
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Renderer, TemplateRenderer
-from turngate.render.certify import CASES, Case
+from turngate.render.certify import CASES, ProbeCase
 from turngate.server.app import read_engine_key
 from turngate.types import Message
 
@@ -89,7 +89,7 @@ class _Engine:
     async def encoded(self, text: str) -> list[int]:
         return await self._tokens({"prompt": text, "add_special_tokens": False})
 
-    async def rendered(self, case: Case) -> list[int]:
+    async def rendered(self, case: ProbeCase) -> list[int]:
         tools = {"tools": [tool.wire for tool in case.tools]} if case.tools else {}
         return await self._tokens({"messages": list(map(_wire, case.messages)), "add_generation_prompt": True, **tools})
 

@@ -12,13 +12,13 @@ from typing import Any, Literal, Protocol
 import msgspec
 import orjson
 
-from turngate.types import Call, CallDelta, Constraint, Delta, Finish, Ids, LongIds, Sampling, Usage, ids_as_json
+from turngate.types import Call, CallDelta, Constraint, Delta, Finish, Ids, PromptIds, Sampling, Usage, ids_to_json
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """One generation request."""
 
-    prompt: Ids | LongIds
+    prompt: Ids | PromptIds
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
         """A JSON object that begins with the prompt. The ids never become Python numbers on the way, and are copied once."""
-        inside = self.prompt.inside if isinstance(self.prompt, LongIds) else ids_as_json(self.prompt)
+        inside = self.prompt.inside if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
 

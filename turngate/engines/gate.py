@@ -37,7 +37,7 @@ from turngate.errors import (
     NotFound,
     TurngateError,
 )
-from turngate.types import Ids, Logprobs, type_of_ids
+from turngate.types import ID_DTYPE, Ids, Logprobs
 
 __all__ = ["Gate", "GateCall", "Waiting"]
 
@@ -308,7 +308,7 @@ class Gate:
         self._renew(ticket)
         asked = Asked(
             session=request.session,
-            prompt=np.asarray(request.prompt, type_of_ids),
+            prompt=np.asarray(request.prompt, ID_DTYPE),
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             stop=request.stop,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from turngate.errors import BadRequest, Conflict, Gone, NotFound
-from turngate.types import ABOVE_ZERO, Constraint, Ids, Logprobs, Sampling, type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, LOGPROB_TOLERANCE, Constraint, Ids, Logprobs, Sampling
 
 End = Literal["stop", "length"]
 Fault = Literal["unavailable", "error", "overflow"]
@@ -160,7 +160,7 @@ def arrays(
     if given.size and not 0 <= int(given.min()) <= int(given.max()) < 2**31:
         raise BadRequest("ids: must be between 0 and the size of the vocabulary", param="ids")
     if scores is None:
-        return given.astype(type_of_ids), None
+        return given.astype(ID_DTYPE), None
     if scores.ndim != 1 or scores.dtype.kind not in "fiuO":
         raise BadRequest(f"logprobs: must be one list of numbers, not {scores.dtype}", param="logprobs")
     unknown = np.array([value is None for value in scores.tolist()]) if scores.dtype.kind == "O" else np.zeros(0, bool)
@@ -176,7 +176,7 @@ def arrays(
             f"logprobs: the one at {int(wrong.argmax())} is not a number; give None where it is not known",
             param="logprobs",
         )
-    return given.astype(type_of_ids), numbers.astype(type_of_logprobs)
+    return given.astype(ID_DTYPE), numbers.astype(LOGPROB_DTYPE)
 
 
 def check(ids: Ids, logprobs: Logprobs | None) -> None:
@@ -187,7 +187,7 @@ def check(ids: Ids, logprobs: Logprobs | None) -> None:
         return
     if len(logprobs) != len(ids):
         raise BadRequest(f"logprobs: {len(logprobs)} of them for {len(ids)} ids", param="logprobs")
-    wrong = np.isinf(logprobs) | (logprobs > ABOVE_ZERO)
+    wrong = np.isinf(logprobs) | (logprobs > LOGPROB_TOLERANCE)
     if wrong.any():
         where = int(wrong.argmax())
         raise BadRequest(

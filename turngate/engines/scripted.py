@@ -20,7 +20,7 @@ import numpy as np
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import paired
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable
-from turngate.types import Ids, LongIds
+from turngate.types import Ids, PromptIds
 
 # Multiples of 2^-18 are exact in float32, so what is stored equals what was sent.
 MADE_UP = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
@@ -51,7 +51,7 @@ class Turn(msgspec.Struct, frozen=True):
 Script = Callable[[Generate, int], Turn]
 
 
-def derived_logprobs(prompt: Ids | LongIds, ids: Sequence[int]) -> list[float]:
+def derived_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
     """A log-probability per id in (-5, 0) that depends on every id before it. Exact in float32."""
     state = _hash(prompt)
     values = []
@@ -61,7 +61,7 @@ def derived_logprobs(prompt: Ids | LongIds, ids: Sequence[int]) -> list[float]:
     return values
 
 
-def _hash(prompt: Ids | LongIds) -> int:
+def _hash(prompt: Ids | PromptIds) -> int:
     return zlib.crc32(np.ascontiguousarray(prompt, np.int32).data)
 
 

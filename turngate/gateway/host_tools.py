@@ -14,7 +14,7 @@ import msgspec
 
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.events import Events
-from turngate.store.beside import ToolCall
+from turngate.store.beside import HostToolCall
 from turngate.store.sqlite import Store
 from turngate.trace.host_tools import MOST_CALLS, Checker, HostTool, checker
 from turngate.trace.session import Session
@@ -53,7 +53,7 @@ class HostTools:
             return bytes(call.reply)
         return await self._answered(session, tool, call)
 
-    def _recorded(self, session: Session, tool: HostTool, arguments: bytes, mark: str) -> ToolCall:
+    def _recorded(self, session: Session, tool: HostTool, arguments: bytes, mark: str) -> HostToolCall:
         reply = msgspec.json.encode(tool.at_once()) if tool.wait_s is None else None
         call = self._calls.add(session.key, session.id, tool.name, arguments, mark, reply, MOST_CALLS)
         if call is None:
@@ -61,7 +61,7 @@ class HostTools:
         self._events.wake(session.id)
         return call
 
-    async def _answered(self, session: Session, tool: HostTool, call: ToolCall) -> bytes:
+    async def _answered(self, session: Session, tool: HostTool, call: HostToolCall) -> bytes:
         """What the host says, or nobody. A call that came again waits beside its first."""
         asked = session.asking.get(call.call)
         if asked is None:
@@ -88,7 +88,7 @@ class HostTools:
         self._events.wake(session.id)
         return reply
 
-    def answer(self, session: Session, number: int, reply: Json) -> ToolCall:
+    def answer(self, session: Session, number: int, reply: Json) -> HostToolCall:
         """The host's answer to a call that waits for it. Recorded before it is delivered."""
         call = self._calls.find(session.key, number)
         if call is None:
@@ -112,7 +112,7 @@ class HostTools:
         return [seen(session, call) for call in self._calls.page(session.key, after, limit)]
 
 
-def seen(session: Session, call: ToolCall) -> dict[str, Json]:
+def seen(session: Session, call: HostToolCall) -> dict[str, Json]:
     return {
         "call": call.call,
         "tool": call.tool,

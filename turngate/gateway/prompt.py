@@ -20,7 +20,7 @@ from turngate.trace import fork_cause
 from turngate.trace.message_equality import DIGEST, Reading, tools_meaning
 from turngate.trace.session import Session
 from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
-from turngate.types import NO_IDS, Call, Ids, Json, LongIds, Message, Tool
+from turngate.types import NO_IDS, Call, Ids, Json, Message, PromptIds, Tool
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 _MESSAGES = {"responses": "input", "gemini": "contents"}  # what dialects call them, if not messages
@@ -46,7 +46,7 @@ class Prompt(msgspec.Struct, frozen=True):
     located: Located
     parent: Sampled | None
     added: Ids
-    ids: Ids | LongIds  # everything: what the engine gets
+    ids: Ids | PromptIds  # everything: what the engine gets
     preamble: Preamble
     cause: Cause | None
 

@@ -39,7 +39,7 @@ from turngate.errors import (
 )
 from turngate.gateway.fence import Fence
 from turngate.gateway.prompt import Preamble, Prompt, Prompts, context_info, observed
-from turngate.render import Reader, Renderer
+from turngate.render import Renderer, ReplyReader
 from turngate.store.beside import happened
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
@@ -50,7 +50,9 @@ from turngate.trace.session import CallError, LimitMet, Session, farewell
 from turngate.trace.signals import alias
 from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
 from turngate.types import (
-    ABOVE_ZERO,
+    ID_DTYPE,
+    LOGPROB_DTYPE,
+    LOGPROB_TOLERANCE,
     NEUTRAL,
     Call,
     CallDelta,
@@ -65,8 +67,6 @@ from turngate.types import (
     ReplyEvent,
     Sampling,
     Usage,
-    type_of_ids,
-    type_of_logprobs,
 )
 
 log = logging.getLogger("turngate")
@@ -128,8 +128,8 @@ class Draft:
         if None in given:
             given = [np.nan if value is None else value for value in given]
         with np.errstate(over="ignore"):  # too large for 32 bits: infinite
-            scores = np.array(given, type_of_logprobs)
-        wrong = np.isinf(scores) | (scores > ABOVE_ZERO)
+            scores = np.array(given, LOGPROB_DTYPE)
+        wrong = np.isinf(scores) | (scores > LOGPROB_TOLERANCE)
         if wrong.any():
             said = given[int(wrong.argmax())]
             log.warning("the engine gave %r, which is no log-probability; the turn is not trained", said)
@@ -288,7 +288,7 @@ class Turns:
         call: Call,
         prompt: Prompt,
         request: Generate,
-        reader: Reader,
+        reader: ReplyReader,
         draft: Draft,
         engine: Engine,
         sampling: Sampling,
@@ -385,7 +385,7 @@ class Turns:
         )
 
     def _sampled(
-        self, session: Session, draft: Draft, chunk: Chunk, reader: Reader, call: Call
+        self, session: Session, draft: Draft, chunk: Chunk, reader: ReplyReader, call: Call
     ) -> list[Delta | CallDelta]:
         """Take a chunk into the turn. The turn may end inside it: what was sampled past its end was never part of it."""
         ids, logprobs = chunk.ids, chunk.logprobs
@@ -551,7 +551,7 @@ class Turns:
             lost=draft.lost,
             verbatim=draft.verbatim,
         )
-        sampled = Sampled(trace.reserve(), context, np.array(draft.ids, type_of_ids), draft.scores(), info)
+        sampled = Sampled(trace.reserve(), context, np.array(draft.ids, ID_DTYPE), draft.scores(), info)
         facts = {
             "node": sampled.id,
             "finish": finish,
@@ -629,7 +629,7 @@ class Heard:
             else:
                 self._calls.append(event)
         if chunk.prompt is not None:
-            self.prompt = np.asarray(chunk.prompt, type_of_ids)
+            self.prompt = np.asarray(chunk.prompt, ID_DTYPE)
         self._holes = self._holes or bool(chunk.events and chunk.ids is None)
         self.usage = chunk.usage or self.usage
         self.stopped_by = chunk.stopped_by or self.stopped_by
@@ -688,7 +688,7 @@ def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = Non
 
 def _check(chunk: Chunk, request: Generate) -> None:
     """What the engine says must fit what it was asked, or the turn fails loudly."""
-    if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, type_of_ids), request.prompt):
+    if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, ID_DTYPE), request.prompt):
         raise EngineError("the engine says that it saw another prompt than the one it was sent; the turn is refused")
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
         raise EngineError(f"the engine gave {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")

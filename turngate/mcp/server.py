@@ -29,7 +29,7 @@ from turngate.common.validation import suggestion
 from turngate.errors import TurngateError
 from turngate.service.result import RolloutResult
 from turngate.service.rollouts import Rollouts
-from turngate.service.tools import TOOLS, Tool
+from turngate.service.tools import TOOLS, ServiceTool
 
 SIGN_OF_LIFE_S = 2.0  # between two words about a rollout that is waited for
 INSTRUCTIONS = (
@@ -62,7 +62,7 @@ def serving(rollouts: Rollouts) -> Server[Any]:
     )
 
 
-def _listed(tool: Tool) -> Listed:
+def _listed(tool: ServiceTool) -> Listed:
     return Listed(
         name=tool.name,
         title=tool.title,

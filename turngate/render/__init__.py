@@ -7,50 +7,52 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from turngate.errors import ConfigError
-from turngate.render.certificate_cache import Known, name_of, note, recall
+from turngate.render.certificate_cache import CertificateRecord, load_record, record_name, save_record
 from turngate.render.certify import Certificate, certify
-from turngate.render.renderer import LastTurn, Reader, Renderer, TemplateRenderer
+from turngate.render.renderer import LastTurn, Renderer, ReplyReader, TemplateRenderer
 from turngate.render.tokenizer import Tokenizer
 
 __all__ = [
     "BUILTIN_TOKENIZER",
     "Certificate",
     "LastTurn",
-    "Reader",
     "Renderer",
+    "ReplyReader",
     "TemplateRenderer",
     "Tokenizer",
-    "find",
-    "load",
+    "find_tokenizer",
+    "load_renderer",
 ]
 
 BUILTIN_TOKENIZER = Path(__file__).parent / "builtin"
 
 
-def load(folder: Path, *, model: str = "", family: str = "auto", anew: bool = False) -> tuple[Renderer, Certificate]:
+def load_renderer(
+    folder: Path, *, model: str = "", family: str = "auto", anew: bool = False
+) -> tuple[Renderer, Certificate]:
     """The renderer for a tokenizer folder.
 
     `family`: `auto` takes a hand-written one where the `renderers` package knows the model's very name, `template` always
     derives, anything else names a family. `anew`: probe again what is known.
     """
-    name = name_of(folder, model, family)
-    known = None if anew else recall(name)
+    name = record_name(folder, model, family)
+    known = None if anew else load_record(name)
     if known is None:
         tokenizer = Tokenizer(folder, name=model)
     else:
         tokenizer = Tokenizer(folder, name=model, vocabulary=known.vocabulary, fast=known.fast)
-    derived = TemplateRenderer(tokenizer) if (hand_written := _family(tokenizer, model, family)) is None else None
+    derived = TemplateRenderer(tokenizer) if (hand_written := _load_family(tokenizer, model, family)) is None else None
     renderer = hand_written or derived
     assert renderer is not None
     certificate = certify(renderer) if known is None else known.certificate
     if known is None:
-        note(name, Known(tokenizer.vocabulary, tokenizer.fast, certificate))
+        save_record(name, CertificateRecord(tokenizer.vocabulary, tokenizer.fast, certificate))
     if derived is not None:  # else reported, not acted upon: a family's bridge is its author's word
         derived.bridges = certificate.passed
     return renderer, certificate
 
 
-def _family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
+def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
     # The package's names are all of the form owner/model; anything else saves us importing it.
     if family == "template" or (family == "auto" and "/" not in model):
         return None
@@ -66,7 +68,7 @@ def _family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
     return None if found is None else FamilyRenderer(tokenizer, found)
 
 
-def find(name: str) -> Path:
+def find_tokenizer(name: str) -> Path:
     """A folder as it is, or a model's newest snapshot in the local Hugging Face cache. Nothing is downloaded."""
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -16,9 +16,9 @@ import numpy as np
 
 from turngate.errors import BadRequest
 from turngate.render.renderer import LastTurn, Renderer
-from turngate.types import Json, Message, Tool, ToolCall, type_of_ids
+from turngate.types import ID_DTYPE, Json, Message, Tool, ToolCall
 
-Verdict = Literal["same", "thinking", "differs", "refused"]
+ProbeVerdict = Literal["same", "thinking", "differs", "refused"]
 
 _TOOL = Tool(
     "read_file",
@@ -37,22 +37,22 @@ _TOOL = Tool(
 )
 
 
-class Case(msgspec.Struct, frozen=True):
+class ProbeCase(msgspec.Struct, frozen=True):
     name: str
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     kwargs: dict[str, Json] = {}
 
 
-class Finding(msgspec.Struct, frozen=True):
+class ProbeResult(msgspec.Struct, frozen=True):
     case: str
-    verdict: Verdict
+    verdict: ProbeVerdict
     detail: str = ""
 
 
 class Certificate(msgspec.Struct, frozen=True):
     renderer: str
-    findings: tuple[Finding, ...]
+    findings: tuple[ProbeResult, ...]
 
     @property
     def passed(self) -> bool:
@@ -62,34 +62,34 @@ class Certificate(msgspec.Struct, frozen=True):
 
 def certify(renderer: Renderer) -> Certificate:
     """Try every case, with the assistant's turns whole and cut short of their close."""
-    findings = [_try(renderer, case, truncated=truncated) for case in CASES for truncated in (False, True)]
+    findings = [_run_case(renderer, case, truncated=truncated) for case in CASES for truncated in (False, True)]
     return Certificate(renderer.name, tuple(findings))
 
 
-def _try(renderer: Renderer, case: Case, *, truncated: bool) -> Finding:
+def _run_case(renderer: Renderer, case: ProbeCase, *, truncated: bool) -> ProbeResult:
     name = f"{case.name}, cut short" if truncated else case.name
     try:
-        verdicts = [_compare(renderer, case, at, truncated) for at in _turns(case.messages)]
+        verdicts = [_compare(renderer, case, at, truncated) for at in _assistant_turns(case.messages)]
     except BadRequest as error:
-        return Finding(name, "refused", error.message)
-    order: list[Verdict] = ["differs", "thinking", "same"]
-    return Finding(name, *min(verdicts, key=lambda v: order.index(v[0])))
+        return ProbeResult(name, "refused", error.message)
+    order: list[ProbeVerdict] = ["differs", "thinking", "same"]
+    return ProbeResult(name, *min(verdicts, key=lambda v: order.index(v[0])))
 
 
-def _turns(messages: tuple[Message, ...]) -> Iterator[int]:
+def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
     """The assistant's turns that something follows."""
     return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
 
 
-def _compare(renderer: Renderer, case: Case, at: int, truncated: bool) -> tuple[Verdict, str]:
+def _compare(renderer: Renderer, case: ProbeCase, at: int, truncated: bool) -> tuple[ProbeVerdict, str]:
     end = next(
         (i for i in range(at + 1, len(case.messages)) if case.messages[i].role == "assistant"), len(case.messages)
     )
     prompt = renderer.render(case.messages[:at], case.tools, case.kwargs)
-    sampled = _sampled(renderer, case, at, prompt)
+    sampled = _write_turn(renderer, case, at, prompt)
     if truncated:
         sampled = sampled[:-1]
-    last = LastTurn(np.array(prompt, type_of_ids), np.array(sampled, type_of_ids), case.messages[at])
+    last = LastTurn(np.array(prompt, ID_DTYPE), np.array(sampled, ID_DTYPE), case.messages[at])
     bridge = renderer.bridge(last, case.messages[at + 1 : end], case.tools, case.kwargs)
     if bridge is None:
         return "differs", "the new messages cannot be rendered alone"
@@ -105,7 +105,7 @@ def _compare(renderer: Renderer, case: Case, at: int, truncated: bool) -> tuple[
     return "differs", _first_difference(ours, theirs)
 
 
-def _sampled(renderer: Renderer, case: Case, at: int, prompt: list[int]) -> list[int]:
+def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int]) -> list[int]:
     """The turn as the model would have sampled it: reasoning, content, calls, close."""
     tokenizer = renderer.tokenizer
     before = tokenizer.decode(prompt)
@@ -142,21 +142,21 @@ _SYSTEM, _ASK = Message("system", "You are a careful engineer."), Message("user"
 _ANSWER, _MORE = Message("assistant", "It prints a line."), Message("user", "And util.py?")
 
 CASES = (
-    Case("two turns", (_ASK, _ANSWER, _MORE)),
-    Case("system prompt", (_SYSTEM, _ASK, _ANSWER, _MORE, _ANSWER, _ASK)),
-    Case("unicode", (_ASK, Message("assistant", "Größe 汉字 👩‍👩‍👧 é"), Message("user", "noch ein 👍🏽 ｘ"))),
-    Case("white space", (_ASK, Message("assistant", "a  b\n\n\tc"), Message("user", "  indented\n\n\n"))),
-    Case(
+    ProbeCase("two turns", (_ASK, _ANSWER, _MORE)),
+    ProbeCase("system prompt", (_SYSTEM, _ASK, _ANSWER, _MORE, _ANSWER, _ASK)),
+    ProbeCase("unicode", (_ASK, Message("assistant", "Größe 汉字 👩‍👩‍👧 é"), Message("user", "noch ein 👍🏽 ｘ"))),
+    ProbeCase("white space", (_ASK, Message("assistant", "a  b\n\n\tc"), Message("user", "  indented\n\n\n"))),
+    ProbeCase(
         "markup in text",
         (_ASK, Message("assistant", "use {{ x }} <b> & %}"), Message("user", "<tool_response> </s> [INST]")),
     ),
-    Case("empty content", (_ASK, Message("assistant", ""), _MORE)),
-    Case(
+    ProbeCase("empty content", (_ASK, Message("assistant", ""), _MORE)),
+    ProbeCase(
         "one call",
         (_SYSTEM, _ASK, Message("assistant", tool_calls=(_call(1, "main.py"),)), _result(1, "print('x')")),
         (_TOOL,),
     ),
-    Case(
+    ProbeCase(
         "call with text",
         (
             _SYSTEM,
@@ -166,7 +166,7 @@ CASES = (
         ),
         (_TOOL,),
     ),
-    Case(
+    ProbeCase(
         "parallel calls",
         (
             _SYSTEM,
@@ -179,7 +179,7 @@ CASES = (
         ),
         (_TOOL,),
     ),
-    Case(
+    ProbeCase(
         "three rounds of calls",
         (
             *(_SYSTEM, _ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _result(1, "A")),
@@ -188,8 +188,8 @@ CASES = (
         ),
         (_TOOL,),
     ),
-    Case("thinking", (_ASK, Message("assistant", "It prints.", "Look at the code."), _MORE)),
-    Case(
+    ProbeCase("thinking", (_ASK, Message("assistant", "It prints.", "Look at the code."), _MORE)),
+    ProbeCase(
         "thinking and calls",
         (
             _ASK,
@@ -200,7 +200,7 @@ CASES = (
         ),
         (_TOOL,),
     ),
-    Case(
+    ProbeCase(
         "a question after results",
         (_ASK, Message("assistant", tool_calls=(_call(1, "a.py"),)), _result(1, "A"), _MORE),
         (_TOOL,),

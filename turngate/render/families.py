@@ -16,11 +16,11 @@ from renderers import ParsedResponse, ToolCallParseStatus, config_from_name, cre
 from renderers.base import MODEL_RENDERER_MAP
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect
-from turngate.render.renderer import LastTurn, Reader
+from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect_syntax
+from turngate.render.renderer import LastTurn, ReplyReader
 from turngate.render.tokenizer import Tokenizer
-from turngate.render.tool_prompt import declare, with_declaration
-from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall, type_of_ids
+from turngate.render.tool_prompt import add_to_system_prompt, declare_tools
+from turngate.types import ID_DTYPE, CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
 
 _PROBE = ToolCall("call00001", "probe_tool", '{"k": "v"}')
 _PROBE_TOOL = Tool(
@@ -51,19 +51,21 @@ class FamilyRenderer:
         self.bridges = True
         self._knows = template_field_names(plain.config)
         user = {"role": "user", "content": "x"}
-        text = tokenizer.decode(plain.render_ids([user, _wire(Message("assistant", tool_calls=(_PROBE,)))]))
-        self.syntax = detect(text)  # None: only the package can read its calls
+        text = tokenizer.decode(plain.render_ids([user, _message_to_wire(Message("assistant", tool_calls=(_PROBE,)))]))
+        self.syntax = detect_syntax(text)  # None: only the package can read its calls
         self._declares = "probe_tool" in tokenizer.decode(plain.render_ids([user], tools=[_PROBE_TOOL.wire]))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
     ) -> list[int]:
         if tools and not self._declares:
-            messages = with_declaration(messages, declare(tools, tail="\n</tools>"))
+            messages = add_to_system_prompt(messages, declare_tools(tools, tail="\n</tools>"))
             tools = ()
         try:
             ids: list[int] = self._of(kwargs).render_ids(
-                [_wire(m) for m in messages], tools=[t.wire for t in tools] or None, add_generation_prompt=generate
+                [_message_to_wire(m) for m in messages],
+                tools=[t.wire for t in tools] or None,
+                add_generation_prompt=generate,
             )
         except (ValueError, TypeError, KeyError) as error:
             raise BadRequest(
@@ -76,7 +78,9 @@ class FamilyRenderer:
     ) -> list[int] | None:
         context, sampled = last.context.tolist(), last.sampled.tolist()
         wire_tools = [t.wire for t in tools] if tools and self._declares else None
-        rendered = self._of(kwargs).bridge_to_next_turn(context, sampled, [_wire(m) for m in new], tools=wire_tools)
+        rendered = self._of(kwargs).bridge_to_next_turn(
+            context, sampled, [_message_to_wire(m) for m in new], tools=wire_tools
+        )
         if rendered is None:
             return None
         ids: list[int] = rendered.token_ids
@@ -85,20 +89,20 @@ class FamilyRenderer:
         return ids[known:] if ids[:known] == context + sampled else None
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        return np.array(self.render(messages, tools, kwargs), type_of_ids)
+        return np.array(self.render(messages, tools, kwargs), ID_DTYPE)
 
     def bridge_ids(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> Ids | None:
         ids = self.bridge(last, new, tools, kwargs)
-        return None if ids is None else np.array(ids, type_of_ids)
+        return None if ids is None else np.array(ids, ID_DTYPE)
 
     def knows(self, name: str) -> bool:
         return name in self._knows
 
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
-    ) -> Reader:
+    ) -> ReplyReader:
         syntax = self.syntax or HERMES
         in_reasoning = self.tokenizer.decode(context[-8:].tolist()).rstrip().endswith(syntax.reasoning_open)
         ours = self.syntax is not None or constraint is not None
@@ -106,7 +110,7 @@ class FamilyRenderer:
             syntax, in_reasoning=in_reasoning, tools=tools if ours else (), constraint=constraint, one_call=one_call
         )
         if ours:
-            return Reader(self.tokenizer, syntax, self.stop_ids, parser, stop)
+            return ReplyReader(self.tokenizer, syntax, self.stop_ids, parser, stop)
         return _PackageReader(self, syntax, parser, context, tools, stop, one_call)
 
     def package_parse(self, ids: list[int], context: Ids, tools: Sequence[Tool]) -> ParsedResponse:
@@ -140,7 +144,7 @@ class FamilyRenderer:
             ) from error
 
 
-class _PackageReader(Reader):
+class _PackageReader(ReplyReader):
     """For call syntaxes that only the package can read: text flows until the first other marker; the rest comes at the end."""
 
     def __init__(
@@ -175,14 +179,14 @@ class _PackageReader(Reader):
         whole = self._family.package_parse(self._ids, self._context, self._tools)
         message = shown.message
         content, reasoning = (
-            _rest(message.content, whole.content or ""),
-            _rest(message.reasoning, whole.reasoning_content or ""),
+            _missing_text(message.content, whole.content or ""),
+            _missing_text(message.reasoning, whole.reasoning_content or ""),
         )
         events += [Delta("reasoning", reasoning)] if reasoning else []
         events += [Delta("content", content)] if content else []
         calls = [c for c in whole.tool_calls if c.status == ToolCallParseStatus.OK]
         made = tuple(
-            ToolCall(f"call_{os.urandom(12).hex()}", c.name or "", _text(c.arguments))
+            ToolCall(f"call_{os.urandom(12).hex()}", c.name or "", _arguments_to_text(c.arguments))
             for c in calls[: 1 if self._one_call else None]
         )
         events += [CallDelta(n, call) for n, call in enumerate(made)]
@@ -190,16 +194,16 @@ class _PackageReader(Reader):
         return events, Parsed(done, reasoning_open=whole.reasoning_complete is False)
 
 
-def _rest(shown: str, whole: str) -> str:
+def _missing_text(shown: str, whole: str) -> str:
     """What of `whole` was not shown yet; nothing where the two do not agree, since what was shown cannot be taken back."""
     return whole[len(shown) :] if whole.startswith(shown) else ""
 
 
-def _text(arguments: Json) -> str:
+def _arguments_to_text(arguments: Json) -> str:
     return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
 
 
-def _wire(message: Message) -> dict[str, Json]:
+def _message_to_wire(message: Message) -> dict[str, Json]:
     wire: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning
@@ -209,13 +213,13 @@ def _wire(message: Message) -> dict[str, Json]:
         wire["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         wire["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _object(c.arguments)}}
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _parse_arguments(c.arguments)}}
             for c in message.tool_calls
         ]
     return wire
 
 
-def _object(text: str) -> Json:
+def _parse_arguments(text: str) -> Json:
     try:
         return orjson.loads(text or "{}")
     except orjson.JSONDecodeError:

@@ -20,7 +20,7 @@ from turngate.types import CallDelta, Constraint, Delta, Json, Message, Tool, To
 BodyParser = Callable[[str, Sequence[Tool]], list[tuple[str, str]]]
 
 
-class Malformed(Exception):
+class MalformedCall(Exception):
     """The text between call markers is not a call."""
 
 
@@ -54,42 +54,42 @@ class _HermesCall(msgspec.Struct):
 _hermes = msgspec.json.Decoder(_HermesCall)
 
 
-def _json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
+def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
     """One `{"name": …, "arguments": …}` object; the arguments stay the very text that was sampled."""
     try:
         call = _hermes.decode(text.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise Malformed(str(error)) from None
+        raise MalformedCall(str(error)) from None
     raw = bytes(call.parameters or call.arguments).decode()
     if raw.startswith('"'):  # arguments as a JSON string: its content is what the tool gets
         raw = orjson.loads(raw)
     if not call.name:
-        raise Malformed("no name")
+        raise MalformedCall("no name")
     return call.name, "{}" if raw == "null" else raw
 
 
-def _tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
+def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
     """`<function=name><parameter=key>value</parameter></function>`; values that the schema calls strings stay verbatim.
 
     By plain searching: a regular expression takes a minute over what a policy that repeats itself may write here.
     """
-    name, body = _tag(text, "<function=", "</function>")[:2]
+    name, body = _parse_tag(text, "<function=", "</function>")[:2]
     types = _parameter_types(name, tools)
     values: dict[str, Json] = {}
     while "<parameter=" in body:
-        key, value, body = _tag(body, "<parameter=", "</parameter>")
-        values[key] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key))
+        key, value, body = _parse_tag(body, "<parameter=", "</parameter>")
+        values[key] = _convert_value(value.removeprefix("\n").removesuffix("\n"), types.get(key))
     return name, orjson.dumps(values).decode()
 
 
-def _tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
+def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
     """Name, body and what follows, of the first such element."""
     start = text.find(opening) + len(opening)
     named = text.find(">", start)
     end = text.find(closing, named)
     name = text[start:named].strip()
     if start < len(opening) or named < 0 or end < 0 or not name or any(c.isspace() for c in name):
-        raise Malformed(f"no whole {opening}…> element")
+        raise MalformedCall(f"no whole {opening}…> element")
     return name, text[named + 1 : end], text[end + len(closing) :]
 
 
@@ -104,7 +104,7 @@ def _parameter_types(name: str, tools: Sequence[Tool]) -> dict[str, Json]:
     return {}
 
 
-def _typed(value: str, declared: Json) -> Json:
+def _convert_value(value: str, declared: Json) -> Json:
     if declared == "string":
         return value
     try:
@@ -113,50 +113,50 @@ def _typed(value: str, declared: Json) -> Json:
         return value
 
 
-def _hermes_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+def _parse_hermes_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     text = text.strip()
-    return [_tagged_call(text, tools) if text.startswith("<function=") else _json_call(text, tools)]
+    return [_parse_tagged_call(text, tools) if text.startswith("<function=") else _parse_json_call(text, tools)]
 
 
-def _deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+def _parse_deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     _, separator, rest = text.partition("<｜tool▁sep｜>")
     name, newline, rest = rest.partition("\n")
     fenced = rest.strip()
     if not (separator and newline and name.strip() and fenced.startswith("```json") and fenced.endswith("```")):
-        raise Malformed("not a DeepSeek call")
+        raise MalformedCall("not a DeepSeek call")
     arguments = fenced.removeprefix("```json").removesuffix("```").strip()
     _require_json(arguments)
     return [(name.strip(), arguments)]
 
 
-def _list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+def _parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     """A JSON list of calls, one call, or several joined by `;` (Llama, Mistral, forced calls)."""
     text = text.strip()
     try:
         if text.startswith("["):
             return [
-                _json_call(bytes(raw).decode(), tools)
+                _parse_json_call(bytes(raw).decode(), tools)
                 for raw in msgspec.json.decode(text.encode(), type=list[msgspec.Raw])
             ]
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Malformed(str(error)) from None
+        raise MalformedCall(str(error)) from None
     if found := re.match(r"([\w.-]+)\[ARGS\](\{.*\})$", text, re.S):
         _require_json(found[2])
         return [(found[1], found[2])]
     try:
-        return [_json_call(text, tools)]
-    except Malformed:
+        return [_parse_json_call(text, tools)]
+    except MalformedCall:
         parts = re.split(r"(?<=\})\s*;\s*(?=\{)", text)
         if len(parts) == 1:
             raise
-        return [_json_call(part, tools) for part in parts]
+        return [_parse_json_call(part, tools) for part in parts]
 
 
 def _require_json(text: str) -> None:
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Malformed(str(error)) from None
+        raise MalformedCall(str(error)) from None
 
 
 HERMES = Syntax("hermes")
@@ -169,15 +169,15 @@ DEEPSEEK = Syntax(
 MISTRAL = Syntax("mistral", call_open="[TOOL_CALLS]", call_close="")
 LLAMA = Syntax("llama", call_open="<|python_tag|>", call_close="", bare=True)
 SYNTAXES = (HERMES, DEEPSEEK, MISTRAL, LLAMA)
-_BODIES: dict[str, BodyParser] = {
-    "hermes": _hermes_body,
-    "deepseek": _deepseek_body,
-    "mistral": _list_body,
-    "llama": _list_body,
+_BODY_PARSERS: dict[str, BodyParser] = {
+    "hermes": _parse_hermes_body,
+    "deepseek": _parse_deepseek_body,
+    "mistral": _parse_list_body,
+    "llama": _parse_list_body,
 }
 
 
-def detect(rendered_call: str) -> Syntax | None:
+def detect_syntax(rendered_call: str) -> Syntax | None:
     """Which syntax a template uses, from the text it renders for one assistant message with one call."""
     for syntax in (HERMES, DEEPSEEK, MISTRAL):
         if syntax.call_open in rendered_call:
@@ -301,7 +301,7 @@ class Parser:
             self._buffer, self._state = self._buffer[at + len(marker) :], then
             self._fresh, self._searched = True, 0
             return True
-        keep = _held_back(self._buffer, (marker, *self._syntax.noise))
+        keep = _partial_marker_size(self._buffer, (marker, *self._syntax.noise))
         head = self._buffer[: len(self._buffer) - keep]
         words = head.rstrip()
         self._show_after_spaces(events, kind, words)
@@ -341,8 +341,8 @@ class Parser:
 
     def _take_call(self, events: list[Delta | CallDelta], body: str, *, closed: bool) -> None:
         try:
-            calls = _BODIES[self._syntax.name](body, self._tools)
-        except Malformed:
+            calls = _BODY_PARSERS[self._syntax.name](body, self._tools)
+        except MalformedCall:
             self._fresh = False
             self._show(events, "content", self._syntax.call_open + body + (self._syntax.call_close if closed else ""))
             return
@@ -362,8 +362,8 @@ class Parser:
                 _require_json(text)
                 calls = [(self._constraint.tool, text.strip())]
             else:
-                calls = _list_body(text, self._tools)
-        except Malformed:
+                calls = _parse_list_body(text, self._tools)
+        except MalformedCall:
             self._fresh = False
             self._show(events, "content", text)
             return
@@ -379,14 +379,14 @@ class Parser:
             if not closed:
                 return
             try:
-                self._emit_calls(events, _BODIES[self._syntax.name](body, self._tools))
-            except Malformed:
+                self._emit_calls(events, _BODY_PARSERS[self._syntax.name](body, self._tools))
+            except MalformedCall:
                 return
             if self.satisfied:
                 return
 
 
-def _held_back(text: str, markers: Sequence[str]) -> int:
+def _partial_marker_size(text: str, markers: Sequence[str]) -> int:
     """How many characters at the end of `text` may belong to a marker that is not whole yet."""
     partial = 0
     for marker in markers:

@@ -17,15 +17,15 @@ import numpy as np
 import orjson
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect
+from turngate.render.parse import HERMES, Parsed, Parser, StopStrings, Syntax, detect_syntax
 from turngate.render.template import SENTINEL, Template
 from turngate.render.tokenizer import Tokenizer
-from turngate.types import CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall, type_of_ids
+from turngate.types import ID_DTYPE, CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
 
-_KNOWN_FORMS = 256
-_LONGEST_FORM = 64  # messages; finding a form renders them twenty times, which more of them would not be worth
+_MAX_FORMS = 256
+_MAX_FORM_MESSAGES = 64  # messages; finding a form renders them twenty times, which more of them would not be worth
 # Texts that a template may trim, unwrap, parse or otherwise look into.
-_TEMPTING = (
+_TRICKY_TEXTS = (
     "",
     "  x\n\n",
     "\n\n  x",
@@ -80,16 +80,16 @@ class Renderer(Protocol):
 
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
-    ) -> Reader: ...
+    ) -> ReplyReader: ...
 
 
-class Reader:
+class ReplyReader:
     """Sampled ids → events, incrementally: detokenise, drop stop and special tokens, cut at stop strings, parse."""
 
     def __init__(
         self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...], parser: Parser, stop: Sequence[str]
     ) -> None:
-        self._hidden = _hidden(tokenizer, syntax, stop_ids)
+        self._hidden = _find_hidden_ids(tokenizer, syntax, stop_ids)
         self._decoder = tokenizer.decoder()
         self._parser = parser
         self._stops = StopStrings(stop)
@@ -117,13 +117,13 @@ class Reader:
 
 
 @lru_cache(maxsize=4)  # a gateway has one; every turn asks
-def _hidden(tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...]) -> frozenset[int]:
+def _find_hidden_ids(tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...]) -> frozenset[int]:
     """Tokens that are never shown."""
     markers = {tokenizer.added.get(marker) for marker in syntax.markers()}
     return (tokenizer.special_ids - markers) | frozenset(stop_ids)
 
 
-class Form(msgspec.Struct, frozen=True):
+class BridgeForm(msgspec.Struct, frozen=True):
     """The text around new messages: one part before each, and one after the last."""
 
     close: int
@@ -133,8 +133,8 @@ class Form(msgspec.Struct, frozen=True):
         return "".join(part for pair in zip(self.parts, contents, strict=False) for part in pair) + self.parts[-1]
 
 
-_spelled = json.JSONEncoder(sort_keys=True).encode  # made once: that takes longer than the spelling
-_UNKNOWN = Form(0, ())  # a form that was not looked for yet; None is one that there is not
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode  # made once: that takes longer than the spelling
+_NOT_SEARCHED = BridgeForm(0, ())  # a form that was not looked for yet; None is one that there is not
 
 
 class TemplateRenderer:
@@ -150,7 +150,7 @@ class TemplateRenderer:
         self.name = "template"
         self.tokenizer = tokenizer
         self.template = Template(tokenizer.chat_template, tokenizer.special_tokens)
-        self._forms: dict[tuple[int, tuple[tuple[str, str], ...], bool, str, str], Form | None] = {}
+        self._forms: dict[tuple[int, tuple[tuple[str, str], ...], bool, str, str], BridgeForm | None] = {}
         self.stop_ids = self._find_stops()
         if not self.stop_ids:
             raise ConfigError(
@@ -193,30 +193,30 @@ class TemplateRenderer:
             return ids
         # Cut short: what closes the turn was not sampled, so it is context.
         open_still = self.tokenizer.encode(self.syntax.reasoning_close) if last.reasoning_open else []
-        return np.concatenate([np.array([*open_still, after[0]], type_of_ids), ids])
+        return np.concatenate([np.array([*open_still, after[0]], ID_DTYPE), ids])
 
     def knows(self, name: str) -> bool:
         return name in self.template.variables
 
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
-    ) -> Reader:
+    ) -> ReplyReader:
         in_reasoning = self.tokenizer.decode(context[-8:].tolist()).rstrip().endswith(self.syntax.reasoning_open)
         parser = Parser(self.syntax, in_reasoning=in_reasoning, tools=tools, constraint=constraint, one_call=one_call)
-        return Reader(self.tokenizer, self.syntax, self.stop_ids, parser, stop)
+        return ReplyReader(self.tokenizer, self.syntax, self.stop_ids, parser, stop)
 
     def _after_turn(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> tuple[int, str] | None:
         """The close token of an assistant's turn, and the text that the template writes after it for `new`."""
-        if len(new) > _LONGEST_FORM:
+        if len(new) > _MAX_FORM_MESSAGES:
             return self._render_after(last.message, last.system, new, tools, kwargs)
         speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
-        arguments = _spelled(kwargs) if kwargs else ""
+        arguments = _encode_sorted(kwargs) if kwargs else ""
         shape = len(last.message.tool_calls), speakers, bool(tools), arguments, last.system
-        form = self._forms.get(shape, _UNKNOWN)
-        if form is _UNKNOWN:
-            if len(self._forms) >= _KNOWN_FORMS:
+        form = self._forms.get(shape, _NOT_SEARCHED)
+        if form is _NOT_SEARCHED:
+            if len(self._forms) >= _MAX_FORMS:
                 self._forms.pop(next(iter(self._forms)))
             form = self._forms[shape] = self._find_form(last, new, tools, kwargs)
         if form is None:
@@ -225,24 +225,24 @@ class TemplateRenderer:
 
     def _find_form(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
-    ) -> Form | None:
+    ) -> BridgeForm | None:
         """What the template writes around messages of this shape, if it leaves the messages themselves alone.
 
         Tried with texts that a template may be tempted to change, and with other call ids and names. None: it has to be asked
         every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
-        found = self._render_after(last.message, last.system, _with_contents(new, holes, "a"), tools, kwargs)
+        found = self._render_after(last.message, last.system, _replace_contents(new, holes, "a"), tools, kwargs)
         if found is None:
             return None
         parts = re.split("|".join(holes), found[1]) if holes else [found[1]]
         if re.findall(r"turngateHOLE\d+END", found[1]) != holes:
             return None
-        form = Form(found[0], tuple(parts))
-        for name, text in enumerate((*_TEMPTING, *self._stop_texts, *list(self.tokenizer.added)[:8])):
+        form = BridgeForm(found[0], tuple(parts))
+        for name, text in enumerate((*_TRICKY_TEXTS, *self._stop_texts, *list(self.tokenizer.added)[:8])):
             contents = [text] * len(new)
-            other = _stand_in_named(last.message, f"t{name}")
-            if self._render_after(other, last.system, _with_contents(new, contents, f"t{name}"), tools, kwargs) != (
+            other = _rename_calls(last.message, f"t{name}")
+            if self._render_after(other, last.system, _replace_contents(new, contents, f"t{name}"), tools, kwargs) != (
                 found[0],
                 form.fill(contents),
             ):
@@ -260,7 +260,7 @@ class TemplateRenderer:
         """The template's own words, behind a stand-in for the conversation: one question, and an assistant's turn of the same
         shape as the last one."""
         # Whether there are tools may matter to a template; which ones may not (certification looks at that).
-        stand_in = [Message("user", "x"), _stand_in(message)]
+        stand_in = [Message("user", "x"), _build_stand_in(message)]
         if system:
             stand_in.insert(0, Message("system", system))
         try:
@@ -281,7 +281,7 @@ class TemplateRenderer:
         return self.stop_ids[which], after
 
     def _find_stops(self) -> tuple[int, ...]:
-        stops = dict.fromkeys(_generation_stops(self.tokenizer))
+        stops = dict.fromkeys(_read_generation_stops(self.tokenizer))
         if self.tokenizer.eos_token_id is not None:
             stops[self.tokenizer.eos_token_id] = None
         # The token with which the template itself closes a turn may be another one.
@@ -297,10 +297,10 @@ class TemplateRenderer:
             return HERMES
         call = ToolCall("call00001", "probe_tool", '{"k": "v"}')
         text = self.text([Message("user", "x"), Message("assistant", tool_calls=(call,))], (), {}, generate=False)
-        return detect(text) or HERMES
+        return detect_syntax(text) or HERMES
 
 
-def _stand_in(message: Message) -> Message:
+def _build_stand_in(message: Message) -> Message:
     """An assistant's turn of the same shape, whose end can be found in the rendered text."""
     if not message.tool_calls:
         return Message("assistant", SENTINEL)
@@ -310,12 +310,12 @@ def _stand_in(message: Message) -> Message:
     return Message("assistant", tool_calls=tuple(calls))
 
 
-def _stand_in_named(message: Message, name: str) -> Message:
+def _rename_calls(message: Message, name: str) -> Message:
     calls = tuple(ToolCall(f"{name}{n:08}", name, "{}") for n, _ in enumerate(message.tool_calls))
     return Message("assistant", message.content, tool_calls=calls)
 
 
-def _with_contents(messages: Sequence[Message], contents: Sequence[str], name: str) -> list[Message]:
+def _replace_contents(messages: Sequence[Message], contents: Sequence[str], name: str) -> list[Message]:
     return [
         Message(
             m.role,
@@ -327,7 +327,7 @@ def _with_contents(messages: Sequence[Message], contents: Sequence[str], name: s
     ]
 
 
-def _generation_stops(tokenizer: Tokenizer) -> list[int]:
+def _read_generation_stops(tokenizer: Tokenizer) -> list[int]:
     path = tokenizer.folder / "generation_config.json"
     if not path.exists():
         return []

@@ -22,13 +22,13 @@ import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.tool_prompt import late_system_in_user, system_in_user, with_hermes
+from turngate.render.tool_prompt import move_late_system_to_user, move_system_to_user, rewrite_tools_as_hermes
 from turngate.types import Json, Message, Tool, ToolCall
 
 SENTINEL = "turngateSENTINEL"
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks assistant text for training masks in some templates; rendering passes through it."""
 
     tags = {"generation"}
@@ -49,9 +49,9 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _build_environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise
@@ -74,7 +74,7 @@ class Template:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         try:
-            environment = _environment()
+            environment = _build_environment()
             self._template = environment.from_string(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
@@ -89,11 +89,11 @@ class Template:
     ) -> str:
         """The whole conversation as text, with the generation prompt if `generate`."""
         if not self.traits.native_tools:
-            messages, tools = with_hermes(messages, tools), ()
+            messages, tools = rewrite_tools_as_hermes(messages, tools), ()
         if not self.traits.late_system:
-            messages = late_system_in_user(messages)
+            messages = move_late_system_to_user(messages)
         if not self.traits.system:
-            messages = system_in_user(messages)
+            messages = move_system_to_user(messages)
         try:
             return self._render(messages, tools, generate, kwargs)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -26,27 +26,27 @@ from tokenizers.normalizers import NFC
 
 from turngate.errors import ConfigError
 from turngate.render.vocabulary import Vocabulary, read_json, read_vocabulary
-from turngate.types import Ids, Json, type_of_ids
+from turngate.types import ID_DTYPE, Ids, Json
 
 _NFC = NFC()
 _NO_TOKEN = -1
-_LONG = 1_000  # characters of a piece that is worth remembering
-_MEMORY = 1_000_000  # characters that are remembered
+_MIN_CACHED_PIECE = 1_000  # characters of a piece that is worth remembering
+_MAX_CACHED_CHARACTERS = 1_000_000  # characters that are remembered
 # Pre-tokenizers that never put the end of one line and the beginning of the next into one token, so that lines can be encoded one by
 # one: Qwen's and Llama's. In both, whatever matches a line break goes on to the last one of the white space that it stands in, and
 # ends there; and nothing looks back. (GPT-2's is none of them: its `\s+` takes the indentation of the next line along.)
-_BY_LINES = frozenset(
+_LINE_SAFE_PATTERNS = frozenset(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + digits
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in (r"\p{N}", r"\p{N}{1,3}")
 )
 _LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # with the blank lines after it
-_LINES = 16_384  # that are remembered, twice: those of late, and those before
-_LONGEST_LINE = 400  # characters; longer ones do not come again
-_MANY_LINES = 64_000  # characters of a text that is encoded whole, since that gives up the interpreter lock
+_MAX_CACHED_LINES = 16_384  # that are remembered, twice: those of late, and those before
+_MAX_CACHED_LINE = 400  # characters; longer ones do not come again
+_MAX_TEXT_BY_LINES = 64_000  # characters of a text that is encoded whole, since that gives up the interpreter lock
 # Latin, punctuation, symbols, CJK and Hangul: how these normalise was settled long ago, whatever the Unicode version.
-_OTHER = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
+_UNSETTLED = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
 
 class Tokenizer:
@@ -59,7 +59,7 @@ class Tokenizer:
         is probed."""
         self.folder = folder
         self.name_or_path = name or str(folder)
-        self._true = _True(folder / "tokenizer.json")
+        self._true = _LazyBackend(folder / "tokenizer.json")
         self.vocabulary = vocabulary or read_vocabulary(folder / "tokenizer.json")
         self.digest = self.vocabulary.digest  # names it
         config = read_json(folder / "tokenizer_config.json", optional=True)
@@ -74,8 +74,8 @@ class Tokenizer:
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token"))
         self.unk_token_id = self.token_id(self.special_tokens.get("unk_token"))
         self.eos_token = self.special_tokens.get("eos_token")
-        self.chat_template = _chat_template(folder, config)
-        self.model_max_length = _length(config.get("model_max_length"))
+        self.chat_template = _load_chat_template(folder, config)
+        self.model_max_length = _parse_length(config.get("model_max_length"))
         self._bytes = self.vocabulary.table
         self._fast = _FastEncoder.of(self.vocabulary) if fast is not False else None
         if self._fast is not None and fast is None and not self._fast.agrees(self._slow, self._bytes or []):
@@ -107,7 +107,7 @@ class Tokenizer:
     def ids(self, text: str, *, remember: bool = False) -> Ids:
         """The same as an array: what is remembered never becomes Python numbers, which takes longer than finding it."""
         fast = self._fast.ids(text, remember=remember) if self._fast is not None else None
-        return np.array(self._slow(text), type_of_ids) if fast is None else fast
+        return np.array(self._slow(text), ID_DTYPE) if fast is None else fast
 
     def _slow(self, text: str) -> list[int]:
         # The batch call gives up the interpreter lock, the single one does not: a megabyte would stop everything for a second.
@@ -134,8 +134,8 @@ class Tokenizer:
         assert self._bytes is not None
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
-    def decoder(self) -> Decoder:
-        return Decoder(self, None if self._bytes is not None else self._backend)
+    def decoder(self) -> StreamDecoder:
+        return StreamDecoder(self, None if self._bytes is not None else self._backend)
 
     def token_id(self, text: str | None) -> int | None:
         if text is None or text in self.added:
@@ -160,7 +160,7 @@ class Tokenizer:
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-class Decoder:
+class StreamDecoder:
     """Ids → text as they come: what is not yet whole UTF-8 is held back until it is, or until `flush`."""
 
     def __init__(self, tokenizer: Tokenizer, backend: Backend | None) -> None:
@@ -180,7 +180,7 @@ class Decoder:
         return self._utf8.decode(b"", final=True) if self._stream is None else ""
 
 
-class _True:
+class _LazyBackend:
     """The true encoder, read when it is first needed. It takes half a second and 100 MB; what knows a vocabulary by heart and has a fast
     encoder for it may never need it."""
 
@@ -192,7 +192,7 @@ class _True:
     def get(self) -> Backend:
         with self._lock:
             if self._found is None:
-                backend = _backend(self._path)
+                backend = _load_backend(self._path)
                 # A chat render may exceed any length limit that was saved with it; the gateway checks context itself.
                 backend.no_truncation()
                 backend.no_padding()
@@ -209,11 +209,11 @@ class _FastEncoder:
         self._identity = rank_to_id == list(range(len(rank_to_id)))
         self._gaps = _NO_TOKEN in rank_to_id
         self._nfc = nfc
-        self._added = {token: np.array([token_id], type_of_ids).tobytes() for token, token_id in added.items()}
+        self._added = {token: np.array([token_id], ID_DTYPE).tobytes() for token, token_id in added.items()}
         # Ids are kept as the bytes of their array.
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._remembers = 0  # characters in it
-        self._by_lines = encoding._pat_str in _BY_LINES
+        self._by_lines = encoding._pat_str in _LINE_SAFE_PATTERNS
         # Lines and their ids. Rollouts of one task read the same files and see the same errors, again and again.
         self._lines: dict[str, bytes] = {}
         self._older_lines: dict[str, bytes] = {}
@@ -233,11 +233,11 @@ class _FastEncoder:
             if n % 2:
                 parts.append(self._added[piece])
                 continue
-            part = self._remembered(piece) if remember and len(piece) >= _LONG else self._plain(piece)
+            part = self._remembered(piece) if remember and len(piece) >= _MIN_CACHED_PIECE else self._plain(piece)
             if part is None:
                 return None
             parts.append(part)
-        return np.frombuffer(b"".join(parts), type_of_ids)
+        return np.frombuffer(b"".join(parts), ID_DTYPE)
 
     def _remembered(self, piece: str) -> bytes | None:
         with self._lock:
@@ -252,7 +252,7 @@ class _FastEncoder:
             if piece not in self._memory:
                 self._memory[piece] = known
                 self._remembers += len(piece)
-            while self._remembers > _MEMORY:
+            while self._remembers > _MAX_CACHED_CHARACTERS:
                 self._remembers -= len(self._memory.popitem(last=False)[0])
         return known
 
@@ -262,7 +262,7 @@ class _FastEncoder:
             return known
         if self._nfc and not piece.isascii() and not _surely_nfc(piece):
             piece = _NFC.normalize_str(piece)
-        if not self._by_lines or len(piece) > _MANY_LINES:
+        if not self._by_lines or len(piece) > _MAX_TEXT_BY_LINES:
             return self._unknown(piece)
         lines = _LINE.findall(piece)
         ids = list(map(self._lines.get, lines))
@@ -279,8 +279,8 @@ class _FastEncoder:
             known = self._unknown(line)
             if known is None:
                 return None
-        if len(line) <= _LONGEST_LINE:
-            if len(self._lines) >= _LINES:
+        if len(line) <= _MAX_CACHED_LINE:
+            if len(self._lines) >= _MAX_CACHED_LINES:
                 self._older_lines, self._lines = self._lines, {}
             self._lines[line] = known
         return known
@@ -291,7 +291,7 @@ class _FastEncoder:
         except ValueError:  # its regex engine gave up, on half a million blanks in a row for instance
             return None
         ids = ranks if self._identity else [self._id[rank] for rank in ranks]
-        return None if self._gaps and _NO_TOKEN in ids else np.array(ids, type_of_ids).tobytes()
+        return None if self._gaps and _NO_TOKEN in ids else np.array(ids, ID_DTYPE).tobytes()
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
@@ -328,7 +328,7 @@ class _FastEncoder:
 
 def _surely_nfc(text: str) -> bool:
     """Python's word for it, where it is sure to agree with tokenizers' (their Unicode versions differ)."""
-    return _OTHER.search(text) is None and unicodedata.is_normalized("NFC", text)
+    return _UNSETTLED.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
 def probe_corpus(added: Iterable[str] = ()) -> list[str]:
@@ -371,7 +371,7 @@ def probe_corpus(added: Iterable[str] = ()) -> list[str]:
     return [*lines, *words, *scripts, *joined, *marks, *planes]
 
 
-def _backend(path: Path) -> Backend:
+def _load_backend(path: Path) -> Backend:
     try:
         return Backend.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
@@ -382,11 +382,11 @@ def _token_text(value: Json) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _length(value: Json) -> int | None:
+def _parse_length(value: Json) -> int | None:
     return int(value) if isinstance(value, int | float) and value < 10**9 else None
 
 
-def _chat_template(folder: Path, config: Json) -> str | None:
+def _load_chat_template(folder: Path, config: Json) -> str | None:
     """The folder's own template file, else the one in its config (a list there means named ones; `default` is ours)."""
     file = folder / "chat_template.jinja"
     if file.exists():

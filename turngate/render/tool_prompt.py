@@ -22,18 +22,18 @@ _TAIL = (
 )
 
 
-def declare(tools: Sequence[Tool], tail: str = _TAIL) -> str:
+def declare_tools(tools: Sequence[Tool], tail: str = _TAIL) -> str:
     """The system-prompt text that tells a model about its tools."""
     return _HEAD + "\n".join(json.dumps(tool.wire, ensure_ascii=False) for tool in tools) + tail
 
 
-def with_hermes(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+def rewrite_tools_as_hermes(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """The same conversation in plain system, user and assistant messages."""
-    out = [_flat(message) for message in _merge_results(messages)]
-    return with_declaration(out, declare(tools)) if tools else out
+    out = [_write_calls(message) for message in _merge_results(messages)]
+    return add_to_system_prompt(out, declare_tools(tools)) if tools else out
 
 
-def with_declaration(messages: Sequence[Message], declaration: str) -> list[Message]:
+def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[Message]:
     """The conversation with `declaration` at the end of its system prompt, or as one."""
     if messages and messages[0].role == "system":
         text = f"{messages[0].content}\n\n{declaration}" if messages[0].content else declaration
@@ -41,7 +41,7 @@ def with_declaration(messages: Sequence[Message], declaration: str) -> list[Mess
     return [Message("system", declaration), *messages]
 
 
-def system_in_user(messages: Sequence[Message]) -> Sequence[Message]:
+def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
     """For templates that refuse a system message: its text goes to the top of the first question."""
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
@@ -52,7 +52,7 @@ def system_in_user(messages: Sequence[Message]) -> Sequence[Message]:
             return messages
 
 
-def late_system_in_user(messages: Sequence[Message]) -> list[Message]:
+def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
     """For templates that have one place for a system message: what comes later would change the beginning, so the user says it."""
     out: list[Message] = []
     for message in messages:
@@ -83,7 +83,7 @@ def _merge_results(messages: Sequence[Message]) -> list[Message]:
     return out
 
 
-def _flat(message: Message) -> Message:
+def _write_calls(message: Message) -> Message:
     if not message.tool_calls:
         return message
     calls = [

@@ -34,14 +34,14 @@ class Vocabulary(msgspec.Struct, frozen=True):
 def read_vocabulary(path: Path) -> Vocabulary:
     spec = read_json(path)
     try:
-        return _vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest())
+        return _parse_vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"tokenizer: {path} is not a tokenizer ({type(error).__name__}: {error})", param="tokenizer"
         ) from None
 
 
-def _vocabulary(spec: Json, digest: str) -> Vocabulary:
+def _parse_vocabulary(spec: Json, digest: str) -> Vocabulary:
     tokens = spec.get("added_tokens", [])
     added = {token["content"]: int(token["id"]) for token in tokens}
     table = _byte_table(spec, added)
@@ -50,11 +50,11 @@ def _vocabulary(spec: Json, digest: str) -> Vocabulary:
         added=added,
         special=[int(token["id"]) for token in tokens if token.get("special")],
         table=table,
-        merges=_merges(spec) if table is not None else None,
+        merges=_parse_merges(spec) if table is not None else None,
     )
 
 
-def _merges(spec: Json) -> Merges | None:
+def _parse_merges(spec: Json) -> Merges | None:
     model = spec["model"]
     pattern = _single_pattern(spec.get("pre_tokenizer"))
     nfc = _is_nfc(spec.get("normalizer"))
@@ -127,13 +127,13 @@ def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
     vocab: dict[str, int] = spec["model"]["vocab"]
     to_latin = str.maketrans({char: chr(byte) for byte, char in _byte_chars().items()})
     mapped = "\uffff".join(vocab).translate(to_latin).split("\uffff")
-    table = {i: _latin(text, token) for (token, i), text in zip(vocab.items(), mapped, strict=True)}
+    table = {i: _encode_latin(text, token) for (token, i), text in zip(vocab.items(), mapped, strict=True)}
     for token, token_id in added.items():
         table[token_id] = token.encode()
     return [table.get(i, b"") for i in range(max(table) + 1)]
 
 
-def _latin(mapped: str, token: str) -> bytes:
+def _encode_latin(mapped: str, token: str) -> bytes:
     try:
         return mapped.encode("latin-1")
     except UnicodeEncodeError:  # a token outside the byte alphabet: it stands for itself

@@ -21,7 +21,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derived_logprobs
 from turngate.errors import AgentError
-from turngate.render import BUILTIN_TOKENIZER, load
+from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, ProgressCallback
 from turngate.rollout.playbook import Playbook, Scene, fill_steps
@@ -120,7 +120,7 @@ async def prepare_check(
     """A gateway on the scripted engine and a rollout on it, which the block runs."""
     if not agent.check and staging.scenes is None:
         raise AgentError(f"{agent.name}: check: the description has no [[check]] steps to play", param="check")
-    renderer, certificate = load(BUILTIN_TOKENIZER, model="", family="auto")
+    renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     scenes: list[Scene] = []
     engine = Scripted(
         Playbook(renderer, scenes),

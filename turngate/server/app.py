@@ -36,7 +36,7 @@ from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Control
 from turngate.gateway.turn import Settings, Turns
-from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
+from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.server.admin import AdminRoutes
 from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
 from turngate.server.auth import Auth, admin_key, metrics_key
@@ -56,8 +56,8 @@ from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Mode
-from turngate.verify import Verdict, summed_up
-from turngate.views.verdict import Background
+from turngate.verify import Verdict, summarize_verdict
+from turngate.views.verdict import BackgroundVerifier
 
 log = logging.getLogger("turngate")
 _SESSION_PATH = re.compile(r"/(s|rollout|v1/rollouts)/([^/]+)(/.+)")
@@ -101,7 +101,7 @@ class Gateway:
             vocabulary = self.renderer.tokenizer.vocab_size
             self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
         self.events = Events(self.store, shared=shard.workers > 1)
-        self._proof = Background(data, config.verify_every, self._verified) if config.verify_every else None
+        self._proof = BackgroundVerifier(data, config.verify_every, self._verified) if config.verify_every else None
         self.control = Control(
             self.store,
             self.fence,
@@ -215,7 +215,7 @@ class Gateway:
     def _tell_verified(self, verdict: Verdict) -> None:
         try:
             if self.store.find(verdict.session) is not None:  # it may be deleted meanwhile
-                self.events.add(verdict.session, "verified", summed_up(verdict))
+                self.events.add(verdict.session, "verified", summarize_verdict(verdict))
         except StoreError as error:
             log.warning("the verdict on session %s is not in the events: %s", verdict.session, error.message)
 
@@ -356,8 +356,8 @@ def dialect_of(request: Request) -> Dialect:
         for dialect in DIALECTS:
             if dialect.name == name and header in request.headers:
                 return dialect
-    fitting = [dialect for dialect in DIALECTS if path.startswith(dialect.area)]
-    return max(fitting, key=lambda dialect: len(dialect.area))
+    fitting = [dialect for dialect in DIALECTS if path.startswith(dialect.path_prefix)]
+    return max(fitting, key=lambda dialect: len(dialect.path_prefix))
 
 
 def _hint(request: Request) -> str:
@@ -399,8 +399,8 @@ def _load_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | 
     if config.engine in OBSERVED_ENGINES:
         return None, None
     wanted = config.tokenizer or (config.model_folder if config.engine == "local" else "")
-    folder = find(wanted) if wanted else BUILTIN_TOKENIZER
-    return load(folder, model=config.model, family=config.family)
+    folder = find_tokenizer(wanted) if wanted else BUILTIN_TOKENIZER
+    return load_renderer(folder, model=config.model, family=config.family)
 
 
 def build_engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
@@ -461,7 +461,7 @@ def _build_local_engine(config: ServeConfig) -> Engine:
             param="engine",
         ) from None
     return LocalEngine(
-        find(config.model_folder or config.tokenizer),
+        find_tokenizer(config.model_folder or config.tokenizer),
         device=config.engine_device,
         dtype=config.engine_dtype,
         slots=config.engine_slots,

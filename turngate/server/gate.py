@@ -33,7 +33,7 @@ from turngate.errors import BadRequest, Conflict, Gone, NotFound, Stopping, TooL
 from turngate.server.asgi import DisconnectWatch
 from turngate.server.auth import Auth
 from turngate.server.http import json_response, route
-from turngate.types import type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 
 T = TypeVar("T")
 MSGPACK = "application/msgpack"
@@ -81,8 +81,8 @@ class GateRoutes:
 
     async def answer(self, request: Request) -> Response:
         given = await packed(request, CallAnswer)
-        ids = _array(given.ids, type_of_ids, "ids")
-        logprobs = None if given.logprobs is None else _array(given.logprobs, type_of_logprobs, "logprobs")
+        ids = _array(given.ids, ID_DTYPE, "ids")
+        logprobs = None if given.logprobs is None else _array(given.logprobs, LOGPROB_DTYPE, "logprobs")
         call = request.path_params["call"]
         self._gate.piece_of(call, given.lease, given.at, ids, logprobs, given.finish, given.version)
         return _pack({})

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from turngate.dialects import Dialect, Verb, Wire
-from turngate.dialects.prefix_cache import Frames, Known
+from turngate.dialects import Dialect, Verb, WireRequest
+from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, Stopping, StoreError, TurngateError
 from turngate.gateway.sessions import Control
 from turngate.gateway.turn import Turns
@@ -39,7 +39,7 @@ from turngate.telemetry.spans import current_tracer
 from turngate.trace.session import CallError, Session
 from turngate.trace.signals import read
 from turngate.trace.tree import Trace
-from turngate.types import Alive, Call, Done, ReplyEvent
+from turngate.types import Call, Done, KeepAlive, ReplyEvent
 
 log = logging.getLogger("turngate")
 
@@ -86,8 +86,8 @@ class ModelCalls:
         self._metrics = metrics
         self._max_body = max_body
         self._alive_s = alive_s
-        self._frames = Frames()
-        self._known: WeakKeyDictionary[Trace, dict[str, Known]] = WeakKeyDictionary()  # by dialect
+        self._frames = FrameCache()
+        self._known: WeakKeyDictionary[Trace, dict[str, PrefixCache]] = WeakKeyDictionary()  # by dialect
 
     async def serve(
         self,
@@ -111,7 +111,7 @@ class ModelCalls:
             set_log_context(session.id, session.config.metadata)  # this task is of one call, and ends with it
             body = await read_body(receive, headers, self._max_body)
             timing = CallTiming(time.perf_counter())
-            wire = Wire(body, headers, query, found.verb, found.model)
+            wire = WireRequest(body, headers, query, found.verb, found.model)
             call = self._known_to(session, dialect).decode(wire)
             if session.config.signals:
                 told = read(session.config.signals, headers, call)
@@ -144,18 +144,18 @@ class ModelCalls:
             if timing.span is not None:
                 timing.span.end()
 
-    def _known_to(self, session: Session, dialect: Dialect) -> Known:
+    def _known_to(self, session: Session, dialect: Dialect) -> PrefixCache:
         """What the session has sent before in this dialect, so that only what is new has to be read. It leaves memory with the trace."""
         if session.status != "open":
             # It ended while this call was sent. The call will be refused, and nobody needs the trace for that.
-            return Known(dialect, self._frames)
+            return PrefixCache(dialect, self._frames)
         try:
             known = self._known.setdefault(session.trace, {})
         except StoreError as error:  # who runs the agent has to know that it was not at fault
             session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
         if dialect.name not in known:
-            known[dialect.name] = Known(dialect, self._frames)
+            known[dialect.name] = PrefixCache(dialect, self._frames)
         return known[dialect.name]
 
     async def _collect(
@@ -191,12 +191,12 @@ class ModelCalls:
             elif data:  # nothing to show is no sign of life
                 await stream.write(data)
 
-        with EventStream(send, encoder.begin, lambda: encoder.event(Alive()), self._alive_s, headers) as stream:
+        with EventStream(send, encoder.begin, lambda: encoder.event(KeepAlive()), self._alive_s, headers) as stream:
             try:
                 with _CancellationReason(session, watch), _InternalErrors():
                     await self._turns.take(session, call, tell, timing)
             except TurngateError as error:
-                if not stream.started and not dialect.in_stream(error):
+                if not stream.started and not dialect.sends_in_stream(error):
                     raise
                 self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
                 if timing.span is not None:
@@ -271,7 +271,11 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
 
 def _request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
     """The header by which the provider's SDK knows the request."""
-    return [(dialect.id_header.encode(), f"req_{os.urandom(12).hex()}".encode())] if dialect.id_header else []
+    return (
+        [(dialect.request_id_header.encode(), f"req_{os.urandom(12).hex()}".encode())]
+        if dialect.request_id_header
+        else []
+    )
 
 
 def client_host(scope: Scope) -> str:

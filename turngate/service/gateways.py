@@ -23,7 +23,7 @@ from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.engines.base import Engine
 from turngate.engines.gate import Gate
 from turngate.errors import BadRequest, ConfigError
-from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find, load
+from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.rollout.connection import GatewayConnector
 from turngate.server.run import run_embedded
 from turngate.service.catalog import OWN, Choice
@@ -165,7 +165,9 @@ async def _stopped(kept: _Kept) -> None:
 def _renderer(config: ServeConfig) -> tuple[Renderer, Certificate]:
     """Read and certified in a thread: a new tokenizer takes seconds."""
     wanted = config.tokenizer or config.model_folder
-    return load(find(wanted) if wanted else BUILTIN_TOKENIZER, model=config.model, family=config.family)
+    return load_renderer(
+        find_tokenizer(wanted) if wanted else BUILTIN_TOKENIZER, model=config.model, family=config.family
+    )
 
 
 def _local(config: ServeConfig) -> Engine:
@@ -177,7 +179,7 @@ def _local(config: ServeConfig) -> Engine:
             f"endpoints: local:// needs {error.name}: pip install 'turngate[local]'", param="endpoints"
         ) from None
     return LocalEngine(
-        find(config.model_folder or config.tokenizer), max_context=config.max_context, served=config.model
+        find_tokenizer(config.model_folder or config.tokenizer), max_context=config.max_context, served=config.model
     )
 
 

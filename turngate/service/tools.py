@@ -114,7 +114,7 @@ class Endpoints(msgspec.Struct, frozen=True):
     agents: list[str]
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
     """One tool. Hints are for clients that ask a person first."""
 
     name: str
@@ -236,10 +236,10 @@ async def _endpoints(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> En
     return Endpoints(rollouts.catalog(), list(rollouts.agents()))
 
 
-TOOLS: Mapping[str, Tool] = {
+TOOLS: Mapping[str, ServiceTool] = {
     tool.name: tool
     for tool in (
-        Tool(
+        ServiceTool(
             name="run_rollout",
             title="Run a rollout",
             about="Let a coding agent work on an instruction in a sandbox, grade what it did, and give the result: reward, exit code, "
@@ -250,7 +250,7 @@ TOOLS: Mapping[str, Tool] = {
             gives=RolloutResult,
             call=_run,
         ),
-        Tool(
+        ServiceTool(
             name="run_swe_rollout",
             title="Run a rollout of a SWE task",
             about="The same for a row of a SWE data set: the agent gets the problem statement and the repository, and is graded by the "
@@ -260,7 +260,7 @@ TOOLS: Mapping[str, Tool] = {
             gives=RolloutResult,
             call=_run_swe,
         ),
-        Tool(
+        ServiceTool(
             name="start_rollout",
             title="Start a rollout",
             about="Begin a rollout and give its id at once. Takes what run_rollout takes, or what run_swe_rollout takes: an instruction "
@@ -269,7 +269,7 @@ TOOLS: Mapping[str, Tool] = {
             gives=Started,
             call=_start,
         ),
-        Tool(
+        ServiceTool(
             name="get_state",
             title="How far a rollout is",
             about="Status, stage, turns, tokens and seconds so far.",
@@ -278,7 +278,7 @@ TOOLS: Mapping[str, Tool] = {
             call=_state,
             reads=True,
         ),
-        Tool(
+        ServiceTool(
             name="get_messages",
             title="What was said in a rollout",
             about="The conversation of agent and model as it happens, from a cursor. Sub-agents and side calls are labelled.",
@@ -287,7 +287,7 @@ TOOLS: Mapping[str, Tool] = {
             call=_messages,
             reads=True,
         ),
-        Tool(
+        ServiceTool(
             name="subscribe_events",
             title="What happened in a rollout",
             about="Events from a cursor: none is lost, none comes twice. With wait_s the call waits until there is one.",
@@ -296,7 +296,7 @@ TOOLS: Mapping[str, Tool] = {
             call=_events,
             reads=True,
         ),
-        Tool(
+        ServiceTool(
             name="abort_rollout",
             title="Abort a rollout",
             about="Stop its generation and its sandbox; answers when both are gone. What was recorded stays. A rollout that has ended is "
@@ -307,7 +307,7 @@ TOOLS: Mapping[str, Tool] = {
             destroys=True,
             again=True,
         ),
-        Tool(
+        ServiceTool(
             name="finalize_rollout",
             title="Wait for a rollout's result",
             about="Wait until the rollout has ended and is graded, and give its result. With wait_s the answer may say done: false; call "
@@ -317,7 +317,7 @@ TOOLS: Mapping[str, Tool] = {
             call=_finalize,
             reads=True,
         ),
-        Tool(
+        ServiceTool(
             name="list_rollouts",
             title="The rollouts that there are",
             about="Newest first, those of other clients and of earlier starts of the server too.",
@@ -326,7 +326,7 @@ TOOLS: Mapping[str, Tool] = {
             call=_list,
             reads=True,
         ),
-        Tool(
+        ServiceTool(
             name="list_endpoints",
             title="The models that there are",
             about="The server's catalog: the keys for model_key, and what each endpoint supports. And the agents that may be used.",

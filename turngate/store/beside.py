@@ -76,7 +76,7 @@ class NewEvent(msgspec.Struct, frozen=True):
     time: float
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class HostToolCall(msgspec.Struct, frozen=True):
     """One call of a host tool."""
 
     call: int
@@ -219,7 +219,7 @@ class ToolCalls:
 
     def add(
         self, session: int, name: str, tool: str, arguments: bytes, repeat: str, reply: bytes | None, most: int
-    ) -> ToolCall | None:
+    ) -> HostToolCall | None:
         """A new call, with its event; None: there are as many as there may be. `name`: the session's id."""
         with self._writing() as db:
             (count,) = db.execute("SELECT count(*) FROM tool_calls WHERE session=?", (session,)).fetchone()
@@ -235,7 +235,7 @@ class ToolCalls:
             insert_event(db, happened(name, "tool", {"call": count + 1, "tool": tool}))
         return _call((count + 1, tool, arguments, now, repeat, reply, answered, by))
 
-    def answer(self, session: int, name: str, call: ToolCall, reply: bytes, by: AnsweredBy) -> None:
+    def answer(self, session: int, name: str, call: HostToolCall, reply: bytes, by: AnsweredBy) -> None:
         with self._writing() as db:
             db.execute(
                 "UPDATE tool_calls SET reply=?, answered=?, answered_by=? WHERE session=? AND call=?",
@@ -243,23 +243,23 @@ class ToolCalls:
             )
             insert_event(db, happened(name, "answered", {"call": call.call, "tool": call.tool, "by": by}))
 
-    def page(self, session: int, after: int, limit: int) -> list[ToolCall]:
+    def page(self, session: int, after: int, limit: int) -> list[HostToolCall]:
         return self._select(session, "call>? ORDER BY call LIMIT ?", after, limit)
 
-    def find(self, session: int, call: int) -> ToolCall | None:
+    def find(self, session: int, call: int) -> HostToolCall | None:
         return next(iter(self._select(session, "call=?", call)), None)
 
-    def repeated(self, session: int, repeat: str) -> ToolCall | None:
+    def repeated(self, session: int, repeat: str) -> HostToolCall | None:
         """The call that its caller marked so."""
         return next(iter(self._select(session, "repeat=? LIMIT 1", repeat)), None)
 
-    def _select(self, session: int, where: str, *values: object) -> list[ToolCall]:
+    def _select(self, session: int, where: str, *values: object) -> list[HostToolCall]:
         with self._reading() as db:
             query = f"SELECT {_WHOLE_CALL} FROM tool_calls WHERE session=? AND {where}"
             return [_call(row) for row in db.execute(query, (session, *values)).fetchall()]
 
 
-def _call(row: tuple[int, str, bytes, float, str, bytes | None, float | None, AnsweredBy]) -> ToolCall:
+def _call(row: tuple[int, str, bytes, float, str, bytes | None, float | None, AnsweredBy]) -> HostToolCall:
     call, tool, arguments, called, repeat, reply, answered, by = row
     raw = None if reply is None else msgspec.Raw(reply)
-    return ToolCall(call, tool, msgspec.Raw(arguments), called, repeat, raw, answered, by)
+    return HostToolCall(call, tool, msgspec.Raw(arguments), called, repeat, raw, answered, by)

@@ -6,7 +6,7 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
-from turngate.errors import ConfigError, DataInUse
+from turngate.errors import ConfigError, DataFolderInUse
 
 
 def lock(folder: Path) -> IO[bytes]:
@@ -22,7 +22,7 @@ def lock(folder: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise DataInUse(
+        raise DataFolderInUse(
             f"data: {folder} is in use by another turngate; stop it or choose another --data folder", param="data"
         ) from None
     return file

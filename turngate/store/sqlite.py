@@ -30,7 +30,7 @@ from turngate.store.outcome import DAMAGED
 from turngate.store.queries import Survey
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
-from turngate.types import type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 
 T = TypeVar("T")
 Durability = Literal["process", "disk"]
@@ -356,13 +356,13 @@ class Store:
             if delivered not in (0, 1) or checksum != (written if delivered else written ^ _UNDELIVERED):
                 raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; its trace cannot be used")
             parent = None if parent_id is None else by_id.get(parent_id)
-            tokens = np.frombuffer(ids, type_of_ids)
+            tokens = np.frombuffer(ids, ID_DTYPE)
             if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
                 context = Context(node_id, parent, tokens, _decoded(_context_info, info, session.id, node_id))
                 trace.add_context(context)
                 by_id[node_id] = context
             elif kind == "sampled" and isinstance(parent, Context):
-                scores = None if logprobs is None else np.frombuffer(logprobs, type_of_logprobs)
+                scores = None if logprobs is None else np.frombuffer(logprobs, LOGPROB_DTYPE)
                 sampled = Sampled(node_id, parent, tokens, scores, _decoded(_sampled_info, info, session.id, node_id))
                 sampled.delivered = bool(delivered)
                 trace.add_sampled(sampled)

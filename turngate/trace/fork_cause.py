@@ -6,7 +6,7 @@ from math import inf
 
 from turngate.trace.message_equality import DIGEST, Reading
 from turngate.trace.tree import Cause, Context, Located, Sampled, Trace
-from turngate.types import Told
+from turngate.types import CallSignals
 
 
 def cause(
@@ -16,7 +16,7 @@ def cause(
     has_tools: bool,
     retried: bool,
     idempotency_key: str = "",
-    told: Told = Told(),
+    told: CallSignals = CallSignals(),
     started: float = inf,
 ) -> Cause | None:
     """None: this call extends the tip of a branch, or is the first one. `started`: when it began, of one that has ended by now."""
@@ -50,11 +50,11 @@ def _again(answers: list[Sampled], started: float, *, told_so: bool) -> Cause | 
     return "retry" if told_so or before or all(lost) else "resample"
 
 
-def _same_line(one: Told, other: Told) -> bool:
+def _same_line(one: CallSignals, other: CallSignals) -> bool:
     return one.thread == other.thread and one.role == other.role
 
 
-def new_root(trace: Trace, reading: Reading, has_tools: bool, told: Told = Told()) -> Cause | None:
+def new_root(trace: Trace, reading: Reading, has_tools: bool, told: CallSignals = CallSignals()) -> Cause | None:
     """A conversation that shares no sampled turn with what is known: what the agent's program says of it, or what it looks like."""
     if told.role == "side":
         return "side"

@@ -7,7 +7,7 @@ import numpy as np
 
 from turngate.trace.roles import TurnRole, roles
 from turngate.trace.tree import Sampled, Trace, path
-from turngate.types import Ids, Logprobs, type_of_logprobs
+from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
 
 
 class Policy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -85,7 +85,7 @@ def _row(leaf: Sampled, role_of: dict[int, TurnRole], policy: Policy, claimed: s
     nodes = path(leaf)
     ids = np.concatenate([node.ids for node in nodes])
     mask = np.zeros(len(ids), np.bool_)
-    logprobs = np.full(len(ids), np.nan, type_of_logprobs)
+    logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
     spans = []
     start = 0
     for node in nodes:

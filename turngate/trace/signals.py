@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.types import Call, Json, Told
+from turngate.types import Call, CallSignals, Json
 
 _SOURCE = re.compile(r"header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last")
 ToldRole = Literal["main", "subagent", "side"]
@@ -50,7 +50,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return bool(self.thread or self.parent or self.rules or self.models)
 
 
-def read(signals: Signals, headers: Mapping[str, str], call: Call) -> Told:
+def read(signals: Signals, headers: Mapping[str, str], call: Call) -> CallSignals:
     """What this call tells. A rule beats the model's name."""
 
     def first(sources: Iterable[str]) -> str:
@@ -60,9 +60,13 @@ def read(signals: Signals, headers: Mapping[str, str], call: Call) -> Told:
     for rule in signals.rules:
         value = _value(rule.source, headers, call)
         if value and fnmatchcase(value, rule.match):
-            return Told(thread, parent, rule.role, rule.why)
+            return CallSignals(thread, parent, rule.role, rule.why)
     role = next((role for pattern, role in signals.models.items() if fnmatchcase(call.model, pattern)), None)
-    return Told(thread, parent) if role is None else Told(thread, parent, role, f"model {call.model}"[:_LONGEST])
+    return (
+        CallSignals(thread, parent)
+        if role is None
+        else CallSignals(thread, parent, role, f"model {call.model}"[:_LONGEST])
+    )
 
 
 def faults(signals: Signals) -> Iterator[tuple[str, str]]:

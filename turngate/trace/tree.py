@@ -17,16 +17,16 @@ import numpy as np
 from turngate.trace.message_equality import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
 from turngate.types import (
     NO_IDS,
+    CallSignals,
     Capture,
     Finish,
     History,
     Ids,
     Logprobs,
-    LongIds,
     Message,
-    Told,
-    ids_as_json,
-    ids_of_json,
+    PromptIds,
+    ids_from_json,
+    ids_to_json,
 )
 
 _TIPS = 4  # lines of work that are remembered raw; others are found by meaning
@@ -46,7 +46,7 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     has_tools: bool
     cause: Cause | None = None
     dialect: str = "chat"  # in which its messages were recorded
-    told: Told = Told()  # what the agent's program said about the call that added it
+    told: CallSignals = CallSignals()  # what the agent's program said about the call that added it
 
 
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -87,13 +87,13 @@ class _Kept:
     @property
     def ids(self) -> Ids:
         array = self._array
-        return ids_of_json(self.spelled) if array is None else array
+        return ids_from_json(self.spelled) if array is None else array
 
     @property
     def json(self) -> bytes:
         array = self._array
         if array is not None:  # threads may do this at the same time: what they find is the same
-            self.spelled = ids_as_json(array)
+            self.spelled = ids_to_json(array)
             self._array = None
         return self.spelled
 
@@ -327,16 +327,16 @@ def path_ids(node: Node | None) -> Ids:
     return np.concatenate(parts) if parts else NO_IDS
 
 
-def prompt_ids(node: Sampled | None, added: Ids) -> LongIds:
+def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
     """The ids from the root through `node`, and then `added`. Put together for every turn, and kept by none: that takes a few
     microseconds, and the last prompt of a long session would be as large as all its nodes."""
-    parts = [ids_as_json(added)]
+    parts = [ids_to_json(added)]
     at: Node | None = node
     while at is not None:
         parts.append(at.spelled or at.json)  # a hundred nodes: a call for each would be felt
         at = at.parent
     parts.reverse()
-    return LongIds(parts, len(added) + (node.length if node is not None else 0))
+    return PromptIds(parts, len(added) + (node.length if node is not None else 0))
 
 
 def _respelled(message: Message, info: SampledInfo) -> bool:

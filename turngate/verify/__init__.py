@@ -17,100 +17,100 @@ from collections.abc import Callable
 import msgspec
 
 from turngate.types import Json
-from turngate.verify.drift import drift
-from turngate.verify.events import events
+from turngate.verify.drift import check_drift
+from turngate.verify.events import check_events
 from turngate.verify.findings import (
-    Book,
+    CheckResults,
     Counts,
-    Difference,
-    Finding,
     Fork,
     Note,
     Part,
     Replay,
-    Unchecked,
+    SkippedCheck,
+    TemplateDifference,
     Verdict,
-    unreadable,
+    VerifyFinding,
+    unreadable_verdict,
 )
-from turngate.verify.messages import Words
-from turngate.verify.outcome import ending
-from turngate.verify.render import Renderers, render
-from turngate.verify.replay import TOLERANCE, VLLM, Derived, Scorer, replay
-from turngate.verify.rows import Rows, Sample, roles, rows
-from turngate.verify.spot_checks import Sampler, summed_up
-from turngate.verify.store_reader import Context, Folder, Session, Unreadable
-from turngate.verify.structure import structure
+from turngate.verify.messages import NodeMessages
+from turngate.verify.outcome import check_outcome
+from turngate.verify.render import Renderers, check_rendering
+from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer, check_replay
+from turngate.verify.rows import RowSource, TrainerRow, check_rows, derive_roles
+from turngate.verify.spot_checks import SpotChecker, summarize_verdict
+from turngate.verify.store_reader import StoredContext, StoredSession, StoreReader, UnreadableSession
+from turngate.verify.structure import check_structure
 
 __all__ = [
     "TOLERANCE",
-    "VLLM",
-    "Derived",
-    "Difference",
-    "Finding",
-    "Folder",
     "Fork",
-    "Means",
     "Note",
     "Part",
     "Renderers",
     "Replay",
-    "Rows",
-    "Sample",
-    "Sampler",
+    "RowSource",
     "Scorer",
-    "Session",
-    "Transcript",
-    "Unchecked",
+    "ScriptedScorer",
+    "SkippedCheck",
+    "SpotChecker",
+    "StoreReader",
+    "StoredSession",
+    "TemplateDifference",
+    "TrainerRow",
+    "TranscriptComparison",
+    "VLLMScorer",
     "Verdict",
-    "summed_up",
-    "unreadable",
+    "VerifyFinding",
+    "VerifyOptions",
+    "summarize_verdict",
+    "unreadable_verdict",
     "verify",
 ]
 
 # The agent's own transcript against a trace: where they disagree, or None and why it cannot be told.
-Transcript = Callable[[Session, Json], tuple[list[str] | None, str]]
-_TRIES = 4  # to read a session that is being recorded, together with its rows
+TranscriptComparison = Callable[[StoredSession, Json], tuple[list[str] | None, str]]
+_MAX_TRIES = 4  # to read a session that is being recorded, together with its rows
 
 
-class Means(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a session is verified with. What is left out is not looked at."""
 
-    rows: Rows | None = None
+    rows: RowSource | None = None
     renderers: Renderers | None = None
     scorer: Scorer | None = None
     tolerance: float = TOLERANCE
     version: int | None = None  # of the scorer's policy; None: whatever was sampled
-    transcript: Transcript | None = None
+    transcript: TranscriptComparison | None = None
 
 
-def verify(folder: Folder, session_id: str, means: Means) -> Verdict:
+def verify(folder: StoreReader, session_id: str, means: VerifyOptions) -> Verdict:
     """The verdict on one session. Raises only where there is none of that id, or an engine cannot be asked."""
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         try:
             session = folder.read(session_id)
-        except Unreadable as error:
-            return unreadable(session_id, error.message)
-        verdict = _verdict(session, means)
+        except UnreadableSession as error:
+            return unreadable_verdict(session_id, error.message)
+        verdict = _build_verdict(session, means)
         # A session that goes on may have got a turn between the reading of its nodes and of its rows.
-        if session.status != "open" or not folder.changed(session):
+        if session.status != "open" or not folder.has_changed(session):
             break
     return verdict
 
 
-def _verdict(session: Session, means: Means) -> Verdict:
-    book = Book()
-    words = Words(session)
-    structure(session, words, book)
+def _build_verdict(session: StoredSession, means: VerifyOptions) -> Verdict:
+    book = CheckResults()
+    words = NodeMessages(session)
+    check_structure(session, words, book)
     sound = all(finding.ok for finding in book.findings())
-    ending(session, book)  # what is wrong with that, and with events, keeps no gateway from making rows
-    events(session, book)
-    renderer = render(session, words, means.renderers or Renderers(), book)
-    trained = rows(session, words, means.rows, book, sound=sound) if means.rows is not None else {}
-    drift(session, words, renderer, trained, book)
+    check_outcome(session, book)  # what is wrong with that, and with events, keeps no gateway from making rows
+    check_events(session, book)
+    renderer = check_rendering(session, words, means.renderers or Renderers(), book)
+    trained = check_rows(session, words, means.rows, book, sound=sound) if means.rows is not None else {}
+    check_drift(session, words, renderer, trained, book)
     if means.scorer is not None:
-        replay(session, means.scorer, book, tolerance=means.tolerance, version=means.version)
+        check_replay(session, means.scorer, book, tolerance=means.tolerance, version=means.version)
     if means.transcript is not None:
-        _transcript(session, words, means.transcript, book)
+        _check_transcript(session, words, means.transcript, book)
     findings = book.findings()
     return Verdict(
         session=session.id,
@@ -133,29 +133,31 @@ def _verdict(session: Session, means: Means) -> Verdict:
     )
 
 
-def _transcript(session: Session, words: Words, compare: Transcript, book: Book) -> None:
+def _check_transcript(
+    session: StoredSession, words: NodeMessages, compare: TranscriptComparison, book: CheckResults
+) -> None:
     with book.check("transcript", "transcript", "the agent's own log tells of the same turns") as check:
-        told, why = compare(session, traced(session, words))
+        told, why = compare(session, build_trace(session, words))
         if told is None:
             check.skip(why)
         for difference in told or ():
-            check.hold(False, difference)
+            check.expect(False, difference)
 
 
-def traced(session: Session, words: Words) -> Json:
+def build_trace(session: StoredSession, words: NodeMessages) -> Json:
     """The trace in the form of `GET /admin/sessions/{id}/trace`, as far as a transcript is compared with it."""
-    role_of = roles(session, words)
+    role_of = derive_roles(session, words)
     nodes: list[Json] = []
     for node in session.nodes:
         common = {"id": node.id, "parent": node.row.parent, "kind": node.row.kind}
-        if isinstance(node, Context):
-            nodes.append({**common, "told": {k: v for k, v in _named(node).items() if v}})
+        if isinstance(node, StoredContext):
+            nodes.append({**common, "told": {k: v for k, v in _signals_to_json(node).items() if v}})
         else:
             message = msgspec.to_builtins(words.turn(node))
             nodes.append({**common, "role": role_of[node.id], "delivered": node.delivered, "message": message})
     return {"session": session.id, "stop": session.stop, "nodes": nodes}
 
 
-def _named(context: Context) -> dict[str, str]:
+def _signals_to_json(context: StoredContext) -> dict[str, str]:
     told = context.info.told
     return {"thread": told.thread, "parent": told.parent, "role": told.role, "why": told.why}

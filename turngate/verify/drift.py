@@ -12,12 +12,12 @@ import numpy as np
 
 from turngate.render import Renderer
 from turngate.types import Ids, Message
-from turngate.verify.findings import Book, Fork
-from turngate.verify.messages import Words, change, same
-from turngate.verify.store_reader import Context, Node, Sampled, Session, path, path_ids
+from turngate.verify.findings import CheckResults, Fork
+from turngate.verify.messages import NodeMessages, classify_change, same_meaning
+from turngate.verify.store_reader import StoredContext, StoredNode, StoredSession, StoredTurn, path, path_ids
 
 _AROUND = 6  # tokens that are shown on either side
-_WORDS = {
+_CAUSE_NAMES = {
     "tools": "tools changed",
     "system": "system prompt changed",
     "subagent": "sub-agent",
@@ -29,27 +29,29 @@ _WORDS = {
     "edited": "edited",
     "template": "template",
 }
-_CHANGES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "whitespace": "whitespace"}
+_CHANGE_NAMES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "whitespace": "whitespace"}
 
 
-def drift(session: Session, words: Words, renderer: Renderer | None, trained: Collection[int], book: Book) -> None:
+def check_drift(
+    session: StoredSession, words: NodeMessages, renderer: Renderer | None, trained: Collection[int], book: CheckResults
+) -> None:
     """`trained`: the branches that are rows."""
     with book.check("structure", "cause", "why each call forked is what the messages show") as check:
         for context in session.contexts:
             if words.readable(context):
-                wrong = _Cause(session, words, context).wrong()
-                check.hold(not wrong, wrong, node=context.id)
+                wrong = _CauseCheck(session, words, context).wrong()
+                check.expect(not wrong, wrong, node=context.id)
         for turn in session.turns:
-            wrong = _wrong_turn(turn, observed=session.config.mode == "observe")
-            check.hold(not wrong, wrong, node=turn.id)
+            wrong = _find_wrong_turn_cause(turn, observed=session.config.mode == "observe")
+            check.expect(not wrong, wrong, node=turn.id)
     if session.config.mode != "observe":
-        teller = _Teller(session, words, renderer, trained)
-        book.forks += [teller.context(context) for context in session.contexts if _forks(context)]
+        teller = _ForkDescriber(session, words, renderer, trained)
+        book.forks += [teller.context(context) for context in session.contexts if _is_fork(context)]
         book.forks += [teller.turn(turn) for turn in session.turns if turn is not turn.parent.children[0]]
         book.forks.sort(key=lambda fork: fork.node)
 
 
-def _forks(context: Context) -> bool:
+def _is_fork(context: StoredContext) -> bool:
     again = context.parent is not None and context is not context.parent.children[0]
     return again or context.info.cause is not None
 
@@ -57,10 +59,10 @@ def _forks(context: Context) -> bool:
 # ── is it so? ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Cause:
+class _CauseCheck:
     """The recorded cause of one context. Calls that run side by side do not know of each other, so some may have two true ones."""
 
-    def __init__(self, session: Session, words: Words, context: Context) -> None:
+    def __init__(self, session: StoredSession, words: NodeMessages, context: StoredContext) -> None:
         self._session, self._words, self._context = session, words, context
         self._told = context.info.told
         self._said = words.of(context)
@@ -94,17 +96,17 @@ class _Cause:
     def _helper(self) -> bool:
         return self._told.role == "subagent" or self._told.parent not in ("", self._told.thread)
 
-    def _head(self, root: Context) -> bool:
+    def _head(self, root: StoredContext) -> bool:
         """Whether another conversation begins with the same message."""
         theirs = self._words.of(root)
-        return bool(theirs and self._said) and same(theirs[0], self._said[0])
+        return bool(theirs and self._said) and same_meaning(theirs[0], self._said[0])
 
-    def _asks(self, root: Context) -> bool:
+    def _asks(self, root: StoredContext) -> bool:
         """Whether it has the same first question."""
         ours, theirs = _first_user(self._said), _first_user(self._words.of(root))
-        return ours is not None and theirs is not None and same(ours, theirs)
+        return ours is not None and theirs is not None and same_meaning(ours, theirs)
 
-    def _offered(self, root: Context) -> bool:
+    def _offered(self, root: StoredContext) -> bool:
         return root.info.preamble == self._context.info.preamble
 
     def _uncaused(self) -> str:
@@ -152,12 +154,14 @@ class _Cause:
             else ""
         )
 
-    def _keeps_first_answer(self, root: Context) -> bool:
+    def _keeps_first_answer(self, root: StoredContext) -> bool:
         size = len(self._words.of(root))
         if len(self._said) <= size or any(message.role == "assistant" for message in self._said[:size]):
             return False
         return any(
-            same(self._words.turn(turn), self._said[size]) for turn in root.children if turn.id < self._context.id
+            same_meaning(self._words.turn(turn), self._said[size])
+            for turn in root.children
+            if turn.id < self._context.id
         )
 
     def _subagent(self) -> str:
@@ -196,13 +200,13 @@ class _Cause:
     def _template(self) -> str:
         answers = [message for message in self._said if message.role == "assistant"]
         turns = [self._words.turn(turn) for turn in self._session.turns if turn.id < self._context.id]
-        known = any(_like(turn, answer) for answer in answers for turn in turns)
+        known = any(_resembles(turn, answer) for answer in answers for turn in turns)
         return "" if self._root and known else "the template is said to have rewritten it, and it repeats no turn"
 
 
-def _like(turn: Message, answer: Message) -> bool:
+def _resembles(turn: Message, answer: Message) -> bool:
     """Whether an answer is that turn, though its arguments may have been touched up."""
-    if same(turn, answer):
+    if same_meaning(turn, answer):
         return True
     return turn.content.strip() == answer.content.strip() and [c.name for c in turn.tool_calls] == [
         c.name for c in answer.tool_calls
@@ -213,7 +217,7 @@ def _first_user(messages: tuple[Message, ...]) -> Message | None:
     return next((message for message in messages if message.role == "user"), None)
 
 
-def _wrong_turn(turn: Sampled, *, observed: bool) -> str:
+def _find_wrong_turn_cause(turn: StoredTurn, *, observed: bool) -> str:
     cause, context = turn.info.cause, turn.parent
     earlier = [answer for answer in context.children if answer.id < turn.id]
     if cause not in ("retry", "resample"):
@@ -232,23 +236,29 @@ def _wrong_turn(turn: Sampled, *, observed: bool) -> str:
 # ── what is it, more closely, and what does it cost? ────────────────────────────────────────────────────────────────
 
 
-class _Teller:
-    def __init__(self, session: Session, words: Words, renderer: Renderer | None, trained: Collection[int]) -> None:
+class _ForkDescriber:
+    def __init__(
+        self, session: StoredSession, words: NodeMessages, renderer: Renderer | None, trained: Collection[int]
+    ) -> None:
         self._session, self._words = session, words
         self._tokenizer = renderer.tokenizer if renderer is not None else None
         self._stops = frozenset(renderer.stop_ids) if renderer is not None else frozenset[int]()
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
-    def _shared(self, node: Node, prompt: Ids, tokens: int) -> int:
+    def _shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
         """Tokens before a fork that a trainer reads twice: where there are rows on both sides of it."""
         through = [leaf for leaf in self._trained if node in path(leaf)]
-        beside = [leaf for leaf in self._trained if leaf not in through and _common(path_ids(leaf), prompt) >= tokens]
+        beside = [
+            leaf
+            for leaf in self._trained
+            if leaf not in through and _common_prefix_size(path_ids(leaf), prompt) >= tokens
+        ]
         return tokens if through and beside else 0
 
-    def turn(self, turn: Sampled) -> Fork:
+    def turn(self, turn: StoredTurn) -> Fork:
         """Another answer to the same prompt."""
         left = max((a for a in turn.parent.children if a.id < turn.id), key=lambda a: a.id)
-        same_ids = _common(turn.ids, left.ids)
+        same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
         recorded = turn.info.cause or ""
         lost = (
@@ -257,7 +267,7 @@ class _Teller:
         return Fork(
             node=turn.id,
             recorded=recorded,
-            cause=_WORDS.get(recorded, "asked at the same time"),
+            cause=_CAUSE_NAMES.get(recorded, "asked at the same time"),
             left=left.id,
             token=prompt + same_ids,
             before=self._shown(
@@ -270,7 +280,7 @@ class _Teller:
             wasted=len(left.ids) if lost and not left.children else 0,
         )
 
-    def context(self, context: Context) -> Fork:
+    def context(self, context: StoredContext) -> Fork:
         prompt = path_ids(context)
         left, token = self._left(context, prompt)
         other = path_ids(left)
@@ -292,13 +302,13 @@ class _Teller:
     def _shown(self, ids: Ids) -> str:
         return self._tokenizer.decode(ids.tolist()) if self._tokenizer is not None else " ".join(map(str, ids.tolist()))
 
-    def _left(self, context: Context, prompt: Ids) -> tuple[Node | None, int]:
+    def _left(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
         """The line that it shares most of its tokens with, down to where that line had got, and where they part."""
-        best: tuple[int, int, Node | None] = (0, 0, None)
-        waiting: list[tuple[Node, int]] = [(root, 0) for root in self._session.roots if root.id < context.id]
+        best: tuple[int, int, StoredNode | None] = (0, 0, None)
+        waiting: list[tuple[StoredNode, int]] = [(root, 0) for root in self._session.roots if root.id < context.id]
         while waiting:
             node, start = waiting.pop()
-            alike = _common(node.ids, prompt[start:])
+            alike = _common_prefix_size(node.ids, prompt[start:])
             best = max(best, (start + alike, node.id, node), key=lambda found: found[:2])
             if alike == len(node.ids):
                 waiting += [(child, start + alike) for child in node.children if child.id < context.id]
@@ -310,29 +320,31 @@ class _Teller:
             found = max(after, key=lambda child: child.id)
         return found, token
 
-    def _cause(self, context: Context, left: Node | None, token: int) -> tuple[str, str]:
+    def _cause(self, context: StoredContext, left: StoredNode | None, token: int) -> tuple[str, str]:
         """The recorded cause, told more closely where the messages show more."""
         recorded = context.info.cause
         if recorded not in ("template", "edited"):
-            return _WORDS.get(recorded or "", "begun at the same time"), context.info.told.why
+            return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.told.why
         was, now = self._words.along(left), self._words.along(context)
         for n, (old, new) in enumerate(zip(was, now, strict=False)):
-            if not same(old, new):
-                if old.role == new.role == "system" and change(old, new) == "words":
+            if not same_meaning(old, new):
+                if old.role == new.role == "system" and classify_change(old, new) == "words":
                     return "system prompt changed", f"message {n + 1}"
-                return _CHANGES.get(change(old, new), "edited"), f"message {n + 1}, {new.role}"
+                return _CHANGE_NAMES.get(classify_change(old, new), "edited"), f"message {n + 1}, {new.role}"
         # All of it means the same: what made the ids differ is how it is spelled, by the agent or by the template.
         for n, (old, new) in enumerate(zip(was, now, strict=False)):
-            how = change(old, new)
+            how = classify_change(old, new)
             if how in ("spelling", "whitespace"):
-                return _CHANGES[how], f"message {n + 1}, {new.role}, by the agent"
+                return _CHANGE_NAMES[how], f"message {n + 1}, {new.role}, by the agent"
         return ("edited", "") if recorded == "edited" else self._rewritten(left, token, context, now)
 
-    def _rewritten(self, left: Node | None, token: int, context: Context, now: list[Message]) -> tuple[str, str]:
+    def _rewritten(
+        self, left: StoredNode | None, token: int, context: StoredContext, now: list[Message]
+    ) -> tuple[str, str]:
         """The template itself wrote the past anew. Held against its own version of the turn, which begins at the same token."""
         at = None
         for node in path(left):
-            if isinstance(node, Sampled) and node.parent.length <= token <= node.length:
+            if isinstance(node, StoredTurn) and node.parent.length <= token <= node.length:
                 at = node
         if at is None or self._tokenizer is None:
             return "template", ""
@@ -354,7 +366,7 @@ class _Teller:
         return "template", f"writes turn {at.id} otherwise"
 
 
-def _common(one: Ids, other: Ids) -> int:
+def _common_prefix_size(one: Ids, other: Ids) -> int:
     """How many tokens two begin with alike."""
     size = min(len(one), len(other))
     apart = np.flatnonzero(one[:size] != other[:size])

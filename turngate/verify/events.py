@@ -10,34 +10,41 @@ import json
 from reprlib import repr as brief
 
 from turngate.types import Json
-from turngate.verify.findings import Book, Check
-from turngate.verify.store_reader import UNREADABLE, Event, Sampled, Session
+from turngate.verify.findings import CheckResults, VerifyCheck
+from turngate.verify.store_reader import DECODE_ERRORS, StoredEvent, StoredSession, StoredTurn
 
 _ENDS = ("sealed", "cancelled")
 _COMPARED = ("opened", "turn", "outcome", *_ENDS)
 # What is told of an outcome, and what it is where the outcome itself does not say.
-_OUTCOME: dict[str, Json] = {"kind": None, "reward": None, "resolved": None, "task": "", "group": "", "attempt": 1}
+_OUTCOME_DEFAULTS: dict[str, Json] = {
+    "kind": None,
+    "reward": None,
+    "resolved": None,
+    "task": "",
+    "group": "",
+    "attempt": 1,
+}
 
-Told = tuple[Event, dict[str, Json]]  # an event, and its data
+EventData = tuple[StoredEvent, dict[str, Json]]  # an event, and its data
 
 
-def events(session: Session, book: Book) -> None:
+def check_events(session: StoredSession, book: CheckResults) -> None:
     with book.check("structure", "events", "turns, end and outcome are those that events tell of") as check:
-        known, why = _since_opening(session)
+        known, why = _events_since_opening(session)
         if why:
             check.skip(why)
             return
-        told = [(event, data) for event in known if (data := _read(event, check)) is not None]
+        told = [(event, data) for event in known if (data := _decode_event(event, check)) is not None]
         if len(told) < len(known):
             return  # what seems to be missing may be what cannot be read
         of = {kind: [one for one in told if one[0].kind == kind] for kind in _COMPARED}
-        _opening(session, of["opened"][0][1], check)
-        _turns(session, of["turn"], check)
-        _end(session, [one for one in told if one[0].kind in _ENDS], check)
-        _outcome(session, of["outcome"], check)
+        _check_opening(session, of["opened"][0][1], check)
+        _check_turns(session, of["turn"], check)
+        _check_end(session, [one for one in told if one[0].kind in _ENDS], check)
+        _check_outcome(session, of["outcome"], check)
 
 
-def _since_opening(session: Session) -> tuple[list[Event], str]:
+def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], str]:
     """The events from the opening on, or why that is not all of them. An id may have been used before: only its last session counts."""
     if session.beside.events is None:
         return [], "this folder is of a version that stored no events"
@@ -51,32 +58,32 @@ def _since_opening(session: Session) -> tuple[list[Event], str]:
     return known, ""
 
 
-def _read(event: Event, check: Check) -> dict[str, Json] | None:
-    data = _object(event.data)
-    check.hold(data is not None, f"event {event.seq} ({event.kind}) cannot be read")
+def _decode_event(event: StoredEvent, check: VerifyCheck) -> dict[str, Json] | None:
+    data = _decode_object(event.data)
+    check.expect(data is not None, f"event {event.seq} ({event.kind}) cannot be read")
     return data
 
 
-def _object(raw: object) -> dict[str, Json] | None:
+def _decode_object(raw: object) -> dict[str, Json] | None:
     """A JSON object; None where it is none."""
     try:
         data = json.loads(raw.decode() if isinstance(raw, bytes) else raw) if isinstance(raw, (bytes, str)) else None
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return None
     return data if isinstance(data, dict) else None
 
 
-def _opening(session: Session, data: dict[str, Json], check: Check) -> None:
+def _check_opening(session: StoredSession, data: dict[str, Json], check: VerifyCheck) -> None:
     if session.config_fault:
         return
     for name, stored in (("mode", session.config.mode), ("model", session.config.model)):
-        check.hold(
+        check.expect(
             data.get(name) == stored,
             f"it was opened with {name} {brief(data.get(name))}, and its settings have {brief(stored)}",
         )
 
 
-def _turns(session: Session, told: list[Told], check: Check) -> None:
+def _check_turns(session: StoredSession, told: list[EventData], check: VerifyCheck) -> None:
     """Every turn was told of once, as it is."""
     turns = {turn.id: turn for turn in session.turns}
     stored = {row.id for row in session.rows if row.kind == "sampled"}
@@ -85,17 +92,17 @@ def _turns(session: Session, told: list[Told], check: Check) -> None:
         node = data.get("node")
         if not isinstance(node, int) or node not in stored:
             gone = f"finish {brief(data.get('finish'))}, {brief(data.get('sampled_tokens'))} sampled tokens"
-            check.hold(False, f"event {event.seq} tells of a turn {brief(node)} that is not stored: {gone}")
+            check.expect(False, f"event {event.seq} tells of a turn {brief(node)} that is not stored: {gone}")
             continue
-        check.hold(node not in seen, f"event {event.seq} tells of it a second time", node=node)
+        check.expect(node not in seen, f"event {event.seq} tells of it a second time", node=node)
         seen.add(node)
         if node in turns:  # else it is told elsewhere what is wrong with it
-            _turn(turns[node], event, data, check)
+            _check_turn(turns[node], event, data, check)
     for node in sorted(stored - seen):
-        check.hold(False, "no event tells of this turn, and each is written with one", node=node)
+        check.expect(False, "no event tells of this turn, and each is written with one", node=node)
 
 
-def _turn(turn: Sampled, event: Event, data: dict[str, Json], check: Check) -> None:
+def _check_turn(turn: StoredTurn, event: StoredEvent, data: dict[str, Json], check: VerifyCheck) -> None:
     stored: dict[str, Json] = {
         "finish": turn.info.finish,
         "prompt_tokens": turn.parent.length,
@@ -103,41 +110,41 @@ def _turn(turn: Sampled, event: Event, data: dict[str, Json], check: Check) -> N
         "cause": turn.info.cause,
     }
     for name, value in stored.items():
-        check.hold(
+        check.expect(
             data.get(name) == value,
             f"{name}: {brief(value)} is stored, and event {event.seq} told {brief(data.get(name))}",
             node=turn.id,
         )
 
 
-def _end(session: Session, told: list[Told], check: Check) -> None:
+def _check_end(session: StoredSession, told: list[EventData], check: VerifyCheck) -> None:
     was = told[-1][0].kind if told else "open"
     what = f"event {told[-1][0].seq} told that it is {was}" if told else "no event tells that it has ended"
-    check.hold(session.status == was, f"its status is {brief(session.status)}, and {what}")
+    check.expect(session.status == was, f"its status is {brief(session.status)}, and {what}")
     if told and not session.loose:
         event, data = told[-1]
         whole = sum(turn.info.finish != "abort" for turn in session.turns)
-        check.hold(
+        check.expect(
             data.get("turns") == whole,
             f"{whole} turns that were not aborted are stored, and event {event.seq} told of {brief(data.get('turns'))}",
         )
 
 
-def _outcome(session: Session, told: list[Told], check: Check) -> None:
+def _check_outcome(session: StoredSession, told: list[EventData], check: VerifyCheck) -> None:
     """The newest event is of the outcome that is stored: one that replaces another has an event of its own."""
     outcome = session.beside.outcome
     if outcome is None:
-        check.hold(not told, "an outcome was recorded, as an event tells, and none is stored")
+        check.expect(not told, "an outcome was recorded, as an event tells, and none is stored")
         return
-    if not check.hold(bool(told), "an outcome is stored, and no event tells that one was recorded"):
+    if not check.expect(bool(told), "an outcome is stored, and no event tells that one was recorded"):
         return
     event, data = told[-1]
-    stored = _object(outcome.raw)
+    stored = _decode_object(outcome.raw)
     if stored is None:
         return  # told where outcomes are read
-    for name, otherwise in _OUTCOME.items():
+    for name, otherwise in _OUTCOME_DEFAULTS.items():
         value = stored.get(name, otherwise)
-        check.hold(
+        check.expect(
             data.get(name) == value,
             f"outcome: its {name} is stored as {brief(value)}, and event {event.seq} told {brief(data.get(name))}",
         )

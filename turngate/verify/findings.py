@@ -9,10 +9,10 @@ from typing import Literal
 import msgspec
 
 Part = Literal["structure", "rows", "render", "replay", "transcript"]
-_MOST = 20  # findings of one check that are told one by one
+_MAX_FINDINGS = 20  # findings of one check that are told one by one
 
 
-class Finding(msgspec.Struct, frozen=True):
+class VerifyFinding(msgspec.Struct, frozen=True):
     """One check, and what came of it: one finding that it holds, or one for each place where it does not."""
 
     part: Part
@@ -31,7 +31,7 @@ class Note(msgspec.Struct, frozen=True):
     node: int | None = None
 
 
-class Unchecked(msgspec.Struct, frozen=True):
+class SkippedCheck(msgspec.Struct, frozen=True):
     """What could not be looked at, and why."""
 
     part: Part
@@ -39,7 +39,7 @@ class Unchecked(msgspec.Struct, frozen=True):
     why: str
 
 
-class Difference(msgspec.Struct, frozen=True):
+class TemplateDifference(msgspec.Struct, frozen=True):
     """Where the chat template, asked for the whole conversation, would say something else than what was sent, and why."""
 
     branch: int  # the turn at the end of it
@@ -95,78 +95,78 @@ class Verdict(msgspec.Struct, frozen=True):
     ok: bool
     status: str
     counts: Counts
-    findings: tuple[Finding, ...]
+    findings: tuple[VerifyFinding, ...]
     notes: tuple[Note, ...] = ()
-    unchecked: tuple[Unchecked, ...] = ()
+    unchecked: tuple[SkippedCheck, ...] = ()
     forks: tuple[Fork, ...] = ()
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TemplateDifference, ...] = ()
     replay: Replay | None = None
 
     @property
-    def wrong(self) -> tuple[Finding, ...]:
+    def wrong(self) -> tuple[VerifyFinding, ...]:
         return tuple(finding for finding in self.findings if not finding.ok)
 
 
-def unreadable(session: str, why: str) -> Verdict:
+def unreadable_verdict(session: str, why: str) -> Verdict:
     """The verdict on a session of which nothing can be told."""
-    finding = Finding("structure", "readable", False, why)
+    finding = VerifyFinding("structure", "readable", False, why)
     return Verdict(session=session, ok=False, status="unreadable", counts=Counts(), findings=(finding,))
 
 
-class Check:
+class VerifyCheck:
     """One check while it is made."""
 
     def __init__(self, part: Part, name: str) -> None:
         self.part: Part = part
         self.name = name
         self.looked = 0
-        self.wrong: list[Finding] = []
+        self.wrong: list[VerifyFinding] = []
         self.skipped = ""
 
-    def hold(self, holds: bool, what: str, *, node: int | None = None, where: str = "") -> bool:
+    def expect(self, holds: bool, what: str, *, node: int | None = None, where: str = "") -> bool:
         """`what`: what is wrong if it does not hold."""
         self.looked += 1
         if not holds:
             place = where or (f"node {node}" if node is not None else "")
-            self.wrong.append(Finding(self.part, self.name, False, what, place, node))
+            self.wrong.append(VerifyFinding(self.part, self.name, False, what, place, node))
         return holds
 
     def skip(self, why: str) -> None:
         self.skipped = why
 
 
-class Book:
+class CheckResults:
     """Everything that is found, as it is found."""
 
     def __init__(self) -> None:
-        self._checks: list[tuple[Check, str]] = []
+        self._checks: list[tuple[VerifyCheck, str]] = []
         self.notes: list[Note] = []
         self.forks: list[Fork] = []
-        self.differences: list[Difference] = []
+        self.differences: list[TemplateDifference] = []
         self.replay: Replay | None = None
 
     @contextmanager
-    def check(self, part: Part, name: str, promise: str) -> Iterator[Check]:
+    def check(self, part: Part, name: str, promise: str) -> Iterator[VerifyCheck]:
         """`promise`: what it means that the check holds."""
-        check = Check(part, name)
+        check = VerifyCheck(part, name)
         self._checks.append((check, promise))
         yield check
 
     def note(self, check: str, what: str, node: int | None = None) -> None:
-        if sum(note.check == check for note in self.notes) < _MOST:
+        if sum(note.check == check for note in self.notes) < _MAX_FINDINGS:
             self.notes.append(Note(check, what, node))
 
-    def findings(self) -> tuple[Finding, ...]:
-        found: list[Finding] = []
+    def findings(self) -> tuple[VerifyFinding, ...]:
+        found: list[VerifyFinding] = []
         for check, promise in self._checks:
             if check.wrong:
-                found += check.wrong[:_MOST]
-                if len(check.wrong) > _MOST:
-                    more = f"and {len(check.wrong) - _MOST} more"
-                    found.append(Finding(check.part, check.name, False, more))
+                found += check.wrong[:_MAX_FINDINGS]
+                if len(check.wrong) > _MAX_FINDINGS:
+                    more = f"and {len(check.wrong) - _MAX_FINDINGS} more"
+                    found.append(VerifyFinding(check.part, check.name, False, more))
             elif not check.skipped:
-                found.append(Finding(check.part, check.name, True, promise, f"{check.looked} looked at"))
+                found.append(VerifyFinding(check.part, check.name, True, promise, f"{check.looked} looked at"))
         return tuple(found)
 
-    def unchecked(self) -> tuple[Unchecked, ...]:
-        return tuple(Unchecked(c.part, c.name, c.skipped) for c, _ in self._checks if c.skipped)
+    def unchecked(self) -> tuple[SkippedCheck, ...]:
+        return tuple(SkippedCheck(c.part, c.name, c.skipped) for c, _ in self._checks if c.skipped)

@@ -9,60 +9,40 @@ from typing import Literal
 
 import msgspec
 
-from turngate.dialects.chat import Chat, ChatTools
+from turngate.dialects import decode_stored_tools
+from turngate.dialects.chat import Chat
 from turngate.dialects.gemini import Gemini
-from turngate.dialects.gemini_tools import GeminiTools
 from turngate.dialects.messages import Messages
 from turngate.dialects.messages_history import MessagesHistory, MessagesTools
 from turngate.dialects.responses import Responses
-from turngate.dialects.responses_tools import ResponsesTools
 from turngate.errors import BadRequest
 from turngate.types import History, Json, Message, Tool
-from turngate.verify.store_reader import UNREADABLE, Context, Node, Preamble, Sampled, Session, path
+from turngate.verify.store_reader import (
+    DECODE_ERRORS,
+    StoredContext,
+    StoredNode,
+    StoredPreamble,
+    StoredSession,
+    StoredTurn,
+    path,
+)
 
 Change = Literal["", "thinking", "spelling", "whitespace", "ids", "words"]
 _pieces = msgspec.json.Decoder(list[msgspec.Raw])
 _message = msgspec.json.Decoder(Message)
-_UNREADABLE = (BadRequest, KeyError, *UNREADABLE)
+_MESSAGE_ERRORS = (BadRequest, KeyError, *DECODE_ERRORS)
 
 
-class _Allowed(msgspec.Struct):
-    """How tools of the Responses dialect are stored where only some were allowed."""
-
-    allowed_tools: list[str]
-    tools: msgspec.Raw
-
-
-def tools_of(dialect: str, raw: bytes) -> tuple[Tool, ...]:
-    """The tools of a stored preamble. Raises BadRequest where they are none."""
-    if raw in (b"", b"[]"):
-        return ()
-    match dialect:
-        case "chat":
-            return ChatTools(raw).decode()
-        case "messages":
-            return MessagesTools(raw).decode()
-        case "gemini":
-            return GeminiTools(raw).decode()
-        case "responses" if raw.lstrip().startswith(b"{"):
-            some = msgspec.json.decode(raw, type=_Allowed)
-            return ResponsesTools(bytes(some.tools), some.allowed_tools, renewed=True).decode()
-        case "responses":
-            return ResponsesTools(raw, renewed=True).decode()
-        case _:
-            raise BadRequest(f"{dialect!r} is no dialect")
-
-
-def digest_of(tools: Sequence[Tool], kwargs: bytes) -> bytes:
+def compute_digest(tools: Sequence[Tool], kwargs: bytes) -> bytes:
     """How a preamble is named: by the meaning of its tools, and by its template arguments."""
     meaning = blake2b(json.dumps([tool.wire for tool in tools], sort_keys=True).encode(), digest_size=16).digest()
     return blake2b(meaning + kwargs, digest_size=16).digest()
 
 
-class Words:
+class NodeMessages:
     """Reads each node once. What cannot be read is in `faults`, by node."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: StoredSession) -> None:
         self._session = session
         self._said: dict[int, tuple[Message, ...]] = {}
         self.last_piece: dict[int, tuple[Message, ...]] = {}
@@ -72,31 +52,31 @@ class Words:
         for node in session.nodes:
             try:
                 self._said[node.id] = self._read(node)
-            except _UNREADABLE as error:
+            except _MESSAGE_ERRORS as error:
                 self.faults[node.id] = str(error)
 
-    def of(self, node: Node) -> tuple[Message, ...]:
+    def of(self, node: StoredNode) -> tuple[Message, ...]:
         return self._said.get(node.id, ())
 
-    def turn(self, turn: Sampled) -> Message:
+    def turn(self, turn: StoredTurn) -> Message:
         return next(iter(self.of(turn)), Message("assistant"))
 
-    def along(self, node: Node | None) -> list[Message]:
+    def along(self, node: StoredNode | None) -> list[Message]:
         """Everything said from the root to the end of `node`."""
         return [message for n in path(node) for message in self.of(n)]
 
-    def readable(self, node: Node) -> bool:
+    def readable(self, node: StoredNode) -> bool:
         return not any(n.id in self.faults for n in path(node))
 
-    def preamble(self, context: Context) -> Preamble | None:
+    def preamble(self, context: StoredContext) -> StoredPreamble | None:
         return self._session.preambles.get(context.info.preamble)
 
-    def tools(self, context: Context) -> tuple[Tool, ...] | None:
+    def tools(self, context: StoredContext) -> tuple[Tool, ...] | None:
         """None where they are not stored or cannot be read."""
         found = self.tools_or_fault(context)
         return None if isinstance(found, str) else found
 
-    def tools_or_fault(self, context: Context) -> tuple[Tool, ...] | str:
+    def tools_or_fault(self, context: StoredContext) -> tuple[Tool, ...] | str:
         """The tools, or why there are none. One set may have come in several dialects, and is stored in the first one's words."""
         digest = context.info.preamble
         stored = self._session.preambles.get(digest)
@@ -114,17 +94,17 @@ class Words:
             fault = fault or found
         return fault
 
-    def _decoded(self, digest: bytes, dialect: str, stored: Preamble) -> tuple[Tool, ...] | str:
+    def _decoded(self, digest: bytes, dialect: str, stored: StoredPreamble) -> tuple[Tool, ...] | str:
         try:
-            tools = tools_of(dialect, stored.tools)
-        except _UNREADABLE as error:
+            tools = decode_stored_tools(dialect, stored.tools)
+        except _MESSAGE_ERRORS as error:
             return f"the tools that its call offered cannot be read: {error}"
-        if digest_of(tools, stored.kwargs) != digest:
+        if compute_digest(tools, stored.kwargs) != digest:
             return "the tools or template arguments stored under its digest are others than that digest's"
         return tools
 
-    def _read(self, node: Node) -> tuple[Message, ...]:
-        if isinstance(node, Sampled):
+    def _read(self, node: StoredNode) -> tuple[Message, ...]:
+        if isinstance(node, StoredTurn):
             return (_message.decode(node.row.messages),)
         history = self._history(node)
         pieces = [history.decode(n) for n in range(len(history.raws))]
@@ -132,30 +112,30 @@ class Words:
         self.last_piece[node.id] = pieces[-1] if pieces else ()
         return tuple(message for piece in pieces for message in piece)
 
-    def _history(self, context: Context) -> History:
+    def _history(self, context: StoredContext) -> History:
         raws = [bytes(piece) for piece in _pieces.decode(context.row.messages)]
         match context.info.dialect:
             case "chat":
-                return Chat().history(raws)
+                return Chat().stored_history(raws)
             case "responses":
-                return Responses().history(raws)
+                return Responses().stored_history(raws)
             case "gemini":
-                return Gemini().history(raws)
+                return Gemini().stored_history(raws)
             case "messages":
                 stored = self._session.preambles.get(context.info.preamble)
                 if stored is None or stored.tools in (b"", b"[]") or b"tool_" not in context.row.messages:
-                    return Messages().history(raws)
+                    return Messages().stored_history(raws)
                 return MessagesHistory(raws, MessagesTools(stored.tools))  # messages may refer to tools
             case other:
-                raise BadRequest(f"{other!r} is no dialect")
+                raise BadRequest(f"{other!r} is not a dialect")
 
 
-def call_name(call_id: str) -> str:
+def bare_call_id(call_id: str) -> str:
     """A call's id without what wire formats dress it with."""
     return call_id.removeprefix("call_").removeprefix("toolu_")
 
 
-def in_order(messages: Sequence[Message]) -> list[Message]:
+def order_results(messages: Sequence[Message]) -> list[Message]:
     """Results in a row, in the order of the calls that they answer, as far as ids or names tell."""
     ordered: list[Message] = []
     run: list[tuple[int, Message]] = []
@@ -163,25 +143,25 @@ def in_order(messages: Sequence[Message]) -> list[Message]:
     free: list[int] = []
     for message in [*messages, None]:
         if message is not None and message.role == "tool":
-            named = [n for n in free if calls[n][0] == call_name(message.tool_call_id)]
+            named = [n for n in free if calls[n][0] == bare_call_id(message.tool_call_id)]
             named = named or [n for n in free if message.tool_call_id == message.name == calls[n][1]]
             place = named[0] if named else -1
             if named:
                 free.remove(place)
             run.append((place, message))
             continue
-        ordered += _sorted(run)
+        ordered += _sort_run(run)
         run = []
         if message is None:
             break
         if message.role == "assistant":
-            calls = [(call_name(call.id), call.name) for call in message.tool_calls]
+            calls = [(bare_call_id(call.id), call.name) for call in message.tool_calls]
             free = list(range(len(calls)))
         ordered.append(message)
     return ordered
 
 
-def _sorted(run: list[tuple[int, Message]]) -> list[Message]:
+def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
     """By place; one without a place stays where it is, and nothing passes it."""
     out: list[tuple[int, Message]] = []
     for place, message in run:
@@ -193,7 +173,7 @@ def _sorted(run: list[tuple[int, Message]]) -> list[Message]:
     return [message for _, message in out]
 
 
-def same(was: Message, now: Message) -> bool:
+def same_meaning(was: Message, now: Message) -> bool:
     """Whether both say the same, whatever their spelling: trimmed ends, JSON written anew, thinking left out, other call ids."""
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
@@ -204,19 +184,19 @@ def same(was: Message, now: Message) -> bool:
     )
 
 
-def change(was: Message, now: Message) -> Change:
+def classify_change(was: Message, now: Message) -> Change:
     """In what two messages differ; empty if in nothing that could be seen."""
     calls = list(zip(was.tool_calls, now.tool_calls, strict=False))
-    if not same(was, now):
+    if not same_meaning(was, now):
         squeezed = msgspec.structs.replace(was, content=now.content)
-        return "whitespace" if was.content.split() == now.content.split() and same(squeezed, now) else "words"
+        return "whitespace" if was.content.split() == now.content.split() and same_meaning(squeezed, now) else "words"
     if any(a.arguments != b.arguments for a, b in calls):
         return "spelling"
     if was.content != now.content:
         return "whitespace"
     if was.reasoning.strip() != now.reasoning.strip():
         return "thinking"
-    return "ids" if any(call_name(a.id) != call_name(b.id) for a, b in calls) else ""
+    return "ids" if any(bare_call_id(a.id) != bare_call_id(b.id) for a, b in calls) else ""
 
 
 def _same_json(one: str, other: str) -> bool:

@@ -16,12 +16,12 @@ import numpy as np
 
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import Renderer, TemplateRenderer, Tokenizer
-from turngate.render.certificate_cache import recall_any
+from turngate.render.certificate_cache import load_any_record
 from turngate.render.parse import HERMES, Parsed
 from turngate.types import Constraint, Ids, Json, Message, Tool, ToolCall
-from turngate.verify.findings import Book, Check, Difference
-from turngate.verify.messages import Words, in_order
-from turngate.verify.store_reader import Context, Sampled, Session, path, path_ids
+from turngate.verify.findings import CheckResults, TemplateDifference, VerifyCheck
+from turngate.verify.messages import NodeMessages, order_results
+from turngate.verify.store_reader import StoredContext, StoredSession, StoredTurn, path, path_ids
 
 _MARK = "turngateVERIFYMARK"
 _REFERENCE = b'"tool_reference"'  # Anthropic's, to a tool that was deferred
@@ -37,13 +37,13 @@ class Renderers:
         self._tokenizer, self._family, self._given = tokenizer, "" if family == "auto" else family, given
         self._made: dict[tuple[str, str], Renderer] = {}
         if self._family:
-            _known(self._family)
+            _require_family(self._family)
         if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
             raise ConfigError(
                 f"tokenizer: {tokenizer} is no tokenizer; give a folder that holds tokenizer.json", param="tokenizer"
             )
 
-    def of(self, session: Session) -> Renderer:
+    def of(self, session: StoredSession) -> Renderer:
         """Raises ConfigError where there is none for it."""
         if self._given is not None:
             return self._matching(self._given, session)
@@ -52,13 +52,13 @@ class Renderers:
             raise ConfigError("it is not recorded where its tokenizer was; give --tokenizer PATH", param="tokenizer")
         if not folder.is_dir():
             raise ConfigError(f"its tokenizer is no longer at {folder}; give --tokenizer PATH", param="tokenizer")
-        family = self._family or session.renderer.removeprefix("family:") or _known_family(session.config.model)
+        family = self._family or session.renderer.removeprefix("family:") or _family_for_model(session.config.model)
         key = str(folder), family
         if key not in self._made:
-            self._made[key] = _renderer(folder, family)
+            self._made[key] = _load_renderer(folder, family)
         return self._matching(self._made[key], session)
 
-    def _matching(self, renderer: Renderer, session: Session) -> Renderer:
+    def _matching(self, renderer: Renderer, session: StoredSession) -> Renderer:
         if renderer.tokenizer.digest != session.vocabulary:
             raise ConfigError(
                 f"the tokenizer at {renderer.tokenizer.folder} is another than the one it was recorded with",
@@ -67,7 +67,7 @@ class Renderers:
         return renderer
 
 
-def _known(family: str) -> None:
+def _require_family(family: str) -> None:
     """Raises ConfigError where nothing renders as `family`."""
     if family == "template":
         return
@@ -86,7 +86,7 @@ def _known(family: str) -> None:
         raise ConfigError(f"family: {family!r} is none of {choices}", param="family") from None
 
 
-def _known_family(model: str) -> str:
+def _family_for_model(model: str) -> str:
     """The hand-written renderer that a gateway takes by itself for a model of this name."""
     if "/" not in model or find_spec("renderers") is None:
         return "template"
@@ -95,8 +95,10 @@ def _known_family(model: str) -> str:
     return family_of(model) or "template"
 
 
-def _renderer(folder: Path, family: str) -> Renderer:
-    known = recall_any(folder)  # of the vocabulary alone: what was found out about the template is not taken on trust
+def _load_renderer(folder: Path, family: str) -> Renderer:
+    known = load_any_record(
+        folder
+    )  # of the vocabulary alone: what was found out about the template is not taken on trust
     tokenizer = Tokenizer(folder) if known is None else Tokenizer(folder, vocabulary=known.vocabulary, fast=known.fast)
     if family in ("template", "auto"):
         return TemplateRenderer(tokenizer)
@@ -107,12 +109,14 @@ def _renderer(folder: Path, family: str) -> Renderer:
     return FamilyRenderer(tokenizer, family)
 
 
-def render(session: Session, words: Words, renderers: Renderers, book: Book) -> Renderer | None:
+def check_rendering(
+    session: StoredSession, words: NodeMessages, renderers: Renderers, book: CheckResults
+) -> Renderer | None:
     """The renderer that it was read with, if there is one."""
     with book.check("structure", "vocabulary", "the tokenizer that the ids are of is known") as vocabulary:
         exact = session.config.mode != "observe"
         known = not exact or bool(session.vocabulary and session.folder)
-        vocabulary.hold(known, f"nothing is recorded of a tokenizer {session.vocabulary!r}")
+        vocabulary.expect(known, f"nothing is recorded of a tokenizer {session.vocabulary!r}")
     why = "" if exact else "an observed endpoint renders and reads by itself"
     renderer: Renderer | None = None
     if exact:
@@ -120,7 +124,7 @@ def render(session: Session, words: Words, renderers: Renderers, book: Book) -> 
             renderer = renderers.of(session)
         except (ConfigError, BadRequest) as error:
             why = error.message
-    reading = None if renderer is None else _Reading(session, words, renderer)
+    reading = None if renderer is None else _RenderCheck(session, words, renderer)
     with book.check(
         "render", "context", "the ids of every context are the chat template's own for the messages that it adds"
     ) as check:
@@ -140,8 +144,8 @@ def render(session: Session, words: Words, renderers: Renderers, book: Book) -> 
     return renderer
 
 
-class _Reading:
-    def __init__(self, session: Session, words: Words, renderer: Renderer) -> None:
+class _RenderCheck:
+    def __init__(self, session: StoredSession, words: NodeMessages, renderer: Renderer) -> None:
         self._session, self._words, self._renderer = session, words, renderer
         self._tokenizer = renderer.tokenizer
         self._stops = frozenset(renderer.stop_ids)
@@ -149,7 +153,7 @@ class _Reading:
 
     # ── contexts ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def contexts(self, check: Check, book: Book) -> None:
+    def contexts(self, check: VerifyCheck, book: CheckResults) -> None:
         for context in self._session.contexts:
             if not self._words.readable(context) or self._words.tools(context) is None:
                 continue  # told where those are read
@@ -164,9 +168,9 @@ class _Reading:
                     "context", f"it refers to tools that are not stored, so it cannot be told: {wrong}", context.id
                 )
                 continue
-            check.hold(not wrong, wrong, node=context.id)
+            check.expect(not wrong, wrong, node=context.id)
 
-    def _context(self, context: Context) -> str:
+    def _context(self, context: StoredContext) -> str:
         """What is wrong with its ids; empty if nothing."""
         if context.parent is None:
             return self._compared(context.ids, self._whole(context), context.length - len(context.ids))
@@ -183,21 +187,21 @@ class _Reading:
             return ""
         return self._compared(context.ids, whole[len(whole) - size :] if due is None else due, context.length - size)
 
-    def _whole(self, context: Context) -> Ids:
-        messages = in_order(self._words.along(context))
+    def _whole(self, context: StoredContext) -> Ids:
+        messages = order_results(self._words.along(context))
         if isinstance(self._renderer, TemplateRenderer):
             return self._encoded(self._text(messages, context))
         tools, kwargs = self._words.tools(context) or (), self._kwargs(context)
         return np.array(self._renderer.render(messages, tools, kwargs), np.int32)
 
-    def _following(self, context: Context, turn: Sampled) -> Ids | None:
+    def _following(self, context: StoredContext, turn: StoredTurn) -> Ids | None:
         """What the template writes between the turn and the next one, found behind a mark in place of the turn's last words."""
         before, new = self._words.along(turn.parent), self._words.of(context)
         if any(message.role == "assistant" for message in new):
             return None  # words that the agent put into the model's mouth: nothing was extended
-        ordered = in_order([*before, self._words.turn(turn), *new])
+        ordered = order_results([*before, self._words.turn(turn), *new])
         at = len(before)
-        text = self._text([*ordered[:at], _marked(ordered[at]), *ordered[at + 1 :]], context)
+        text = self._text([*ordered[:at], _mark_end(ordered[at]), *ordered[at + 1 :]], context)
         start = text.rfind(_MARK)
         ends = [
             (found, i) for i in self._renderer.stop_ids if (found := text.find(self._tokenizer.decode(i), start)) >= 0
@@ -209,14 +213,14 @@ class _Reading:
         if len(turn.ids) and int(turn.ids[-1]) in self._stops:
             return after
         # The turn was cut short: what closes it was not sampled, so it belongs to the context.
-        closed = turn.info.reasoning_open and _begins(context.ids, self._close)
+        closed = turn.info.reasoning_open and _starts_with(context.ids, self._close)
         return np.array([*(self._close if closed or self._derives(turn) else []), stop, *after], np.int32)
 
-    def _derives(self, turn: Sampled) -> bool:
+    def _derives(self, turn: StoredTurn) -> bool:
         """Our own renderer always closes thinking that was cut short; a hand-written one may know better."""
         return turn.info.reasoning_open and isinstance(self._renderer, TemplateRenderer)
 
-    def _text(self, messages: list[Message], context: Context) -> str:
+    def _text(self, messages: list[Message], context: StoredContext) -> str:
         tools, kwargs = self._words.tools(context) or (), self._kwargs(context)
         if not isinstance(self._renderer, TemplateRenderer):
             return self._tokenizer.decode(self._renderer.render(messages, tools, kwargs))
@@ -225,7 +229,7 @@ class _Reading:
         # A template may tell the date, and that was the one of that day.
         return self._renderer.text(messages, tools, {"strftime_now": then.strftime, **kwargs})
 
-    def _kwargs(self, context: Context) -> dict[str, Json]:
+    def _kwargs(self, context: StoredContext) -> dict[str, Json]:
         preamble = self._words.preamble(context)
         return msgspec.json.decode(preamble.kwargs, type=dict[str, Json]) if preamble is not None else {}
 
@@ -235,7 +239,7 @@ class _Reading:
     def _compared(self, stored: Ids, due: Ids, start: int) -> str:
         if np.array_equal(stored, due):
             return ""
-        at = _first(stored, due)
+        at = _first_difference(stored, due)
         return (
             f"token {start + at}: sent {self._around(stored, at)!r}, where the template says {self._around(due, at)!r}"
         )
@@ -245,14 +249,14 @@ class _Reading:
 
     # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def turns(self, check: Check, book: Book) -> None:
+    def turns(self, check: VerifyCheck, book: CheckResults) -> None:
         for turn in self._session.turns:
             tools = self._words.tools(turn.parent)
             if turn.id in self._words.faults or tools is None:
                 continue
             parsed, cut = self._parsed(turn, tools)
             wrong = self._told_apart(turn, parsed)
-            if check.hold(not wrong, wrong, node=turn.id):
+            if check.expect(not wrong, wrong, node=turn.id):
                 self._ended(turn, cut, check, book)
             over = [int(i) for i in turn.ids if i >= self._tokenizer.vocab_size]
             if over:
@@ -262,7 +266,7 @@ class _Reading:
                     turn.id,
                 )
 
-    def _parsed(self, turn: Sampled, tools: tuple[Tool, ...]) -> tuple[Parsed, str]:
+    def _parsed(self, turn: StoredTurn, tools: tuple[Tool, ...]) -> tuple[Parsed, str]:
         """What the ids come to, and what ended them besides the model: nothing, `one call` or `stop string`."""
         message = self._words.turn(turn)
         kind = next((b.removeprefix("constrained: ") for b in turn.info.biases if b.startswith("constrained: ")), "")
@@ -279,28 +283,28 @@ class _Reading:
 
         plain, _ = read()
         ended = turn.info.finish not in ("stop", "tool_calls") or (len(turn.ids) and int(turn.ids[-1]) in self._stops)
-        if ended and _same(plain, message):
+        if ended and _matches(plain, message):
             return plain, ""
         # Calls that ask for one call only, or that name strings to stop at, are not stored as such: their marks are in the turn.
         one, satisfied = read(one_call=True)
-        if satisfied and _same(one, message):
+        if satisfied and _matches(one, message):
             return one, "one call"
         text = self._tokenizer.decode(turn.ids.tolist())
         for size in range(1, min(len(text), _LONGEST_STOP) + 1):
             stopped, satisfied = read((text[-size:],))
-            if satisfied and _same(stopped, message):
+            if satisfied and _matches(stopped, message):
                 return stopped, "stop string"
         return plain, ""
 
-    def _told_apart(self, turn: Sampled, parsed: Parsed) -> str:
+    def _told_apart(self, turn: StoredTurn, parsed: Parsed) -> str:
         said, again = self._words.turn(turn), parsed.message
         for what, was, now in (
             ("text", said.content, again.content),
             ("thinking", said.reasoning, again.reasoning),
-            ("calls", _calls(said), _calls(again)),
+            ("calls", _encode_calls(said), _encode_calls(again)),
         ):
             if was != now:
-                return f"its {what} was recorded as {_short(was)}, and its ids say {_short(now)}"
+                return f"its {what} was recorded as {_shorten(was)}, and its ids say {_shorten(now)}"
         if parsed.reasoning_open != turn.info.reasoning_open and turn.info.finish != "abort":
             return (
                 "it is marked to end inside thinking, and does not"
@@ -309,18 +313,18 @@ class _Reading:
             )
         return ""
 
-    def _ended(self, turn: Sampled, cut: str, check: Check, book: Book) -> None:
+    def _ended(self, turn: StoredTurn, cut: str, check: VerifyCheck, book: CheckResults) -> None:
         closed = bool(len(turn.ids)) and int(turn.ids[-1]) in self._stops
         constrained = any(bias.startswith("constrained: ") for bias in turn.info.biases)
         if turn.info.finish in ("stop", "tool_calls") and len(turn.ids) and not (closed or cut or constrained):
             book.note("finish", "the engine said that the model had ended, and its last id ends nothing", turn.id)
         if turn.info.finish == "length":
             limited = self._session.config.limits.sampled_tokens is not None  # that may be met with the very last id
-            check.hold(not closed or limited, "it is marked as cut short, and its last id is a stop", node=turn.id)
+            check.expect(not closed or limited, "it is marked as cut short, and its last id is a stop", node=turn.id)
 
     # ── branches ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[TemplateDifference]:
         found = []
         for leaf in self._session.leaves:
             context = leaf.parent
@@ -335,20 +339,20 @@ class _Reading:
                 found.append(self._difference(leaf, sent, whole))
         return found
 
-    def _difference(self, leaf: Sampled, sent: Ids, whole: Ids) -> Difference:
-        at = _first(sent, whole)
+    def _difference(self, leaf: StoredTurn, sent: Ids, whole: Ids) -> TemplateDifference:
+        at = _first_difference(sent, whole)
         nodes = path(leaf.parent)
         node, end = nodes[0], 0
         for node in nodes:
             end += len(node.ids)
             if at < end:
                 break
-        if isinstance(node, Context) and node.parent is not None and at == end - len(node.ids):
+        if isinstance(node, StoredContext) and node.parent is not None and at == end - len(node.ids):
             node = node.parent  # the template's version of the turn goes on where ours has ended
-        why = self._why(node, whole) if isinstance(node, Sampled) else self._why_context(node, sent, whole)
-        return Difference(leaf.id, node.id, at, why, self._around(sent, at), self._around(whole, at))
+        why = self._why(node, whole) if isinstance(node, StoredTurn) else self._why_context(node, sent, whole)
+        return TemplateDifference(leaf.id, node.id, at, why, self._around(sent, at), self._around(whole, at))
 
-    def _why(self, turn: Sampled, whole: Ids) -> str:
+    def _why(self, turn: StoredTurn, whole: Ids) -> str:
         """Held against the template's own version of the turn, which begins at the same token."""
         message = self._words.turn(turn)
         rest = whole[turn.parent.length :].tolist()
@@ -356,9 +360,9 @@ class _Reading:
         said, written = self._tokenizer.decode(turn.ids.tolist()), self._tokenizer.decode(rest[:end])
         if said == written:
             return "sampled ids that the tokenizer would write with others"
-        if message.reasoning and _lines(message.reasoning) not in _lines(written):
+        if message.reasoning and _collapse_whitespace(message.reasoning) not in _collapse_whitespace(written):
             return "thinking kept, which the template drops"
-        if _lines(said) == _lines(written):
+        if _collapse_whitespace(said) == _collapse_whitespace(written):
             return "whitespace"
         if "\ufffd" in said:
             return "sampled bytes that are no text"
@@ -366,19 +370,19 @@ class _Reading:
             return "a turn that was cut short"
         if any(int(i) in self._tokenizer.special_ids for i in turn.ids[:-1]) and not message.tool_calls:
             return "special tokens that the model sampled"
-        if _squeezed(said) == _squeezed(written):
+        if _strip_whitespace(said) == _strip_whitespace(written):
             return "JSON spelling of the model's calls" if message.tool_calls else "whitespace"
         if message.tool_calls and any(call.arguments not in written for call in message.tool_calls):
             return "JSON spelling of the model's calls"
-        if message.reasoning or _lines(said).startswith(HERMES.reasoning_open):
+        if message.reasoning or _collapse_whitespace(said).startswith(HERMES.reasoning_open):
             return "how the template writes thinking"
         return "how the template writes calls" if message.tool_calls else "words that the template writes otherwise"
 
-    def _why_context(self, context: Context, sent: Ids, whole: Ids) -> str:
+    def _why_context(self, context: StoredContext, sent: Ids, whole: Ids) -> str:
         ours, theirs = self._tokenizer.decode(sent.tolist()), self._tokenizer.decode(whole.tolist())
         if ours == theirs:
             return "ids that the tokenizer would write with others"
-        if _lines(ours) == _lines(theirs):
+        if _collapse_whitespace(ours) == _collapse_whitespace(theirs):
             return "whitespace"
         if any(message.role == "system" for message in self._words.of(context)) and context.parent is not None:
             return "a late system message"
@@ -387,7 +391,7 @@ class _Reading:
         return "what the template writes at the end of a prompt, and not in the middle of a conversation"
 
 
-def _marked(message: Message) -> Message:
+def _mark_end(message: Message) -> Message:
     """The turn, ending in a mark that can be found in the rendered text."""
     if not message.tool_calls:
         return Message("assistant", _MARK)
@@ -402,34 +406,38 @@ def _reasoning_close(renderer: Renderer) -> list[int]:
     return renderer.tokenizer.encode(syntax.reasoning_close)
 
 
-def _begins(ids: Ids, with_: list[int]) -> bool:
+def _starts_with(ids: Ids, with_: list[int]) -> bool:
     return bool(ids[: len(with_)].tolist() == with_)
 
 
-def _same(parsed: Parsed, message: Message) -> bool:
+def _matches(parsed: Parsed, message: Message) -> bool:
     again = parsed.message
-    return (again.content, again.reasoning, _calls(again)) == (message.content, message.reasoning, _calls(message))
+    return (again.content, again.reasoning, _encode_calls(again)) == (
+        message.content,
+        message.reasoning,
+        _encode_calls(message),
+    )
 
 
-def _calls(message: Message) -> str:
+def _encode_calls(message: Message) -> str:
     """Names and arguments as the model wrote them; the ids are made up."""
     return msgspec.json.encode([(call.name, call.arguments) for call in message.tool_calls]).decode()
 
 
-def _first(one: Ids, other: Ids) -> int:
+def _first_difference(one: Ids, other: Ids) -> int:
     """Where two begin to differ."""
     size = min(len(one), len(other))
     apart = np.flatnonzero(one[:size] != other[:size])
     return int(apart[0]) if len(apart) else size
 
 
-def _lines(text: str) -> str:
+def _collapse_whitespace(text: str) -> str:
     return " ".join(text.split())
 
 
-def _squeezed(text: str) -> str:
+def _strip_whitespace(text: str) -> str:
     return "".join(text.split())
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 120 else f"{text[:60]} … {text[-60:]}")

@@ -20,10 +20,10 @@ import orjson
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import EngineError, EngineUnavailable
 from turngate.types import Ids, Json, Logprobs
-from turngate.verify.findings import Book, Replay
-from turngate.verify.store_reader import UNREADABLE, Sampled, Session, path, path_ids
+from turngate.verify.findings import CheckResults, Replay
+from turngate.verify.store_reader import DECODE_ERRORS, StoredSession, StoredTurn, path, path_ids
 
-_MOST = 5  # tokens of one turn that are told one by one
+_MAX_TOKENS_SHOWN = 5  # tokens of one turn that are told one by one
 TOLERANCE = 0.02  # for engines that compute in bfloat16: reading a prompt and sampling it are different kernels
 
 
@@ -37,7 +37,7 @@ class Scorer(Protocol):
         """Of each span of `ids`, one per token."""
 
 
-class Derived:
+class ScriptedScorer:
     """The scripted engine's log-probabilities, which follow from the ids."""
 
     name = "scripted"
@@ -47,7 +47,7 @@ class Derived:
         return [np.array(derived_logprobs(ids[:start], ids[start:end].tolist()), np.float32) for start, end in spans]
 
 
-class VLLM:
+class VLLMScorer:
     """A vLLM server, by its prompt log-probabilities. They are those at temperature 1."""
 
     name = "vllm"
@@ -88,19 +88,21 @@ class VLLM:
         return found
 
 
-def replay(session: Session, scorer: Scorer, book: Book, *, tolerance: float, version: int | None = None) -> None:
+def check_replay(
+    session: StoredSession, scorer: Scorer, book: CheckResults, *, tolerance: float, version: int | None = None
+) -> None:
     """`version`: only turns of this policy, the one that the engine has."""
     with book.check(
         "replay", "logprobs", "the engine gives the recorded tokens the recorded log-probabilities"
     ) as check:
-        unfit = {turn.id: _unfit(turn, scorer, version) for turn in session.turns}
+        unfit = {turn.id: _find_obstacle(turn, scorer, version) for turn in session.turns}
         due = {turn.id for turn in session.turns if not unfit[turn.id]}
         if not due:
-            check.skip(_most_common(unfit.values()))
+            check.skip(_most_common_reason(unfit.values()))
             return
         apart: list[Logprobs] = []
         for leaf in sorted(session.leaves, key=lambda leaf: -leaf.length):
-            mine = [turn for turn in path(leaf) if isinstance(turn, Sampled) and turn.id in due]
+            mine = [turn for turn in path(leaf) if isinstance(turn, StoredTurn) and turn.id in due]
             if not mine:
                 continue
             due -= {turn.id for turn in mine}
@@ -112,10 +114,10 @@ def replay(session: Session, scorer: Scorer, book: Book, *, tolerance: float, ve
                 far = np.flatnonzero(~(difference <= tolerance))
                 told = "; ".join(
                     f"token {turn.parent.length + n} recorded as {turn.logprobs[n]:.4f}, scored as {scores[n]:.4f}"
-                    for n in far[:_MOST].tolist()
+                    for n in far[:_MAX_TOKENS_SHOWN].tolist()
                 )
-                more = f" and {len(far) - _MOST} more" if len(far) > _MOST else ""
-                check.hold(not len(far), told + more, node=turn.id)
+                more = f" and {len(far) - _MAX_TOKENS_SHOWN} more" if len(far) > _MAX_TOKENS_SHOWN else ""
+                check.expect(not len(far), told + more, node=turn.id)
         every = np.concatenate(apart) if apart else np.zeros(0, np.float32)
         book.replay = Replay(
             engine=scorer.name,
@@ -132,13 +134,13 @@ def replay(session: Session, scorer: Scorer, book: Book, *, tolerance: float, ve
             )
 
 
-def _most_common(reasons: Iterable[str]) -> str:
+def _most_common_reason(reasons: Iterable[str]) -> str:
     """Why none of a session's turns can be scored, as for most of them."""
     counted = Counter(reasons).most_common(1)
     return f"no turn {counted[0][0]}" if counted else "nothing was sampled"
 
 
-def _unfit(turn: Sampled, scorer: Scorer, version: int | None) -> str:
+def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str:
     """What a turn lacks to be scored; empty if nothing."""
     info, scores = turn.info, turn.logprobs
     if version is not None and not info.version_start == info.version_end == version:
@@ -147,13 +149,13 @@ def _unfit(turn: Sampled, scorer: Scorer, version: int | None) -> str:
         return "has a log-probability for each of its tokens"
     if np.isnan(scores).any():
         return "has a log-probability for each of its tokens"
-    if scorer.tempered or (not info.biases and _temperature(info.sampling) == 1.0):
+    if scorer.tempered or (not info.biases and _read_temperature(info.sampling) == 1.0):
         return ""
     return f"was sampled without a bias at temperature 1, which is all that {scorer.name} can score"
 
 
-def _temperature(sampling: bytes) -> Json:
+def _read_temperature(sampling: bytes) -> Json:
     try:
         return msgspec.json.decode(sampling or b"{}", type=dict[str, Json]).get("temperature", 1.0)
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return None  # told where the structure is looked at

@@ -14,14 +14,20 @@ import numpy as np
 
 from turngate.errors import TurngateError
 from turngate.types import Ids
-from turngate.verify.findings import Book, Check
-from turngate.verify.messages import Words
-from turngate.verify.store_reader import UNREADABLE, Context, Sampled, Session, path, path_ids
+from turngate.verify.findings import CheckResults, VerifyCheck
+from turngate.verify.messages import NodeMessages
+from turngate.verify.store_reader import DECODE_ERRORS, StoredContext, StoredSession, StoredTurn, path, path_ids
 
-_GOES_ON = ("compaction", "system", "tools", "template", "edited")  # causes under which the main line begins anew
+_MAIN_LINE_CAUSES = (
+    "compaction",
+    "system",
+    "tools",
+    "template",
+    "edited",
+)  # causes under which the main line begins anew
 
 
-class Span(Protocol):
+class TrainerSpan(Protocol):
     @property
     def node(self) -> int: ...
     @property
@@ -40,7 +46,7 @@ class Span(Protocol):
     def version_end(self) -> int: ...
 
 
-class Sample(Protocol):
+class TrainerRow(Protocol):
     """One row, as a trainer gets it."""
 
     @property
@@ -52,38 +58,40 @@ class Sample(Protocol):
     @property
     def logprobs(self) -> np.ndarray: ...
     @property
-    def spans(self) -> Sequence[Span]: ...
+    def spans(self) -> Sequence[TrainerSpan]: ...
 
 
-Rows = Callable[[str, bool], Sequence[Sample]]  # a session's rows; True: also those with nothing to train
+RowSource = Callable[[str, bool], Sequence[TrainerRow]]  # a session's rows; True: also those with nothing to train
 
 
-def roles(session: Session, words: Words) -> dict[int, str]:
+def derive_roles(session: StoredSession, words: NodeMessages) -> dict[int, str]:
     """The part that each turn played, by node."""
-    main = _main(session, words)
-    return {turn.id: _role(turn, main, words) for turn in session.turns}
+    main = _find_main_root(session, words)
+    return {turn.id: _derive_role(turn, main, words) for turn in session.turns}
 
 
-def _role(turn: Sampled, main: Context | None, words: Words) -> str:
+def _derive_role(turn: StoredTurn, main: StoredContext | None, words: NodeMessages) -> str:
     if turn.info.finish == "abort":
         return "aborted"
-    if _set_aside(turn):
+    if _is_superseded(turn):
         return "superseded"
     told, begun = turn.parent.info.told, turn.root.info.told
     if told.role:
         return told.role
     if told.parent not in ("", told.thread):
         return "subagent"
-    if "" not in (told.thread, begun.thread) and told.thread != begun.thread and _offers(turn.parent, words):
+    if "" not in (told.thread, begun.thread) and told.thread != begun.thread and _offers_tools(turn.parent, words):
         return "subagent"
     cause = turn.root.info.cause
-    quiet = main is not None and _offers(main, words) and not _offers(turn.root, words)  # beside work with tools
-    if turn.root is main or (cause in _GOES_ON and not (quiet and cause == "system")):
+    quiet = (
+        main is not None and _offers_tools(main, words) and not _offers_tools(turn.root, words)
+    )  # beside work with tools
+    if turn.root is main or (cause in _MAIN_LINE_CAUSES and not (quiet and cause == "system")):
         return "main"
     return "subagent" if cause == "subagent" else "side"
 
 
-def _set_aside(turn: Sampled) -> bool:
+def _is_superseded(turn: StoredTurn) -> bool:
     """Nothing follows it, though something follows another answer to the same question, or that question was asked again."""
     if turn.children:
         return False
@@ -93,54 +101,58 @@ def _set_aside(turn: Sampled) -> bool:
     return used or asked_again or not turn.delivered
 
 
-def _main(session: Session, words: Words) -> Context | None:
+def _find_main_root(session: StoredSession, words: NodeMessages) -> StoredContext | None:
     """Where the agent's own work begins: the first conversation with tools that is not told to be another's; else the longest."""
     for root in session.roots:
         told = root.info.told
         others = told.role in ("side", "subagent") or told.parent not in ("", told.thread)
-        if not others and _offers(root, words):
+        if not others and _offers_tools(root, words):
             return root
     turns = [turn.root.id for turn in session.turns]
     return max(session.roots, key=lambda root: (turns.count(root.id), -root.id), default=None)
 
 
-def _offers(context: Context, words: Words) -> bool:
+def _offers_tools(context: StoredContext, words: NodeMessages) -> bool:
     tools = words.tools(context)
     return context.info.has_tools if tools is None else bool(tools)
 
 
-def rows(session: Session, words: Words, given: Rows, book: Book, *, sound: bool) -> dict[int, int]:
+def check_rows(
+    session: StoredSession, words: NodeMessages, given: RowSource, book: CheckResults, *, sound: bool
+) -> dict[int, int]:
     """`sound`: nothing is wrong with the trace itself. Gives the trained tokens of each row, by its branch."""
     names = ("rows", "masks", "once", "reasons", "roles")
     try:
         every = given(session.id, True)
         trained = given(session.id, False)
-    except (TurngateError, sqlite3.Error, *UNREADABLE) as error:
+    except (TurngateError, sqlite3.Error, *DECODE_ERRORS) as error:
         said = error.message if isinstance(error, TurngateError) else f"it falls over it ({error})"
         for name in names:
             with book.check("rows", name, "") as check:
                 if sound:
-                    check.hold(False, f"the gateway refuses this session: {said}")
+                    check.expect(False, f"the gateway refuses this session: {said}")
                 else:
                     check.skip(f"what is wrong with the trace keeps the gateway from making any ({said})")
         return {}
-    _chains(session, every, trained, book)
-    _masks(session, every, book)
-    role_of = roles(session, words)
-    _once(session, role_of, every, book)
-    _reasons(session, role_of, every, book)
-    _roles(role_of, every, book)
+    _check_chains(session, every, trained, book)
+    _check_masks(session, every, book)
+    role_of = derive_roles(session, words)
+    _check_trained_once(session, role_of, every, book)
+    _check_reasons(session, role_of, every, book)
+    _check_roles(role_of, every, book)
     return {row.branch: int(np.asarray(row.mask).astype(bool).sum()) for row in trained}
 
 
-def _chains(session: Session, every: Sequence[Sample], trained: Sequence[Sample], book: Book) -> None:
+def _check_chains(
+    session: StoredSession, every: Sequence[TrainerRow], trained: Sequence[TrainerRow], book: CheckResults
+) -> None:
     turns = {turn.id: turn for turn in session.turns}
     with book.check(
         "rows", "rows", "there is one row per branch, and each is the ids that were sent and sampled, from root to leaf"
     ) as check:
         branches = [row.branch for row in every]
         for leaf in session.leaves:
-            check.hold(
+            check.expect(
                 branches.count(leaf.id) == 1,
                 f"the branch that ends with it has {branches.count(leaf.id)} rows",
                 node=leaf.id,
@@ -148,11 +160,11 @@ def _chains(session: Session, every: Sequence[Sample], trained: Sequence[Sample]
         for row in every:
             end = turns.get(row.branch)
             if end is None or end not in session.leaves:
-                check.hold(False, "a row ends with it, and no branch does", node=row.branch)
+                check.expect(False, "a row ends with it, and no branch does", node=row.branch)
             else:
-                _chain(row, end, check)
+                _check_chain(row, end, check)
         kept = [row.branch for row in every if np.asarray(row.mask).any()]
-        check.hold(
+        check.expect(
             [row.branch for row in trained] == kept,
             "the rows that are handed out are not those with something to train",
         )
@@ -160,24 +172,26 @@ def _chains(session: Session, every: Sequence[Sample], trained: Sequence[Sample]
         for row in trained:
             other = whole.get(row.branch)
             equal = other is not None and np.array_equal(row.ids, other.ids) and np.array_equal(row.mask, other.mask)
-            check.hold(equal, "the row that is handed out is another than the one that is shown", node=row.branch)
+            check.expect(equal, "the row that is handed out is another than the one that is shown", node=row.branch)
 
 
-def _chain(row: Sample, leaf: Sampled, check: Check) -> None:
+def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
     ids = path_ids(leaf)
-    check.hold(np.array_equal(row.ids, ids), _first_difference(row.ids, ids), node=leaf.id)
+    check.expect(np.array_equal(row.ids, ids), _describe_difference(row.ids, ids), node=leaf.id)
     sizes = len(row.ids) == len(row.mask) == len(row.logprobs)
-    check.hold(sizes, f"{len(row.ids)} ids, {len(row.mask)} masks, {len(row.logprobs)} log-probabilities", node=leaf.id)
+    check.expect(
+        sizes, f"{len(row.ids)} ids, {len(row.mask)} masks, {len(row.logprobs)} log-probabilities", node=leaf.id
+    )
     at, due = 0, []
     for node in path(leaf):
-        if isinstance(node, Sampled):
+        if isinstance(node, StoredTurn):
             due.append((node.id, at, at + len(node.ids), node.info.version_start, node.info.version_end))
         at += len(node.ids)
     found = [(s.node, s.start, s.end, s.version_start, s.version_end) for s in row.spans]
-    check.hold(found == due, f"its turns are said to be at {found}, and are at {due}", node=leaf.id)
+    check.expect(found == due, f"its turns are said to be at {found}, and are at {due}", node=leaf.id)
 
 
-def _first_difference(given: Ids, stored: Ids) -> str:
+def _describe_difference(given: Ids, stored: Ids) -> str:
     size = min(len(given), len(stored))
     apart = np.flatnonzero(np.asarray(given[:size]) != stored[:size])
     if len(apart):
@@ -186,7 +200,7 @@ def _first_difference(given: Ids, stored: Ids) -> str:
     return f"its row has {len(given)} tokens, and its branch {len(stored)}"
 
 
-def _masks(session: Session, every: Sequence[Sample], book: Book) -> None:
+def _check_masks(session: StoredSession, every: Sequence[TrainerRow], book: CheckResults) -> None:
     turns = {turn.id: turn for turn in session.turns}
     with book.check(
         "rows", "masks", "only sampled tokens with their own log-probability are trained, and nothing is filled in"
@@ -204,36 +218,40 @@ def _masks(session: Session, every: Sequence[Sample], book: Book) -> None:
                 if turn.logprobs is not None and len(turn.logprobs) == len(turn.ids):
                     due_scores[span.start : span.end] = turn.logprobs
             wrong = np.flatnonzero(mask != due_mask)
-            check.hold(
+            check.expect(
                 not len(wrong),
                 f"token {wrong[0] if len(wrong) else 0} of its row is masked otherwise than its turn is marked",
                 node=row.branch,
             )
             unfounded = np.flatnonzero(mask & ~np.isfinite(due_scores))
-            check.hold(
+            check.expect(
                 not len(unfounded),
                 f"token {unfounded[0] if len(unfounded) else 0} of its row is trained and has no log-probability",
                 node=row.branch,
             )
             other = np.flatnonzero(~((scores == due_scores) | (np.isnan(scores) & np.isnan(due_scores))))
-            check.hold(
+            check.expect(
                 not len(other),
                 f"token {other[0] if len(other) else 0} of its row has another log-probability than was recorded",
                 node=row.branch,
             )
 
 
-def _once(session: Session, role_of: dict[int, str], every: Sequence[Sample], book: Book) -> None:
+def _check_trained_once(
+    session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], book: CheckResults
+) -> None:
     with book.check("rows", "once", "what the policy trains is trained in one row, and nothing in two") as check:
         for turn in session.turns:
             count = sum(span.trained for row in every for span in row.spans if span.node == turn.id)
-            due = 0 if _why_not(turn, role_of[turn.id], session) else 1
-            check.hold(count <= 1, f"it is trained in {count} rows", node=turn.id)
-            check.hold(count >= due, "it is to be trained, and no row does", node=turn.id)
-            check.hold(count <= due or count > 1, "it is not to be trained, and a row does", node=turn.id)
+            due = 0 if _reasons_against_training(turn, role_of[turn.id], session) else 1
+            check.expect(count <= 1, f"it is trained in {count} rows", node=turn.id)
+            check.expect(count >= due, "it is to be trained, and no row does", node=turn.id)
+            check.expect(count <= due or count > 1, "it is not to be trained, and a row does", node=turn.id)
 
 
-def _reasons(session: Session, role_of: dict[int, str], every: Sequence[Sample], book: Book) -> None:
+def _check_reasons(
+    session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], book: CheckResults
+) -> None:
     turns = {turn.id: turn for turn in session.turns}
     elsewhere = {span.node: row.branch for row in every for span in row.spans if span.trained}
     with book.check("rows", "reasons", "every turn that is not trained says why, and it is so") as check:
@@ -243,19 +261,19 @@ def _reasons(session: Session, role_of: dict[int, str], every: Sequence[Sample],
                 if turn is None:
                     continue
                 if span.trained:
-                    check.hold(not span.reason, f"it is trained, though {span.reason}", node=turn.id)
+                    check.expect(not span.reason, f"it is trained, though {span.reason}", node=turn.id)
                     continue
-                true = _why_not(turn, role_of[turn.id], session)
+                true = _reasons_against_training(turn, role_of[turn.id], session)
                 if elsewhere.get(turn.id, row.branch) != row.branch:
                     true = [*true, "trained in another row"]
-                check.hold(
+                check.expect(
                     span.reason in true,
                     f"not trained because {span.reason or 'of nothing'}; what is true: {'; '.join(true) or 'nothing'}",
                     node=turn.id,
                 )
 
 
-def _why_not(turn: Sampled, role: str, session: Session) -> list[str]:
+def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSession) -> list[str]:
     """Everything that speaks against training a turn."""
     info, policy = turn.info, session.config.policy
     why = [info.fault] if info.fault else []
@@ -274,11 +292,11 @@ def _why_not(turn: Sampled, role: str, session: Session) -> list[str]:
     return why
 
 
-def _roles(role_of: dict[int, str], every: Sequence[Sample], book: Book) -> None:
+def _check_roles(role_of: dict[int, str], every: Sequence[TrainerRow], book: CheckResults) -> None:
     with book.check(
         "rows", "roles", "the role of every turn is what the tree and the agent's own words come to"
     ) as check:
         for row in every:
             for span in row.spans:
                 due = role_of.get(span.node, "")
-                check.hold(span.role == due, f"it is said to be {span.role}, and is {due}", node=span.node)
+                check.expect(span.role == due, f"it is said to be {span.role}, and is {due}", node=span.node)

@@ -13,11 +13,11 @@ from turngate.errors import TurngateError
 from turngate.verify.findings import Verdict
 
 log = logging.getLogger("turngate")
-_WAITING = 64  # sessions that wait; what comes when more do is not looked at
-_LOWEST = 19  # as `nice` counts
+_MAX_WAITING = 64  # sessions that wait; what comes when more do is not looked at
+_LOWEST_PRIORITY = 19  # as `nice` counts
 
 
-class Sampler:
+class SpotChecker:
     """`ended` is told of every session that ends. `verify` and `report` run in the sampler's own thread."""
 
     def __init__(self, every: int, verify: Callable[[str], Verdict], report: Callable[[Verdict], None]) -> None:
@@ -25,7 +25,7 @@ class Sampler:
         self._verify = verify
         self._report = report
         self._seen = 0
-        self._waiting: queue.Queue[str | None] = queue.Queue(_WAITING)
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self.looked = 0
@@ -55,7 +55,7 @@ class Sampler:
 
     def _run(self) -> None:
         with suppress(OSError, AttributeError):  # where a thread cannot be made to give way, it still works
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while not self._stopping:
             session_id = self._waiting.get()
             if session_id is None:
@@ -79,7 +79,7 @@ class Sampler:
             self._report(verdict)
 
 
-def summed_up(verdict: Verdict) -> dict[str, object]:
+def summarize_verdict(verdict: Verdict) -> dict[str, object]:
     """What an event tells of a verdict."""
     wrong = [{"check": f.check, "what": f.what, "node": f.node} for f in verdict.wrong[:5]]
     return {"ok": verdict.ok, "wrong": wrong, "notes": len(verdict.notes), "forks": len(verdict.forks)}

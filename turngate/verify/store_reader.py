@@ -23,15 +23,15 @@ from turngate.types import Ids, Json, Logprobs
 
 SCHEMAS = (2, 3, 4)  # the fourth adds tables that are not read here
 _BEFORE_EVENTS = 2  # and outcomes
-UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
-_UNDELIVERED = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
+DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
+_UNDELIVERED_XOR = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
 
 
-class Unreadable(ConfigError):
+class UnreadableSession(ConfigError):
     """A session is there, and cannot be read."""
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
     thread: str = ""
     parent: str = ""
     role: str = ""
@@ -47,10 +47,10 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
     has_tools: bool
     cause: str | None = None
     dialect: str = "chat"
-    told: Told = Told()
+    told: StoredCallSignals = StoredCallSignals()
 
 
-class SampledFacts(msgspec.Struct, frozen=True, array_like=True):
+class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
     """What is kept of a turn besides its ids and log-probabilities."""
 
     meaning: bytes
@@ -71,30 +71,30 @@ class SampledFacts(msgspec.Struct, frozen=True, array_like=True):
     engine: str = ""
 
 
-class Policy(msgspec.Struct, frozen=True):
+class StoredPolicy(msgspec.Struct, frozen=True):
     roles: tuple[str, ...] = ("main", "subagent")
     biased: bool = False
 
 
-class Rule(msgspec.Struct, frozen=True):
+class StoredRule(msgspec.Struct, frozen=True):
     role: str
     source: str
     match: str = "*"
     why: str = ""
 
 
-class Signals(msgspec.Struct, frozen=True):
+class StoredSignals(msgspec.Struct, frozen=True):
     thread: tuple[str, ...] = ()
     parent: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[StoredRule, ...] = ()
     models: dict[str, str] = {}
 
 
-class Limits(msgspec.Struct, frozen=True):
+class StoredLimits(msgspec.Struct, frozen=True):
     sampled_tokens: int | None = None
 
 
-class Config(msgspec.Struct, frozen=True):
+class StoredConfig(msgspec.Struct, frozen=True):
     """What of a session's settings its trace has to agree with."""
 
     model: str = ""
@@ -102,14 +102,14 @@ class Config(msgspec.Struct, frozen=True):
     sampling: dict[str, Json] = {}
     bias: str = "neutral"
     thinking: str = "keep"
-    limits: Limits = Limits()
-    policy: Policy = Policy()
+    limits: StoredLimits = StoredLimits()
+    policy: StoredPolicy = StoredPolicy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
-    signals: Signals = Signals()
+    signals: StoredSignals = StoredSignals()
 
 
-class Row(msgspec.Struct, frozen=True):
+class NodeRow(msgspec.Struct, frozen=True):
     """One row of the `nodes` table, as it is."""
 
     id: int
@@ -128,7 +128,7 @@ class Row(msgspec.Struct, frozen=True):
         place = f"{session}/{self.id}/{self.parent}/{self.kind}".encode()
         for blob in (place, self.ids, self.logprobs, self.info, self.messages):
             value = zlib.crc32(blob or b"\0", value)
-        return value if self.delivered else value ^ _UNDELIVERED
+        return value if self.delivered else value ^ _UNDELIVERED_XOR
 
 
 # What the cells of a node have to be, and what stands in for one that is something else: SQLite keeps whatever it is given.
@@ -144,32 +144,32 @@ _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
 }
 
 
-def _row(cells: dict[str, Any]) -> tuple[Row, str]:
+def _parse_row(cells: dict[str, Any]) -> tuple[NodeRow, str]:
     """A node's row, and what is wrong with the kind of its cells."""
     damaged = [name for name, (kind, _) in _CELLS.items() if not isinstance(cells[name], kind)]
-    row = Row(**{**cells, **{name: _CELLS[name][1] for name in damaged}})
-    wrong = ", ".join(f"`{name}` is stored as {_stored_as(cells[name])}" for name in damaged)
+    row = NodeRow(**{**cells, **{name: _CELLS[name][1] for name in damaged}})
+    wrong = ", ".join(f"`{name}` is stored as {_describe_type(cells[name])}" for name in damaged)
     return row, wrong and f"it is damaged on disk: {wrong}"
 
 
-def _stored_as(value: object) -> str:
+def _describe_type(value: object) -> str:
     names = {str: "text", bytes: "bytes", int: "a number", float: "a number with a fraction", NoneType: "nothing"}
     return names[type(value)]
 
 
-class Preamble(msgspec.Struct, frozen=True):
+class StoredPreamble(msgspec.Struct, frozen=True):
     tools: bytes
     kwargs: bytes
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class StoredOutcome(msgspec.Struct, frozen=True):
     """A row of the `outcomes` table, whatever its cells are."""
 
     raw: object
     recorded: object
 
 
-class Event(msgspec.Struct, frozen=True):
+class StoredEvent(msgspec.Struct, frozen=True):
     """A row of the `events` table. `data` is whatever its cell is."""
 
     seq: int
@@ -177,55 +177,55 @@ class Event(msgspec.Struct, frozen=True):
     data: object
 
 
-class Beside(msgspec.Struct, frozen=True):
+class RelatedRecords(msgspec.Struct, frozen=True):
     """What lies beside a session's own tables, read in the same moment."""
 
-    outcome: Outcome | None = None
-    events: tuple[Event, ...] | None = None  # of its id, the oldest first; None: this folder stores none
+    outcome: StoredOutcome | None = None
+    events: tuple[StoredEvent, ...] | None = None  # of its id, the oldest first; None: this folder stores none
     pruned: int = 0  # the number of the newest event that was removed for its age
     version: int | None = 0  # of the policy: the highest that ever was in force here; None: it cannot be read
 
 
-class Context:
+class StoredContext:
     """A context whose way to the root is whole."""
 
-    def __init__(self, row: Row, parent: Sampled | None, info: ContextFacts) -> None:
+    def __init__(self, row: NodeRow, parent: StoredTurn | None, info: ContextFacts) -> None:
         self.row, self.parent, self.info = row, parent, info
         self.id = row.id
         self.ids: Ids = np.frombuffer(row.ids, np.int32)
-        self.children: list[Sampled] = []
-        self.root: Context = self if parent is None else parent.root
+        self.children: list[StoredTurn] = []
+        self.root: StoredContext = self if parent is None else parent.root
         self.length: int = (0 if parent is None else parent.length) + len(self.ids)
 
 
-class Sampled:
+class StoredTurn:
     """A turn, likewise."""
 
-    def __init__(self, row: Row, parent: Context, info: SampledFacts) -> None:
+    def __init__(self, row: NodeRow, parent: StoredContext, info: TurnFacts) -> None:
         self.row, self.parent, self.info = row, parent, info
         self.id = row.id
         self.ids: Ids = np.frombuffer(row.ids, np.int32)
         whole = row.logprobs is not None and len(row.logprobs) % 4 == 0
         self.logprobs: Logprobs | None = np.frombuffer(row.logprobs or b"", np.float32) if whole else None
         self.delivered = bool(row.delivered)
-        self.children: list[Context] = []
-        self.root: Context = parent.root
+        self.children: list[StoredContext] = []
+        self.root: StoredContext = parent.root
         self.length: int = parent.length + len(self.ids)
 
 
-Node = Context | Sampled
+StoredNode = StoredContext | StoredTurn
 
 
-class Session:
+class StoredSession:
     """A session as it lies in the store, and as much of a tree as its rows make."""
 
     def __init__(
         self,
         known: dict[str, Any],
-        rows: list[Row],
-        preambles: dict[bytes, Preamble],
+        rows: list[NodeRow],
+        preambles: dict[bytes, StoredPreamble],
         damaged: dict[int, str],
-        beside: Beside,
+        beside: RelatedRecords,
     ) -> None:
         """`damaged`: nodes with cells that are not what they have to be."""
         self.key: int = known["key"]
@@ -239,28 +239,28 @@ class Session:
         self.renderer: str = known["renderer"] or ""  # what rendered with it, where that is recorded
         self.config_fault = ""
         try:
-            self.config = msgspec.json.decode(known["config"], type=Config)
-        except UNREADABLE as error:
-            self.config, self.config_fault = Config(), str(error)
+            self.config = msgspec.json.decode(known["config"], type=StoredConfig)
+        except DECODE_ERRORS as error:
+            self.config, self.config_fault = StoredConfig(), str(error)
         self.rows = rows
         self.preambles = preambles
         self.beside = beside
         self._damaged = damaged
-        self.contexts: list[Context] = []
-        self.turns: list[Sampled] = []
+        self.contexts: list[StoredContext] = []
+        self.turns: list[StoredTurn] = []
         self.loose: dict[int, str] = {}  # rows that are on no way from a root, and why
         self._grow()
 
     def _grow(self) -> None:
         """Rows in the order of their ids: a parent comes before its children, or it is none."""
-        nodes: dict[int, Node] = {}
+        nodes: dict[int, StoredNode] = {}
         for row in self.rows:
             node = self._node(row, nodes)
             if isinstance(node, str):
                 self.loose[row.id] = node
                 continue
             nodes[row.id] = node
-            if isinstance(node, Context):
+            if isinstance(node, StoredContext):
                 self.contexts.append(node)
                 if node.parent is not None:
                     node.parent.children.append(node)
@@ -268,7 +268,7 @@ class Session:
                 self.turns.append(node)
                 node.parent.children.append(node)
 
-    def _node(self, row: Row, nodes: dict[int, Node]) -> Node | str:
+    def _node(self, row: NodeRow, nodes: dict[int, StoredNode]) -> StoredNode | str:
         if row.id in self._damaged:
             return self._damaged[row.id]
         if row.kind not in ("context", "sampled"):
@@ -279,11 +279,11 @@ class Session:
             if row.kind == "context":
                 context = msgspec.msgpack.decode(row.info, type=ContextFacts)
             else:
-                turn = msgspec.msgpack.decode(row.info, type=SampledFacts)
-        except UNREADABLE as error:
+                turn = msgspec.msgpack.decode(row.info, type=TurnFacts)
+        except DECODE_ERRORS as error:
             return f"its facts cannot be read: {error}"
         if row.parent is None:
-            return Context(row, None, context) if row.kind == "context" else "a turn hangs on nothing"
+            return StoredContext(row, None, context) if row.kind == "context" else "a turn hangs on nothing"
         if row.parent >= row.id:
             return f"its parent {row.parent} does not come before it"
         parent = nodes.get(row.parent)
@@ -292,36 +292,40 @@ class Session:
             return f"its parent {row.parent} {missing}"
         if row.kind == "context":
             return (
-                Context(row, parent, context)
-                if isinstance(parent, Sampled)
+                StoredContext(row, parent, context)
+                if isinstance(parent, StoredTurn)
                 else f"its parent {row.parent} is a context too"
             )
-        return Sampled(row, parent, turn) if isinstance(parent, Context) else f"its parent {row.parent} is a turn too"
+        return (
+            StoredTurn(row, parent, turn)
+            if isinstance(parent, StoredContext)
+            else f"its parent {row.parent} is a turn too"
+        )
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[StoredNode]:
         return sorted([*self.contexts, *self.turns], key=lambda node: node.id)
 
     @property
-    def roots(self) -> list[Context]:
+    def roots(self) -> list[StoredContext]:
         return [context for context in self.contexts if context.parent is None]
 
     @property
-    def leaves(self) -> list[Sampled]:
+    def leaves(self) -> list[StoredTurn]:
         """Turns that no other turn follows."""
         return [turn for turn in self.turns if not any(context.children for context in turn.children)]
 
 
-def path(node: Node | None) -> list[Node]:
+def path(node: StoredNode | None) -> list[StoredNode]:
     """From the root to `node`."""
-    nodes: list[Node] = []
+    nodes: list[StoredNode] = []
     while node is not None:
         nodes.append(node)
         node = node.parent
     return nodes[::-1]
 
 
-def path_ids(node: Node | None) -> Ids:
+def path_ids(node: StoredNode | None) -> Ids:
     parts = [n.ids for n in path(node)]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
@@ -338,13 +342,13 @@ _PREAMBLES = "SELECT digest, tools, kwargs FROM preambles WHERE session=?"
 _OUTCOME = "SELECT outcome, recorded FROM outcomes WHERE session=?"
 _EVENTS = "SELECT seq, kind, data FROM events WHERE session=? ORDER BY seq"
 _SETTING = "SELECT value FROM settings WHERE name=?"
-_STATE = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
+_PROGRESS = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
 
 
 _NO_WAL = "; if it is a copy, was turngate.db-wal beside it copied too?"
 
 
-class Folder:
+class StoreReader:
     """A data folder, to be looked at."""
 
     def __init__(self, folder: Path) -> None:
@@ -352,9 +356,9 @@ class Folder:
         file = folder / "turngate.db"
         if not file.is_file():
             raise ConfigError(f"data: there is no {file}; give the --data folder of a gateway", param="data")
-        self._db = _opened(file)
+        self._db = _open_database(file)
         self._db.row_factory = sqlite3.Row
-        self._db.text_factory = _text
+        self._db.text_factory = _decode_text
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in SCHEMAS:
             self._db.close()
@@ -367,7 +371,7 @@ class Folder:
     def close(self) -> None:
         self._db.close()
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> StoreReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -379,7 +383,7 @@ class Folder:
         found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")
         return [str(row[0]) for row in found]  # one that is no text finds no session, which is told then
 
-    def chosen(self, wanted: str) -> str:
+    def resolve_id(self, wanted: str) -> str:
         """A session by its id, by the beginning of it, or `last`."""
         known = self.sessions()
         if not known:
@@ -392,7 +396,7 @@ class Folder:
             raise NotFound(f"session: {wanted!r} {wrong}; the newest is {known[0]}")
         return fitting[0]
 
-    def read(self, session_id: str) -> Session:
+    def read(self, session_id: str) -> StoredSession:
         with self._snapshot():
             known = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
             if known is None:
@@ -401,22 +405,24 @@ class Folder:
             stored = self._db.execute(_PREAMBLES, (known["key"],)).fetchall()
             beside = self._beside(known["key"], session_id)
         if not all(isinstance(node["id"], int) for node in nodes):
-            raise Unreadable(f"session: {session_id} is damaged on disk: the number of a node is none")
-        rows = [_row(dict(node)) for node in nodes]
+            raise UnreadableSession(f"session: {session_id} is damaged on disk: the number of a node is none")
+        rows = [_parse_row(dict(node)) for node in nodes]
         # Those that are no bytes are missed where a context refers to them.
-        preambles = {cells[0]: Preamble(*cells[1:]) for cells in stored if all(isinstance(c, bytes) for c in cells)}
+        preambles = {
+            cells[0]: StoredPreamble(*cells[1:]) for cells in stored if all(isinstance(c, bytes) for c in cells)
+        }
         damaged = {row.id: wrong for row, wrong in rows if wrong}
-        return Session(_sound(dict(known)), [row for row, _ in rows], preambles, damaged, beside)
+        return StoredSession(_check_session_cells(dict(known)), [row for row, _ in rows], preambles, damaged, beside)
 
-    def _beside(self, key: int, session_id: str) -> Beside:
+    def _beside(self, key: int, session_id: str) -> RelatedRecords:
         version = self._number("policy_version")
         if not self._keeps_events:
-            return Beside(version=version)
+            return RelatedRecords(version=version)
         ended = self._db.execute(_OUTCOME, (key,)).fetchone()
         told = self._db.execute(_EVENTS, (session_id,)).fetchall()
-        return Beside(
-            outcome=None if ended is None else Outcome(*ended),
-            events=tuple(Event(*cells) for cells in told),
+        return RelatedRecords(
+            outcome=None if ended is None else StoredOutcome(*ended),
+            events=tuple(StoredEvent(*cells) for cells in told),
             pruned=self._number("events_pruned") or 0,
             version=version,
         )
@@ -429,9 +435,9 @@ class Folder:
         except (TypeError, ValueError):
             return None
 
-    def changed(self, session: Session) -> bool:
+    def has_changed(self, session: StoredSession) -> bool:
         """Whether something was recorded since it was read."""
-        state = self._db.execute(_STATE, (session.key,)).fetchone()
+        state = self._db.execute(_PROGRESS, (session.key,)).fetchone()
         rows = session.rows
         return tuple(state) != (
             len(rows),
@@ -445,29 +451,29 @@ class Folder:
             self._db.execute("BEGIN")
             yield
         except sqlite3.DatabaseError as error:
-            raise Unreadable(f"data: {self.path} cannot be read ({error})", param="data") from None
+            raise UnreadableSession(f"data: {self.path} cannot be read ({error})", param="data") from None
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     """Text of the store, however damaged: what is none shows its bytes."""
     return raw.decode("utf-8", "backslashreplace")
 
 
-def _sound(known: dict[str, Any]) -> dict[str, Any]:
+def _check_session_cells(known: dict[str, Any]) -> dict[str, Any]:
     """A session's own row, if its cells are of the kinds that they have to be."""
     for name in ("status", "stop", "vocabulary"):
         if not isinstance(known[name], str):
-            raise Unreadable(f"session: {known['id']} is damaged on disk: `{name}` is no text")
+            raise UnreadableSession(f"session: {known['id']} is damaged on disk: `{name}` is no text")
     times = isinstance(known["opened"], float) and isinstance(known["closed"], (float, NoneType))
     if not times:
-        raise Unreadable(f"session: {known['id']} is damaged on disk: it was opened or closed at no time")
+        raise UnreadableSession(f"session: {known['id']} is damaged on disk: it was opened or closed at no time")
     return {**known, **{name: known[name] if isinstance(known[name], str) else "" for name in ("folder", "renderer")}}
 
 
-def _opened(file: Path) -> sqlite3.Connection:
+def _open_database(file: Path) -> sqlite3.Connection:
     """Read-only; as it lies there where not even a lock can be written beside it."""
     for how in ("mode=ro", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True, isolation_level=None, timeout=10)

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from turngate.types import Json
-from turngate.verify.findings import Book, Check
-from turngate.verify.messages import Words
-from turngate.verify.store_reader import UNREADABLE, Context, Sampled, Session, path
+from turngate.verify.findings import CheckResults, VerifyCheck
+from turngate.verify.messages import NodeMessages
+from turngate.verify.store_reader import DECODE_ERRORS, StoredContext, StoredSession, StoredTurn, path
 
 _FINISHES = ("stop", "length", "tool_calls", "abort")
 _CAPTURES = ("tokens", "logprobs", "text")
@@ -30,45 +30,45 @@ _FREE = ("temperature", "seed")  # what an agent may choose in a session that pi
 _FORCED = "constrained: "
 _SHAPES = ("json_object", "json_schema", "tools", "tool")
 _OBSERVED = "the endpoint's own sampling"
-_CLOCK = 0.05  # seconds by which a clock may have been set back
-_CERTAIN = 1e-4  # log-probabilities of 0 come out a little above it
+_CLOCK_SLACK_S = 0.05  # seconds by which a clock may have been set back
+_LOGPROB_SLACK = 1e-4  # log-probabilities of 0 come out a little above it
 
 
-def structure(session: Session, words: Words, book: Book) -> None:
-    _checksums(session, book)
-    _tree(session, book)
-    _twice(session, book)
-    _lengths(session, book)
-    _turns(session, words, book)
-    _sampling(session, book)
-    _times(session, book)
-    _preambles(session, words, book)
-    _messages(session, words, book)
-    _told(session, words, book)
+def check_structure(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
+    _check_checksums(session, book)
+    _check_tree(session, book)
+    _check_duplicates(session, book)
+    _check_lengths(session, book)
+    _check_turns(session, words, book)
+    _check_sampling(session, book)
+    _check_times(session, book)
+    _check_preambles(session, words, book)
+    _check_messages(session, words, book)
+    _check_signals(session, words, book)
 
 
-def _checksums(session: Session, book: Book) -> None:
+def _check_checksums(session: StoredSession, book: CheckResults) -> None:
     with book.check("structure", "checksum", "every node's bytes are those that were written") as check:
         for row in session.rows:
             fits = row.checksum == row.sum(session.key)
-            check.hold(fits, "its bytes are not those that its checksum was made of", node=row.id)
+            check.expect(fits, "its bytes are not those that its checksum was made of", node=row.id)
 
 
-def _tree(session: Session, book: Book) -> None:
+def _check_tree(session: StoredSession, book: CheckResults) -> None:
     with book.check(
         "structure",
         "tree",
         "every node hangs on one of the other kind that came before it, and every context is answered",
     ) as check:
-        check.hold(not session.config_fault, f"the session's settings cannot be read: {session.config_fault}")
+        check.expect(not session.config_fault, f"the session's settings cannot be read: {session.config_fault}")
         for row in session.rows:
-            check.hold(row.id not in session.loose, session.loose.get(row.id, ""), node=row.id)
-            check.hold(row.id > 0, "its id is not positive", node=row.id)
+            check.expect(row.id not in session.loose, session.loose.get(row.id, ""), node=row.id)
+            check.expect(row.id > 0, "its id is not positive", node=row.id)
         for context in session.contexts:
             # A context is stored with its first answer, in one transaction.
-            check.hold(bool(context.children), "nothing was sampled after it", node=context.id)
+            check.expect(bool(context.children), "nothing was sampled after it", node=context.id)
             here = context.info.preamble == context.root.info.preamble
-            check.hold(
+            check.expect(
                 here, "its tools or template arguments are not those of its conversation's beginning", node=context.id
             )
     ids = [row.id for row in session.rows]
@@ -79,57 +79,57 @@ def _tree(session: Session, book: Book) -> None:
         book.note("tree", f"no node has the number {', '.join(gaps)}: removed, or a write that failed and was told so")
 
 
-def _twice(session: Session, book: Book) -> None:
+def _check_duplicates(session: StoredSession, book: CheckResults) -> None:
     with book.check("structure", "twice", "nothing is recorded twice") as check:
         seen: dict[tuple[float, float, bytes], int] = {}
         for turn in session.turns:
             key = turn.info.started, turn.info.ended, turn.row.ids
             first = seen.setdefault(key, turn.id)
-            check.hold(first == turn.id, f"it is turn {first} again, to the microsecond", node=turn.id)
+            check.expect(first == turn.id, f"it is turn {first} again, to the microsecond", node=turn.id)
         names: dict[str, int] = {}
         for turn in session.turns if session.config.mode != "observe" else ():
             for call in _call_ids(turn):
                 first = names.setdefault(call, turn.id)
-                check.hold(first == turn.id, f"it makes the very call {call} that turn {first} made", node=turn.id)
+                check.expect(first == turn.id, f"it makes the very call {call} that turn {first} made", node=turn.id)
         same: dict[tuple[int | None, bytes, bytes, bytes], int] = {}
         for context in session.contexts if session.config.mode != "observe" else ():
             place = context.row.parent, context.row.ids, context.info.preamble, context.info.meanings
             first = same.setdefault(place, context.id)
-            check.hold(first == context.id, f"it is context {first} again, at the same place", node=context.id)
+            check.expect(first == context.id, f"it is context {first} again, at the same place", node=context.id)
 
 
-def _call_ids(turn: Sampled) -> list[str]:
+def _call_ids(turn: StoredTurn) -> list[str]:
     try:
         message = msgspec.json.decode(turn.row.messages)
         return [call["id"] for call in message.get("tool_calls", ())]
-    except (*UNREADABLE, AttributeError, KeyError):
+    except (*DECODE_ERRORS, AttributeError, KeyError):
         return []  # told where messages are read
 
 
-def _lengths(session: Session, book: Book) -> None:
+def _check_lengths(session: StoredSession, book: CheckResults) -> None:
     with book.check(
         "structure", "lengths", "every sampled id has its own log-probability, or the turn has none at all"
     ) as check:
         for row in session.rows:
             whole = row.logprobs is None or len(row.logprobs) % 4 == 0
-            check.hold(whole, f"{len(row.logprobs or b'')} bytes are no number of log-probabilities", node=row.id)
-            check.hold(row.kind != "context" or row.logprobs is None, "a context has log-probabilities", node=row.id)
+            check.expect(whole, f"{len(row.logprobs or b'')} bytes are no number of log-probabilities", node=row.id)
+            check.expect(row.kind != "context" or row.logprobs is None, "a context has log-probabilities", node=row.id)
         for turn in session.turns:
             scores = turn.logprobs
             if scores is None:
                 continue
             paired = len(scores) == len(turn.ids) or session.config.mode == "observe" or turn.row.logprobs == b""
-            check.hold(paired, f"{len(scores)} log-probabilities for {len(turn.ids)} tokens", node=turn.id)
+            check.expect(paired, f"{len(scores)} log-probabilities for {len(turn.ids)} tokens", node=turn.id)
             known = scores[~np.isnan(scores)]
-            fine = not len(known) or (bool(np.isfinite(known).all()) and float(known.max()) <= _CERTAIN)
-            check.hold(fine, "a log-probability is above 0 or infinite", node=turn.id)
+            fine = not len(known) or (bool(np.isfinite(known).all()) and float(known.max()) <= _LOGPROB_SLACK)
+            check.expect(fine, "a log-probability is above 0 or infinite", node=turn.id)
         for node in session.nodes:
-            check.hold(not len(node.ids) or int(node.ids.min()) >= 0, "an id is negative", node=node.id)
+            check.expect(not len(node.ids) or int(node.ids.min()) >= 0, "an id is negative", node=node.id)
         for context in session.contexts if session.config.mode != "observe" else ():
-            check.hold(len(context.ids) > 0, "a context has no ids", node=context.id)
+            check.expect(len(context.ids) > 0, "a context has no ids", node=context.id)
 
 
-def _turns(session: Session, words: Words, book: Book) -> None:
+def _check_turns(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
     exact, newest = session.config.mode != "observe", session.beside.version
     with book.check(
         "structure", "turn", "how each turn ended, what went wrong and how it was captured fit together"
@@ -138,7 +138,7 @@ def _turns(session: Session, words: Words, book: Book) -> None:
             info, message = turn.info, words.turn(turn)
 
             def hold(holds: bool, what: str, at: int = turn.id) -> None:
-                check.hold(holds, what, node=at)
+                check.expect(holds, what, node=at)
 
             hold(info.finish in _FINISHES, f"it ended with {info.finish!r}")
             hold(info.capture in _CAPTURES, f"it was captured as {info.capture!r}")
@@ -167,7 +167,7 @@ def _turns(session: Session, words: Words, book: Book) -> None:
                 book.note("delivered", "it is marked as not delivered, but the agent went on from it", turn.id)
 
 
-def _sampling(session: Session, book: Book) -> None:
+def _check_sampling(session: StoredSession, book: CheckResults) -> None:
     with book.check(
         "structure", "sampling", "what is marked as biased is what was sampled so, and pinned sampling was kept to"
     ) as check:
@@ -175,35 +175,43 @@ def _sampling(session: Session, book: Book) -> None:
         for turn in session.turns:
             try:
                 used = {**_NEUTRAL, **(msgspec.json.decode(turn.info.sampling) if turn.info.sampling else {})}
-            except UNREADABLE:
-                check.hold(False, "how it was sampled cannot be read", node=turn.id)
+            except DECODE_ERRORS:
+                check.expect(False, "how it was sampled cannot be read", node=turn.id)
                 continue
             due = {name for name, value in used.items() if name not in _FREE and value != _NEUTRAL.get(name)}
             due |= {"greedy"} if used["temperature"] == 0 else set()
             marked = {b for b in turn.info.biases if not b.startswith((_FORCED, "field ")) and b != _OBSERVED}
             forced = {b.removeprefix(_FORCED) for b in turn.info.biases if b.startswith(_FORCED)} - set(_SHAPES)
-            check.hold(not forced, f"marked as forced into {_list(forced)}, which is no shape", node=turn.id)
-            check.hold(marked == due, f"marked as biased by {_list(marked)}, sampled with {_list(due)}", node=turn.id)
+            check.expect(not forced, f"marked as forced into {_join_names(forced)}, which is no shape", node=turn.id)
+            check.expect(
+                marked == due,
+                f"marked as biased by {_join_names(marked)}, sampled with {_join_names(due)}",
+                node=turn.id,
+            )
             if session.config.mode != "observe":
                 kept = all(used.get(name) == value for name, value in pinned.items())
-                check.hold(kept, "it was sampled otherwise than the session pins", node=turn.id)
+                check.expect(kept, "it was sampled otherwise than the session pins", node=turn.id)
                 free = session.config.bias != "neutral" or due <= {*pinned, "greedy"}
-                check.hold(free, f"the agent chose {_list(due)} in a session that is pinned neutral", node=turn.id)
+                check.expect(
+                    free, f"the agent chose {_join_names(due)} in a session that is pinned neutral", node=turn.id
+                )
 
 
-def _times(session: Session, book: Book) -> None:
+def _check_times(session: StoredSession, book: CheckResults) -> None:
     with book.check(
         "structure", "times", "every turn was sampled while the session was open, after what it was conditioned on"
     ) as check:
         for turn in session.turns:
             started, ended = turn.info.started, turn.info.ended
-            check.hold(started <= ended + _CLOCK, "it ended before it started", node=turn.id)
-            check.hold(started >= session.opened - _CLOCK, "it was sampled before the session was opened", node=turn.id)
-            closed = session.closed is None or ended <= session.closed + _CLOCK
-            check.hold(closed, "it was sampled after the session was closed", node=turn.id)
+            check.expect(started <= ended + _CLOCK_SLACK_S, "it ended before it started", node=turn.id)
+            check.expect(
+                started >= session.opened - _CLOCK_SLACK_S, "it was sampled before the session was opened", node=turn.id
+            )
+            closed = session.closed is None or ended <= session.closed + _CLOCK_SLACK_S
+            check.expect(closed, "it was sampled after the session was closed", node=turn.id)
             before = turn.parent.parent
-            late = before is None or before.info.ended <= started + _CLOCK
-            check.hold(
+            late = before is None or before.info.ended <= started + _CLOCK_SLACK_S
+            check.expect(
                 late, f"it started before turn {before.id if before else 0} that it follows had ended", node=turn.id
             )
     ends = [(turn.info.ended, turn.id) for turn in session.turns]
@@ -216,7 +224,7 @@ def _times(session: Session, book: Book) -> None:
             )
 
 
-def _preambles(session: Session, words: Words, book: Book) -> None:
+def _check_preambles(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
     with book.check(
         "structure",
         "preamble",
@@ -225,38 +233,38 @@ def _preambles(session: Session, words: Words, book: Book) -> None:
         for context in session.contexts:
             found = words.tools_or_fault(context)
             fits = not isinstance(found, str)
-            check.hold(fits, found if isinstance(found, str) else "", node=context.id)
+            check.expect(fits, found if isinstance(found, str) else "", node=context.id)
             if not isinstance(found, str):
                 agrees = context.info.has_tools == bool(found)
-                check.hold(
+                check.expect(
                     agrees,
                     f"marked as {'with' if context.info.has_tools else 'without'} tools, and {len(found)} are stored",
                     node=context.id,
                 )
         used = {context.info.preamble for context in session.contexts}
         for digest in session.preambles:
-            check.hold(digest in used, "tools are stored that no context has", where=f"preamble {digest.hex()}")
+            check.expect(digest in used, "tools are stored that no context has", where=f"preamble {digest.hex()}")
         for context in session.roots:
             stored = words.preamble(context)
             if stored is not None and session.config.template_kwargs:
-                kept = _kwargs(stored.kwargs)
+                kept = _decode_kwargs(stored.kwargs)
                 pinned = session.config.template_kwargs.items()
-                check.hold(
+                check.expect(
                     all(kept.get(k) == v for k, v in pinned),
                     "the session's template arguments are not in it",
                     node=context.id,
                 )
 
 
-def _kwargs(raw: bytes) -> dict[str, Json]:
+def _decode_kwargs(raw: bytes) -> dict[str, Json]:
     try:
         found = msgspec.json.decode(raw)
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _messages(session: Session, words: Words, book: Book) -> None:
+def _check_messages(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
     with book.check(
         "structure",
         "messages",
@@ -264,25 +272,27 @@ def _messages(session: Session, words: Words, book: Book) -> None:
     ) as check:
         makers = {call: turn for turn in session.turns for call in _call_ids(turn)}
         for node in session.nodes:
-            check.hold(
+            check.expect(
                 node.id not in words.faults,
                 f"what it says cannot be read: {words.faults.get(node.id, '')}",
                 node=node.id,
             )
-            if isinstance(node, Sampled) and node.id not in words.faults:
-                check.hold(words.turn(node).role == "assistant", "a turn is not the assistant's", node=node.id)
+            if isinstance(node, StoredTurn) and node.id not in words.faults:
+                check.expect(words.turn(node).role == "assistant", "a turn is not the assistant's", node=node.id)
         for context in session.contexts:
             count = words.counts.get(context.id)
             if count is not None:
                 fits = len(context.info.meanings) == 16 * count == 16 * len(context.info.roles)
-                check.hold(
+                check.expect(
                     fits, f"{len(context.info.roles)} messages are known of, {count} are stored", node=context.id
                 )
             if session.config.mode != "observe":
-                _answers(context, words, makers, check)
+                _check_answers(context, words, makers, check)
 
 
-def _answers(context: Context, words: Words, makers: dict[str, Sampled], check: Check) -> None:
+def _check_answers(
+    context: StoredContext, words: NodeMessages, makers: dict[str, StoredTurn], check: VerifyCheck
+) -> None:
     """Ids of calls are made up by the gateway, one for each: a result with one of them tells where it belongs."""
     said = words.of(context)
     own = {call.id for message in said for call in message.tool_calls}
@@ -292,10 +302,10 @@ def _answers(context: Context, words: Words, makers: dict[str, Sampled], check: 
         if maker is not None:
             # Of two answers that mean the same, an agent that renames some of its ids may have meant either.
             near = maker.id in way or maker.parent.id in way
-            check.hold(near, f"it answers a call of turn {maker.id}, which is not on its way", node=context.id)
+            check.expect(near, f"it answers a call of turn {maker.id}, which is not on its way", node=context.id)
 
 
-def _told(session: Session, words: Words, book: Book) -> None:
+def _check_signals(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
     """What an agent's program said of a call is only ever read at the places that the session names."""
     signals = session.config.signals
     with book.check(
@@ -303,12 +313,12 @@ def _told(session: Session, words: Words, book: Book) -> None:
     ) as check:
         for context in session.contexts:
             told = context.info.told
-            check.hold(
+            check.expect(
                 not told.thread or bool(signals.thread),
                 f"it names a thread, {told.thread!r}, and no signal does",
                 node=context.id,
             )
-            check.hold(
+            check.expect(
                 not told.parent or bool(signals.parent),
                 f"it names a parent, {told.parent!r}, and no signal does",
                 node=context.id,
@@ -316,14 +326,14 @@ def _told(session: Session, words: Words, book: Book) -> None:
             by_model = told.role in signals.models.values() and told.why.startswith("model ")
             fitting = [n for n, rule in enumerate(signals.rules) if (rule.role, rule.why) == (told.role, told.why)]
             known = not told.role or by_model or bool(fitting)
-            if not check.hold(
+            if not check.expect(
                 known, f"it was told to be {told.role} ({told.why}), which no rule says", node=context.id
             ):
                 continue
-            seen = [_fits(rule.source, rule.match, context, words) for rule in signals.rules]
+            seen = [_rule_matches(rule.source, rule.match, context, words) for rule in signals.rules]
             if fitting and not by_model:
                 shown = any(seen[n] is not False for n in fitting)
-                check.hold(
+                check.expect(
                     shown,
                     f"it was told to be {told.role} ({told.why}), and its messages and tools do not say so",
                     node=context.id,
@@ -331,14 +341,14 @@ def _told(session: Session, words: Words, book: Book) -> None:
             first = next((n for n, fits in enumerate(seen) if fits), None)
             if first is not None:
                 earlier = bool(fitting) and fitting[0] <= first
-                check.hold(
+                check.expect(
                     earlier,
                     f"its messages and tools say that it is {signals.rules[first].role}, which was not told",
                     node=context.id,
                 )
 
 
-def _fits(source: str, match: str, context: Context, words: Words) -> bool | None:
+def _rule_matches(source: str, match: str, context: StoredContext, words: NodeMessages) -> bool | None:
     """Whether a rule fits, where the trace can tell: None for headers, bodies and models' names, which are not stored."""
     kind, _, name = source.partition(":")
     if not words.readable(context):
@@ -359,5 +369,5 @@ def _fits(source: str, match: str, context: Context, words: Words) -> bool | Non
             return None
 
 
-def _list(names: set[str]) -> str:
+def _join_names(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"

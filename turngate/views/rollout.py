@@ -9,8 +9,8 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from turngate.dialects import recorded
-from turngate.dialects.chat import wire_message
+from turngate.dialects import decode_stored_messages
+from turngate.dialects.chat import message_to_wire
 from turngate.render import Tokenizer
 from turngate.store.outcome import Recorded
 from turngate.trace.advantage import weight
@@ -75,7 +75,7 @@ class Close:
         if node.id not in self._said:
             raw = self._shown.texts[node.id]
             if isinstance(node, Context):
-                self._said[node.id] = recorded(node.info.dialect, raw)
+                self._said[node.id] = decode_stored_messages(node.info.dialect, raw)
             else:
                 self._said[node.id] = [msgspec.json.decode(raw, type=Message)]
         return self._said[node.id]
@@ -406,7 +406,7 @@ class Close:
                 "trained_tokens": branch.trained_tokens,
                 "dialect": root.info.dialect,
                 "tools": msgspec.Raw(tools or b"[]"),
-                "messages": [wire_message(message) for node in nodes for message in self.said(node)],
+                "messages": [message_to_wire(message) for node in nodes for message in self.said(node)],
             }
 
 

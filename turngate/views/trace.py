@@ -13,13 +13,13 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from turngate.dialects import recorded
-from turngate.dialects.chat import wire_message
+from turngate.dialects import decode_stored_messages
+from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import Policy, untrainable
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
-from turngate.types import Json, Message, type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
 
 _CHAT = "chat"
 
@@ -132,7 +132,7 @@ def told_apart(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
 def _context(node: Mapping[str, Any], preambles: Mapping[str, Any]) -> ViewedContext:
     messages = node["messages"]
     if node["dialect"] != _CHAT:
-        messages = [wire_message(m) for m in recorded(node["dialect"], msgspec.json.encode(messages))]
+        messages = [message_to_wire(m) for m in decode_stored_messages(node["dialect"], msgspec.json.encode(messages))]
     tools = preambles.get(node["preamble"], {}).get("tools") or []
     return ViewedContext(
         node["id"], node["parent"], node["ids"], messages, tools, node["dialect"], node["cause"], node["told"]
@@ -152,7 +152,7 @@ def _turn(node: Mapping[str, Any], root: int, policy: Policy) -> ViewedTurn:
         root=root,
         ids=node["ids"],
         logprobs=logprobs,
-        message=wire_message(message),
+        message=message_to_wire(message),
         role=node["role"],
         untrained=reason,
         finish=node["finish"],
@@ -176,9 +176,9 @@ def _is_one(value: float | None) -> bool:
 
 def _as_recorded(node: Mapping[str, Any]) -> Sampled:
     """As much of the node as the rule about training looks at."""
-    context = Context(node["parent"], None, np.empty(0, type_of_ids), ContextInfo(b"", b"", "", False))
+    context = Context(node["parent"], None, np.empty(0, ID_DTYPE), ContextInfo(b"", b"", "", False))
     given = node["logprobs"]
-    logprobs = None if given is None else np.array([np.nan if v is None else v for v in given], type_of_logprobs)
+    logprobs = None if given is None else np.array([np.nan if v is None else v for v in given], LOGPROB_DTYPE)
     info = SampledInfo(
         b"",
         b"",
@@ -192,4 +192,4 @@ def _as_recorded(node: Mapping[str, Any]) -> Sampled:
         capture=node["capture"],
         fault=node["fault"],
     )
-    return Sampled(node["id"], context, np.array(node["ids"], type_of_ids), logprobs, info)
+    return Sampled(node["id"], context, np.array(node["ids"], ID_DTYPE), logprobs, info)

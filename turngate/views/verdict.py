@@ -18,14 +18,14 @@ import msgspec
 
 from turngate.errors import StoreError, TurngateError
 from turngate.store.sqlite import Store
-from turngate.verify import Folder, Means, Renderers, Rows, Sampler, Verdict, verify
+from turngate.verify import Renderers, RowSource, SpotChecker, StoreReader, Verdict, VerifyOptions, verify
 from turngate.views.session import read
 
-_LOWEST = 19  # as `nice` counts
+_LOWEST_PRIORITY = 19  # as `nice` counts
 
 
 @contextmanager
-def stored_rows(data: Path) -> Iterator[Rows]:
+def open_row_source(data: Path) -> Iterator[RowSource]:
     """The rows that the gateway's own code hands to a trainer, whether a gateway serves the folder or not."""
     store = Store.reading(data)
     try:
@@ -34,14 +34,14 @@ def stored_rows(data: Path) -> Iterator[Rows]:
         store.close()
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class VerdictReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the process says of one session: a verdict, or why there is none."""
 
     verdict: Verdict | None = None
     error: str = ""
 
 
-class Apart:
+class VerifierProcess:
     """Verifies in a process of its own, which gives way to everything else. Begun with the first session, again if it ended."""
 
     def __init__(self, data: Path) -> None:
@@ -62,7 +62,7 @@ class Apart:
         if not line:
             self._end()
             raise StoreError("the process that verifies came to an end; the next session begins another")
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = msgspec.json.decode(line, type=VerdictReply)
         if answer.verdict is None:
             raise StoreError(answer.error)
         return answer.verdict
@@ -101,12 +101,12 @@ class Apart:
                         pipe.close()
 
 
-class Background:
+class BackgroundVerifier:
     """Every n-th session that ends, verified while the gateway serves."""
 
     def __init__(self, data: Path, every: int, report: Callable[[Verdict], None]) -> None:
-        self._apart = Apart(data)
-        self._sampler = Sampler(every, self._apart, report)
+        self._apart = VerifierProcess(data)
+        self._sampler = SpotChecker(every, self._apart, report)
 
     def start(self) -> None:
         self._sampler.start()
@@ -122,17 +122,19 @@ class Background:
 def main(data: Path) -> None:
     """Ids come in, one JSON string to a line; answers go out. Ends with its input, so never outlives the gateway."""
     with suppress(OSError, AttributeError):
-        os.nice(_LOWEST)
+        os.nice(_LOWEST_PRIORITY)
     renderers = Renderers()  # each tokenizer is loaded once
     for line in sys.stdin.buffer:
         try:
-            with Folder(data) as folder, stored_rows(data) as rows:
-                verdict = verify(folder, msgspec.json.decode(line, type=str), Means(rows=rows, renderers=renderers))
-            answer = Answer(verdict)
+            with StoreReader(data) as folder, open_row_source(data) as rows:
+                verdict = verify(
+                    folder, msgspec.json.decode(line, type=str), VerifyOptions(rows=rows, renderers=renderers)
+                )
+            answer = VerdictReply(verdict)
         except TurngateError as error:
-            answer = Answer(error=error.message)
+            answer = VerdictReply(error=error.message)
         except Exception as error:  # a fault of ours in a check must not end the checks
-            answer = Answer(error=f"{type(error).__name__}: {error}")
+            answer = VerdictReply(error=f"{type(error).__name__}: {error}")
         try:
             sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
             sys.stdout.buffer.flush()

@@ -43,7 +43,7 @@ from turngate.config import ServeConfig
 from turngate.engines.base import Engine, Generate
 from turngate.engines.local import LocalEngine, Model, load, save
 from turngate.engines.scripted import Scripted, Turn
-from turngate.render import load as load_renderer
+from turngate.render import load_renderer as load_renderer
 from turngate.server.run import GatewayAddress, run_embedded
 from turngate.trainers.export import Choices, Wanted, export
 from turngate.trainers.local.grpo import Settings, Step, Trainer

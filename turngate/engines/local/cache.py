@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from turngate.engines.local.model import Attend
 from turngate.engines.local.shape import Shape
-from turngate.types import Ids, type_of_ids
+from turngate.types import ID_DTYPE, Ids
 
 Places = NDArray[np.int64]  # numbers of slots, or positions in them
 _WORTH = 16  # ids of a common beginning for which it is worth to wait until they are computed
@@ -120,7 +120,7 @@ class Slots:
 
     def __init__(self, slots: int, length: int) -> None:
         self.count = slots
-        self.ids = np.zeros((slots, length), type_of_ids)
+        self.ids = np.zeros((slots, length), ID_DTYPE)
         self.known = np.zeros(slots, np.int64)
         self.wanted = np.zeros(slots, np.int64)
         self.taken = np.zeros(slots, bool)

@@ -19,7 +19,7 @@ from torch import Tensor
 from turngate.engines.local.cache import KeyValues, Piece, Places
 from turngate.engines.local.model import Attend, Model
 from turngate.engines.local.sampler import Bent, bend, draw
-from turngate.types import Ids, Logprobs, type_of_ids
+from turngate.types import ID_DTYPE, Ids, Logprobs
 
 
 class Armed(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class Decoder:
         return self.model.scores(hidden).float()
 
     def collect(self, pending: Pending) -> tuple[Ids, Logprobs]:
-        return pending.ids.numpy().astype(type_of_ids), pending.logprobs.numpy()
+        return pending.ids.numpy().astype(ID_DTYPE), pending.logprobs.numpy()
 
     def settle(self) -> None:
         """Return when nothing is under way any more."""

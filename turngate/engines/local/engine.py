@@ -32,7 +32,7 @@ from turngate.engines.local.weights import load as load_model
 from turngate.engines.local.weights import load_into
 from turngate.engines.local.worker import Batch, End, Order, Worker
 from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
-from turngate.types import type_of_ids
+from turngate.types import ID_DTYPE
 
 if TYPE_CHECKING:
     from turngate.engines.weights import Load
@@ -240,7 +240,7 @@ class LocalEngine:
                 f"{self.name} cannot force an output into a shape ({request.constraint.kind}); "
                 "use vLLM or SGLang, or let the model answer freely"
             )
-        prompt = np.ascontiguousarray(request.prompt, type_of_ids)
+        prompt = np.ascontiguousarray(request.prompt, ID_DTYPE)
         if not prompt.size:
             raise EngineRejected(f"{self.name} was asked to go on from an empty prompt")
         vocabulary = self.model.shape.vocabulary

@@ -22,7 +22,7 @@ from turngate.engines.local.decode import Decoder, Pending
 from turngate.engines.local.kernels import attend_slots
 from turngate.engines.local.model import Attend, Model
 from turngate.engines.local.sampler import Bent, bend, draw
-from turngate.types import Ids, Logprobs, type_of_ids
+from turngate.types import ID_DTYPE, Ids, Logprobs
 
 _ROWS = 8  # the smallest graph; the others double
 _MASK = 1 << 28  # the largest mask of a filling, in elements
@@ -84,7 +84,7 @@ class GraphDecoder(Decoder):
     def collect(self, pending: Pending) -> tuple[Ids, Logprobs]:
         assert pending.arrived is not None
         pending.arrived.synchronize()
-        return pending.ids.numpy()[pending.slots].astype(type_of_ids), pending.logprobs.numpy()[pending.slots]
+        return pending.ids.numpy()[pending.slots].astype(ID_DTYPE), pending.logprobs.numpy()[pending.slots]
 
     def fill(self, pieces: Sequence[Piece]) -> None:
         for group in self._alike(pieces):

@@ -26,7 +26,7 @@ from turngate.engines.local.cache import Piece, Places, Slots
 from turngate.engines.local.decode import Armed, Decoder, Pending
 from turngate.engines.local.sampler import Bent
 from turngate.errors import EngineError, EngineUnavailable
-from turngate.types import Ids, Logprobs, Sampling, type_of_ids, type_of_logprobs
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs, Sampling
 
 log = logging.getLogger(__name__)
 _TRIES = 3  # failures in a row, after which the engine gives up
@@ -378,7 +378,7 @@ class Worker:
         self._flushed = clock
         out, self._out = self._out, []
         ends, self._ends = self._ends, {}
-        out.append((np.empty(0, np.int64), np.empty(0, type_of_ids), np.empty(0, type_of_logprobs)))  # for ends alone
+        out.append((np.empty(0, np.int64), np.empty(0, ID_DTYPE), np.empty(0, LOGPROB_DTYPE)))  # for ends alone
         serials, ids, logprobs = (np.concatenate([part[n] for part in out]) for n in range(3))
         order = np.argsort(serials, kind="stable")
         self._deliver(Batch(serials[order], ids[order], logprobs[order], ends, self._version))

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.common.validation import explain_error
-from turngate.dialects import Chat, recorded
-from turngate.dialects.chat import wire_message
+from turngate.dialects import Chat, decode_stored_messages
+from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.gateway.sessions import Control
 from turngate.server.auth import Auth
@@ -205,7 +205,7 @@ def _node_messages(node: Node, text: bytes) -> list[msgspec.Raw]:
         return [piece(_to_wire(orjson.loads(text)))]
     if node.info.dialect == _chat.name:
         return [piece(message) for message in orjson.loads(text)]
-    return [piece(wire_message(message)) for message in recorded(node.info.dialect, text)]
+    return [piece(message_to_wire(message)) for message in decode_stored_messages(node.info.dialect, text)]
 
 
 def _to_wire(stored: Json) -> Json:

@@ -22,7 +22,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from turngate.errors import Forbidden, StoreError, TooMany, Unauthorized
+from turngate.errors import Forbidden, StoreError, TooManyRequests, Unauthorized
 from turngate.server.auth import Auth
 from turngate.store.sqlite import Store
 
@@ -65,7 +65,7 @@ class PageLogin:
             del self._wrong[next(iter(self._wrong))]
         if len(tries) >= _MAX_TRIES:
             wait = tries[0] + _TRIES_WINDOW_S - now
-            raise TooMany(f"too many wrong keys; try again in {wait:.0f} seconds", wait_s=wait)
+            raise TooManyRequests(f"too many wrong keys; try again in {wait:.0f} seconds", wait_s=wait)
         tries.append(now)
         raise Unauthorized("key: this is not the admin key", param="key")
 

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from turngate import __version__
 from turngate.common.sharding import Shard
-from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TooMany, TurngateError
+from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TooManyRequests, TurngateError
 from turngate.gateway.sessions import Control
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
@@ -123,7 +123,7 @@ class Page:
                 return await endpoint(request)
             except TurngateError as error:
                 response = error_response(error)
-                if isinstance(error, TooMany):
+                if isinstance(error, TooManyRequests):
                     response.headers["retry-after"] = str(int(error.wait_s) + 1)
                 return response
 
@@ -264,7 +264,7 @@ class Page:
 
     def _stream(self, request: Request, told: AsyncGenerator[bytes, None]) -> Response:
         if self._streams >= _STREAMS:
-            raise TooMany("too many pages follow what happens; close some", wait_s=5)
+            raise TooManyRequests("too many pages follow what happens; close some", wait_s=5)
         return StreamingResponse(
             self._counted(told), media_type="text/event-stream", headers={"x-accel-buffering": "no"}
         )

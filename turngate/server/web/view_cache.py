@@ -9,7 +9,7 @@ import msgspec
 
 from turngate.errors import ConfigError, NotFound, StoreError
 from turngate.render import Tokenizer
-from turngate.render.certificate_cache import recall_any
+from turngate.render.certificate_cache import load_any_record
 from turngate.store.outcome import Recorded
 from turngate.store.queries import Fact
 from turngate.store.sqlite import Store
@@ -309,7 +309,7 @@ def _tool_call(call: Json) -> dict[str, Json]:
 
 def load_decoder(folder: Path) -> Tokenizer:
     """To read ids with, and not to encode: nothing is probed."""
-    known = recall_any(folder)
+    known = load_any_record(folder)
     if known is not None:
         return Tokenizer(folder, vocabulary=known.vocabulary, fast=known.fast)
     return Tokenizer(folder, fast=False)

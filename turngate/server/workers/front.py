@@ -32,7 +32,7 @@ import uvloop
 
 from turngate.common.sharding import slot_from_head
 from turngate.config import ServeConfig
-from turngate.errors import ConfigError, DataInUse
+from turngate.errors import ConfigError, DataFolderInUse
 from turngate.server.auth import admin_key
 from turngate.server.bind import has_stale_note, open_listener, publish_address, raise_file_limit, startup_message
 from turngate.store.lock import lock
@@ -368,7 +368,7 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
         try:
             held = lock(data)
             break
-        except DataInUse:
+        except DataFolderInUse:
             if not has_stale_note(data) or time.monotonic() > end:
                 raise
             time.sleep(0.1)

@@ -6,13 +6,12 @@ import json
 
 import msgspec
 
-from turngate.dialects import recorded
-from turngate.dialects.chat import wire_message
+from turngate.dialects import decode_stored_messages, decode_stored_tools
+from turngate.dialects.chat import message_to_wire
 from turngate.trace.sample import Sample
 from turngate.trace.tree import Context, path
 from turngate.trainers.export.source import Rollout
 from turngate.types import Json, Message
-from turngate.verify.messages import tools_of
 
 _DEEPEST = 64
 _message = msgspec.json.Decoder(Message)
@@ -30,7 +29,7 @@ def conversation(rollout: Rollout, row: Sample) -> list[Said]:
     for node in path(rollout.nodes[row.branch]):
         raw = rollout.messages[node.id]
         if isinstance(node, Context):
-            found += [Said(message, node.id) for message in recorded(node.info.dialect, raw)]
+            found += [Said(message, node.id) for message in decode_stored_messages(node.info.dialect, raw)]
         else:
             found.append(Said(_message.decode(raw), node.id, sampled=True))
     return found
@@ -39,12 +38,12 @@ def conversation(rollout: Rollout, row: Sample) -> list[Said]:
 def tools(rollout: Rollout, row: Sample) -> list[Json]:
     """Those that the branch's last turn was offered, in OpenAI's form."""
     context = rollout.turn(row.branch).parent
-    return [tool.wire for tool in tools_of(context.info.dialect, rollout.tools(context))]
+    return [tool.wire for tool in decode_stored_tools(context.info.dialect, rollout.tools(context))]
 
 
 def spoken(message: Message) -> dict[str, Json]:
     """For a chat template: the arguments of calls as objects. Text that the model wrote for arguments, and is no object, stays text."""
-    wire = wire_message(message)
+    wire = message_to_wire(message)
     for call in wire.get("tool_calls", ()):
         call["function"]["arguments"] = as_object(call["function"]["arguments"])
     return wire

@@ -76,7 +76,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return self.batch.name or NAME
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingCallbacks(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to tell what while it goes on."""
 
     rollouts: Callable[[BatchProgress], None] = lambda tally: None
@@ -150,7 +150,9 @@ async def evaluate(
     return result
 
 
-async def train(place: Place, goal: Goal, folder: Path, source: str | Path, told: Told = Told()) -> list[Step]:
+async def train(
+    place: Place, goal: Goal, folder: Path, source: str | Path, told: TrainingCallbacks = TrainingCallbacks()
+) -> list[Step]:
     """To the last step. The feed stays, so that more steps may be asked for later."""
     clock = _Clock(place.engine)
     pace: TrainerThrottle | None = None
