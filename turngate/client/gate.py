@@ -31,7 +31,7 @@ from turngate.client.protocol import (
 )
 from turngate.engines.gate_call import Asked, End, Fault, GateCall
 from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError
-from turngate.types import Ids, Logprobs, ID_DTYPE
+from turngate.types import ID_DTYPE, Ids, Logprobs
 
 log = logging.getLogger("turngate")
 _MEANS: dict[int, type[TurngateError]] = {400: BadRequest, 404: NotFound, 409: Conflict, 410: Gone, 413: BadRequest}
