@@ -58,8 +58,8 @@ async def test_a_gateway_that_cannot_write_for_a_moment_costs_nothing(monkeypatc
         feed = await Feed.open(
             stage.client, "train", FeedConfig(n=3)
         )  # so that it takes the closing to complete a group
-        Failing(monkeypatch, stage.gateway.app.control, "record", 1, FULL)
-        Failing(monkeypatch, stage.gateway.app.control.feeds, "close_group", 1, FULL)
+        Failing(monkeypatch, stage.gateway.app.outcomes, "record", 1, FULL)
+        Failing(monkeypatch, stage.gateway.app.feeds, "close_group", 1, FULL)
         result = await ran(stage, n=2)
         delivery = await feed.next(scaled(10))
         assert (result.complete, result.stopped) == (True, "")
@@ -71,7 +71,7 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
 ) -> None:
     async with staged() as stage:
         feed = await Feed.open(stage.client, "train", FeedConfig(n=1))
-        failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
+        failing = Failing(monkeypatch, stage.gateway.app.outcomes, "record", FOR_GOOD, FULL)
         for _ in range(2):  # the second time it is still so
             result = await ran(stage)
             assert not result.complete and result.finished == ()
@@ -100,7 +100,7 @@ async def test_a_runner_that_is_stopped_while_it_waits_for_the_gateway_does_not_
 ) -> None:
     monkeypatch.setattr("turngate.rollout.rollout._BACK_S", 3600.0)
     async with staged() as stage:
-        failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
+        failing = Failing(monkeypatch, stage.gateway.app.outcomes, "record", FOR_GOOD, FULL)
         running = asyncio.create_task(ran(stage))
         await kit.until(lambda: failing.tried, 60)
         running.cancel()
@@ -118,12 +118,12 @@ async def test_what_the_gateway_has_counts_where_somebody_was_there_before(
     meanwhile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with staged() as stage:
-        failing = Failing(monkeypatch, stage.gateway.app.control, "record", FOR_GOOD, FULL)
+        failing = Failing(monkeypatch, stage.gateway.app.outcomes, "record", FOR_GOOD, FULL)
         await ran(stage)
         [late] = read_ledger(stage.out).unrecorded.values()
         failing.left = 0
         if meanwhile == "deleted":
-            await stage.gateway.app.control.delete(late.finished.session)
+            await stage.gateway.app.sessions.delete(late.finished.session)
         else:
             await stage.client.record(late.finished.session, Recorded(kind="graded", reward=0.25, task="well-0"))
         [one] = (await ran(stage)).finished
@@ -143,7 +143,7 @@ async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_n
     monkeypatch.setattr(Rollout, "_check", missing)
     monkeypatch.setattr("turngate.rollout.rollout._BACK_S", scaled(5.0))
     async with staged() as stage:
-        Failing(monkeypatch, stage.gateway.app.control, "seal", 2, FULL)
+        Failing(monkeypatch, stage.gateway.app.sessions, "seal", 2, FULL)
         [one] = (await ran(stage)).finished
         assert one.kind == "agent failed"
         assert (await stage.client.show(one.session))["outcome"]["kind"] == "agent failed"
@@ -152,7 +152,7 @@ async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_n
 async def test_a_group_that_the_gateway_refuses_to_close_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with staged() as stage:
         feed = await Feed.open(stage.client, "train", FeedConfig(n=2))
-        Failing(monkeypatch, stage.gateway.app.control.feeds, "close_group", 1, BadRequest("no such thing"))
+        Failing(monkeypatch, stage.gateway.app.feeds, "close_group", 1, BadRequest("no such thing"))
         result = await ran(stage)
         assert result.stopped == (
             f"the gateway does not take it that group {result.batch}.well-0 is complete: gateway: no such thing"

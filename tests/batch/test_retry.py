@@ -174,12 +174,12 @@ async def test_a_wish_is_answered_once_and_one_that_was_refused_is_never_granted
         wanted = stage.plan("once-0", "well-0", n=1, retries=0, backend=Once(stage.root / "s"))
         first = await run_batch(wanted, stage.client, stage.connector)
         of, wish = batch_stream(first.batch), asked_for(stage, "once-0", "infrastructure fault")
-        refused = stage.gateway.app.control.announce(of, "retry", wish)
+        refused = stage.gateway.app.events.announce(of, "retry", wish)
         await stage.client.announce(of, "note", {"retry": refused, "taken": False, "message": "no"})
         assert (await run_batch(wanted, stage.client, stage.connector)).finished == first.finished
-        put_off = stage.gateway.app.control.announce(of, "retry", wish)
+        put_off = stage.gateway.app.events.announce(of, "retry", wish)
         await stage.client.announce(of, "note", {"retry": put_off, "taken": None, "message": "later"})
-        nonsense = stage.gateway.app.control.announce(of, "retry", asked_for(stage, "well-0", "graded"))
+        nonsense = stage.gateway.app.events.announce(of, "retry", asked_for(stage, "well-0", "graded"))
         for _ in range(3):
             last = await run_batch(wanted, stage.client, stage.connector)
             assert [(one.kind, one.attempt) for one in last.finished] == [("graded", 2), ("graded", 1)]

@@ -209,7 +209,7 @@ async def stale_once_it_hangs(stage: Stage, times: int) -> None:
             turned = shown["status"] == "open" and (await stage.client.show(session_id))["turns"]
             if turned and session_id not in done:
                 done.add(session_id)
-                await stage.gateway.app.control._end(session_id, "cancelled", "stale")
+                await stage.gateway.app.sessions.end(session_id, "cancelled", "stale")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ async def test_after_the_gateway_has_gone(data: Path) -> None:
 async def test_an_outcome_that_is_damaged_is_shown_as_such_with_all_the_rest(g: Running, data: Path) -> None:
     session = await conversed(g)
     await g.seal(session)
-    g.app.control.record(session, Recorded(kind="graded", reward=1.0))
+    g.app.outcomes.record(session, Recorded(kind="graded", reward=1.0))
     with g.app.store._writing() as db:
         db.execute("UPDATE outcomes SET outcome='{'")
     text = await shown("last", "--data", data)

@@ -57,7 +57,7 @@ class World:
             await gateway.stop()
 
     def agent(self, **config: Any) -> Agent:
-        session, key = self.gateway.control.open(SessionConfig(**config))
+        session, key = self.gateway.sessions.open(SessionConfig(**config))
         return Agent(self, session.id, key)
 
 
@@ -79,7 +79,7 @@ class Agent:
 
     @property
     def session(self):
-        return self.world.gateway.control.find(self.session_id)
+        return self.world.gateway.sessions.find(self.session_id)
 
     async def call(
         self,

@@ -48,8 +48,8 @@ async def test_cancelling_and_deleting_at_once_leaves_nothing_for_the_next_sessi
         turn = say(world, "one two three four five")
         call = asyncio.create_task(first.call(Turn(turn.ids, delay_s=3600)))
         await until(lambda: world.engine.in_flight)
-        control = world.gateway.control
-        await asyncio.gather(control.cancel(first.session_id), control.delete(first.session_id))
+        sessions = world.gateway.sessions
+        await asyncio.gather(sessions.cancel(first.session_id), sessions.delete(first.session_id))
         await call
         second = world.agent()
         second.messages = [SYSTEM, user("work")]
@@ -71,10 +71,10 @@ async def test_a_seal_that_cannot_be_written_did_not_happen(world: World) -> Non
     world.gateway.store.close_session = fails  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(StoreError):
-            await world.gateway.control.seal(agent.session_id)
+            await world.gateway.sessions.seal(agent.session_id)
     world.gateway.store.close_session = original  # type: ignore[method-assign]
     await talk(agent, "b")
-    assert (await world.gateway.control.seal(agent.session_id)).status == "sealed"
+    assert (await world.gateway.sessions.seal(agent.session_id)).status == "sealed"
 
 
 async def test_an_unexpected_fault_of_the_writer_reaches_every_caller(tmp_path: Path, renderers: Any) -> None:
@@ -317,7 +317,7 @@ async def test_an_observed_turn_with_holes_is_no_row(tmp_path: Path) -> None:
     gateway = Gateway(config, relay=_Endpoint(chunks))
     await gateway.start()
     try:
-        session, key = gateway.control.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
+        session, key = gateway.sessions.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
         body = b'{"messages": [{"role": "user", "content": "x"}]}'
         status, _ = await asgi(
             gateway, "POST", "/v1/chat/completions", body, [(b"authorization", f"Bearer {key}".encode())]

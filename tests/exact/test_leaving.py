@@ -38,9 +38,9 @@ async def test_a_turn_that_is_cancelled_while_its_engine_is_left_is_recorded(tmp
         call: asyncio.Task[Any] = asyncio.create_task(agent.call(say(world, "something"), stream=stream))
         async with asyncio.timeout(scaled(20)):
             await leaving.wait()
-            await world.gateway.control.seal(agent.session_id)
+            await world.gateway.sessions.seal(agent.session_id)
             await asyncio.wait([call])
         call.exception()  # the agent cannot make sense of half a stream
-        (turn,) = world.gateway.control.find(agent.session_id).trace.turns()
+        (turn,) = world.gateway.sessions.find(agent.session_id).trace.turns()
         assert turn.info.finish == "abort" and len(turn.ids) > 1
         assert turn.logprobs is not None and len(turn.logprobs) == len(turn.ids)

@@ -100,7 +100,7 @@ async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int, rest
             for kind, reply_kind, text in steps:
                 before = len(agent.session.trace.nodes)
                 if rests:
-                    assert await world.gateway.control.rest.sweep(time.time() + 1e6) == 1
+                    assert await world.gateway.evictor.sweep(time.time() + 1e6) == 1
                 await step(agent, kind, turn_of(renderer, reply_kind, text, draw), text, draw, before)
             check(agent.session, [g.prompt for g in world.engine.received])
             live = agent.session

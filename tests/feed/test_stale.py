@@ -24,7 +24,7 @@ async def ended(t: Trained, session: str) -> str:
 
 async def looked(t: Trained) -> None:
     """Stale sessions have been looked for."""
-    await until(lambda: not t.g.app.control._cancelling)
+    await until(lambda: not t.g.app.stale.is_busy)
 
 
 # ── when it is handed out ───────────────────────────────────────────────────────────────────────────────────────────

@@ -71,7 +71,7 @@ async def test_stale_sessions_of_every_worker_are_cancelled() -> None:
             for worker, session in zip(workers.workers, opened, strict=True):
                 await Trained(worker, client).talk(session, 2)
             await workers[1].resume(1)
-            await until(lambda: not any(worker.app.control._cancelling for worker in workers.workers))
+            await until(lambda: not any(worker.app.stale.is_busy for worker in workers.workers))
             for session in opened:
                 shown = await g.show(session.id)
                 assert (shown["status"], shown["stop"]) == ("cancelled", "stale")

@@ -24,7 +24,7 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture
 def no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send no signs of life: with each one, a follower of events would look again and find events it was not notified of."""
-    monkeypatch.setattr(Events._woken, "__defaults__", (3600.0,))
+    monkeypatch.setattr(Events._wait, "__defaults__", (3600.0,))
     monkeypatch.setattr(routes, "_ALIVE_S", 3600.0)
 
 

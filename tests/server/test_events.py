@@ -17,8 +17,7 @@ from tests.speed import scaled
 from turngate.client.gateway import GatewayClient, Refused, Unreachable
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, Unauthorized
-from turngate.gateway.events import PAGE, Events
-from turngate.gateway.sessions import ANNOUNCED
+from turngate.gateway.events import LARGEST, PAGE, Events
 from turngate.store.sqlite import Store
 
 HELLO = lambda request, index: say("Hello.")  # noqa: E731
@@ -278,7 +277,7 @@ async def test_a_runner_s_stages_stand_in_the_stream_before_and_beside_the_turns
         ({"session": "../x", "kind": "note"}, "session"),
         ({"session": 1, "kind": "note"}, "session"),
         ({"session": "s", "kind": "note", "data": [1]}, "data"),
-        ({"session": "s", "kind": "note", "data": {"x": "y" * ANNOUNCED}}, "data"),
+        ({"session": "s", "kind": "note", "data": {"x": "y" * LARGEST}}, "data"),
         ({"session": "s", "kind": "note", "seq": 1}, "seq"),
     ],
 )

@@ -158,7 +158,7 @@ async def test_a_call_whose_tokens_were_used_up_while_it_waited_gets_the_last_wo
         await until(lambda: g.gated.waiting)
         await g.pause()
         second = g.start(g.ask(session.key, [user("Two")]))
-        await until(lambda: g.app.control.find(session.id).in_flight == 2)
+        await until(lambda: g.app.sessions.find(session.id).in_flight == 2)
         g.gated.gate.set()
         assert (await first).finish == "length"
         await g.resume()

@@ -39,7 +39,7 @@ async def test_no_trace_is_read_or_written_down_in_the_loop(monkeypatch: pytest.
     async with gateway([say("word " * 300)] * 3) as g:
         session = (await g.admin.post("/sessions", json={})).json()["id"]
         key = (await g.open()).key
-        for name in (g.app.control.id_of_secret(key), session):
+        for name in (g.app.sessions.find_id_by_secret(key), session):
             assert name is not None
             await g.http(g.app.admin_key).post(
                 f"/s/{name}/v1/chat/completions", json={"model": "m", "messages": [user("Hi")]}

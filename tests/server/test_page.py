@@ -352,7 +352,7 @@ async def test_training_is_told_by_version_and_how_far_behind_it_was() -> None:
         for session, reward in zip((*opened, other), (1.0, 0.0, 0.5), strict=True):
             await g.seal(session.id)
             group = "else" if session is other else "run.a"
-            g.app.control.record(session.id, Recorded(kind="graded", reward=reward, group=group, task="a"))
+            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=reward, group=group, task="a"))
         told_all = await told(client, "training")
         assert told_all["version"] == [{"version": 0, "mean": 0.5, "count": 3}]
         assert told_all["staleness"] == [{"behind": 3, "rollouts": 3}]
@@ -387,7 +387,7 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
             _, second = await anext(following)
             assert [(row["id"], row["turns"]) for row in second["rollouts"]] == [(session.id, 1)]
             await g.seal(session.id)
-            g.app.control.record(session.id, Recorded(kind="graded", reward=0.5, group="g", task="t"))
+            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=0.5, group="g", task="t"))
             async with asyncio.timeout(scaled(10)):
                 async for _, third in following:
                     if third["rollouts"][0]["reward"] == 0.5:
@@ -440,7 +440,7 @@ async def test_nor_is_a_follower_of_whom_much_happens(path: str) -> None:
             await anext(following)
             await client.post("/page/logout", headers=OWN)
             for _ in range(3):
-                g.app.control.announce(session.id, "note", {"secret": 1})
+                g.app.events.announce(session.id, "note", {"secret": 1})
             assert await asyncio.wait_for(anext(following, None), scaled(5)) is None
 
 

@@ -276,7 +276,7 @@ async def test_rows_are_saved_as_the_exporter_writes_them(tmp_path: Path) -> Non
             await g.ask(session.key, [user("Hi"), heard.message(), user("On")])
             await g.seal(session.id)
             kind = "graded" if reward is not None else "infrastructure fault"
-            g.app.control.record(session.id, Recorded(kind=kind, reward=reward, group="g/1 <x>", task="t"))
+            g.app.outcomes.record(session.id, Recorded(kind=kind, reward=reward, group="g/1 <x>", task="t"))
         rows = await client.get("/page/api/export", params={"group": "g/1 <x>", "format": "rows"})
         told_here = [json.loads(line) for line in rows.text.splitlines()]
         out = tmp_path / "rows.jsonl"

@@ -115,7 +115,7 @@ async def test_two_huge_rewards_break_nothing_and_have_no_say() -> None:
             session = await g.open(metadata={"group": "g"})
             await g.ask(session.key, "Hi")
             await g.seal(session.id)
-            g.app.control.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
+            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
         [row] = (await told(client, "groups"))["groups"]
         assert (row["mean_reward"], row["graded"], row["rewards"][0]) == (0.5, 4, 1.7e308)
         group = await told(client, "group", name="g")
@@ -158,11 +158,11 @@ async def test_what_is_told_of_a_deleted_session_makes_no_row(tmp_path: Path) ->
         await g.ask(kept.key, "Hi")
         await g.resume(2)
         await g.seal(kept.id)
-        g.app.control.record("kept", Recorded(kind="graded", reward=1.0, group="g"))
+        g.app.outcomes.record("kept", Recorded(kind="graded", reward=1.0, group="g"))
         await g.seal(first.id)
         await told(client, "rollouts")
         await g.admin.delete("/admin/sessions/first")
-        g.app.control.announce("first", "stage", {"stage": "grade", "rollout": "x", "attempt": 1})
+        g.app.events.announce("first", "stage", {"stage": "grade", "rollout": "x", "attempt": 1})
         await look(client)
     async with gateway(data=tmp_path) as g:
         client = await entered(g)
@@ -179,7 +179,7 @@ async def test_one_of_which_nothing_can_be_trained_has_no_say_in_the_advantages(
             if number < 2:
                 await g.ask(session.key, "Hi")
             await g.seal(session.id)
-            g.app.control.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
+            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
         group = await told(client, "group", name="g")
         assert [one["leave_one_out"] for one in group["rollouts"]] == [1.0, -1.0, None]
         saved = await client.get("/page/api/export", params={"group": "g", "format": "rows"})

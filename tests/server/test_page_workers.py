@@ -57,7 +57,7 @@ async def test_what_another_worker_does_is_told_and_its_sessions_are_ended_there
                 response = await client.post(f"/page/api/rollouts/{other.id}/cancel", headers=OWN)
                 assert response.json()["rollout"]["status"] == "cancelled"
                 assert (await anext(alone))[0] == "cancelled"
-        assert c[1].app.control.live(other.id) is None and (await c[1].show(other.id))["status"] == "cancelled"
+        assert c[1].app.sessions.find_live(other.id) is None and (await c[1].show(other.id))["status"] == "cancelled"
         foreign = await client.post(f"/page/api/rollouts/{other.id}/cancel", headers={"origin": "https://evil.example"})
         assert foreign.status_code == 403
 
@@ -67,10 +67,10 @@ async def test_a_batch_hears_of_a_retry_at_whatever_worker_it_listens() -> None:
     """Its stream is of no session, so any worker may add to it."""
     async with crew() as c:
         for reader, writer in ((0, 1), (1, 0)):
-            follower = c[reader].app.control.events.follow("batch:b", c[reader].app.control.events.newest())
+            follower = c[reader].app.events.follow("batch:b", c[reader].app.events.newest())
             waiting = asyncio.create_task(anext(follower))
             await asyncio.sleep(0)
-            c[writer].app.control.announce("batch:b", "retry", {"rollout": "b.t.0", "attempt": 1})
+            c[writer].app.events.announce("batch:b", "retry", {"rollout": "b.t.0", "attempt": 1})
             event = await asyncio.wait_for(waiting, scaled(5))
             assert event is not None and event.kind == "retry"
             await follower.aclose()

@@ -233,7 +233,7 @@ async def test_seven_turns_with_tools_make_one_training_row(way: str, asked: Jso
         sampled = [i for turn_ in script for i in turn_.ids]
         assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == sampled
         assert {turn_["role"] for turn_ in await g.turns(session.id)} == {"main"}
-        check(g.app.control.find(session.id), [r.prompt for r in g.engine.received])
+        check(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
 async def test_results_that_are_mixed_with_their_calls_do_not_fork() -> None:
@@ -779,7 +779,7 @@ async def test_long_conversations_are_one_row_whose_ids_are_what_the_engine_saw(
             history += results or [user(how.choice(WORDS))]
         row = await one_row(g, session)
         assert np.sum(row["mask"]) == sum(len(turn.ids) for turn in script)
-        check(g.app.control.find(session.id), [r.prompt for r in g.engine.received])
+        check(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
 async def test_a_conversation_on_each_real_tokenizer_is_one_row(real_tokenizer: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from tests.kit import Gated, Running, calls, gateway, result, say, tool, until, user
 from turngate.config import load_config
 from turngate.errors import ConfigError, NotFound
-from turngate.gateway.eviction import give_back
+from turngate.gateway.eviction import trim_memory
 from turngate.trace.host_tools import LONGEST_WAIT_S
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
@@ -29,11 +29,11 @@ HI = [user("Hi")]
 
 async def rest(g: Running) -> int:
     """Long after everything that is under way."""
-    return await g.app.control.rest.sweep(time.time() + 3600)
+    return await g.app.evictor.sweep(time.time() + 3600)
 
 
 def live(g: Running, session_id: str) -> Session:
-    session = g.app.control.live(session_id)
+    session = g.app.sessions.find_live(session_id)
     assert session is not None
     return session
 
@@ -45,9 +45,9 @@ async def test_a_session_goes_on_from_its_rest_as_if_it_had_had_none() -> None:
             heard = await g.ask(session.key, history)
             history += [heard.message(), user(text)]
             shown = await g.show(session.id)
-            assert await rest(g) == 1 and live(g, session.id).at_rest
+            assert await rest(g) == 1 and live(g, session.id).is_evicted
             assert await g.show(session.id) == shown
-            assert live(g, session.id).at_rest, "a look does not bring it back"
+            assert live(g, session.id).is_evicted, "a look does not bring it back"
         await g.seal(session.id)
         turns = await g.turns(session.id)
         (row,) = await g.samples(session.id)
@@ -73,7 +73,7 @@ async def test_nobody_is_put_to_rest_in_the_middle_of_a_call() -> None:
         session = await g.open()
         asked = g.start(g.ask(session.key, HI))
         await until(lambda: g.gated.waiting)
-        assert await rest(g) == 0 and not live(g, session.id).at_rest
+        assert await rest(g) == 0 and not live(g, session.id).is_evicted
         g.gated.gate.set()
         assert (await asked).content == "Hello."
         assert await rest(g) == 1 and await rest(g) == 0, "once is enough"
@@ -121,8 +121,8 @@ async def test_a_reply_that_nobody_took_is_marked_though_the_session_rests() -> 
         await g.ask(session.key, HI)
         (turn,) = await g.turns(session.id)
         await rest(g)
-        g.app.control.undelivered(live(g, session.id), turn["id"])
-        assert live(g, session.id).at_rest, "that is no reason to wake it"
+        g.app.turns.mark_undelivered(live(g, session.id), turn["id"])
+        assert live(g, session.id).is_evicted, "that is no reason to wake it"
         assert [turn["delivered"] for turn in await g.turns(session.id)] == [False]
         assert [node.delivered for node in live(g, session.id).trace.turns()] == [False]
 
@@ -136,7 +136,7 @@ async def test_a_trace_that_cannot_be_read_back_is_refused_and_nothing_is_sample
             db.execute("UPDATE nodes SET ids=zeroblob(8) WHERE kind='sampled'")
         with pytest.raises(openai.InternalServerError, match="damaged on disk"):
             await g.ask(session.key, [*HI, heard.message(), user("More")])
-        assert len(g.engine.received) == 1 and live(g, session.id).at_rest
+        assert len(g.engine.received) == 1 and live(g, session.id).is_evicted
         assert not live(g, session.id).busy
         error = live(g, session.id).last_error
         assert error is not None and error.boundary == "store", "who runs the agent learns that it was not at fault"
@@ -176,8 +176,8 @@ async def test_a_call_of_a_session_that_ends_and_leaves_while_it_is_sent(again: 
 
         answer = await slowly(g, session.key, end)
         assert b"409 Conflict" in answer and b"this session is cancelled (deleted)" in answer
-        assert old.at_rest, "nobody needs its trace for that"
-        g.app.control.undelivered(old, 2)
+        assert old.is_evicted, "nobody needs its trace for that"
+        g.app.turns.mark_undelivered(old, 2)
         with pytest.raises(NotFound):  # never that of another session with its id
             _ = old.trace
         assert [turn["delivered"] for turn in await g.turns("same")] == [True] if again else True
@@ -205,7 +205,7 @@ async def test_a_session_that_ends_while_a_tool_is_asked_leaves_memory_later() -
         ended.asking[1] = asyncio.get_running_loop().create_future()
         assert await rest(g) == 0
         del ended.asking[1]
-        assert await rest(g) == 1 and ended.at_rest
+        assert await rest(g) == 1 and ended.is_evicted
 
 
 async def test_held_at_the_fence_and_being_written_are_in_the_middle_of_a_call(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ async def test_held_at_the_fence_and_being_written_are_in_the_middle_of_a_call(t
         await until(lambda: live(g, session.id).in_flight)
         assert await rest(g) == 0
         with g.locked_database():
-            g.app.control._fence.resume(None)
+            g.app.fence.resume(None)
             await until(lambda: len(g.engine.received) == 1)
             asked.cancel()  # it hangs up while its turn is on its way to the disk
             await asyncio.sleep(0.1)
@@ -289,40 +289,40 @@ async def test_what_a_look_meets_meanwhile(monkeypatch: pytest.MonkeyPatch) -> N
         session = await g.open(metadata={"group": "g"})
         heard = await g.ask(session.key, HI, tools=[tool()])
         await rest(g)
-        look, control = g.app.control.looks.at, g.app.control
+        look, read = g.app.looks.at, g.app.stale._reader.run
 
         async def goes_on(*asked: Any) -> Any:
             seen = await look(*asked)
             await g.ask(session.key, [*HI, heard.message(), user("More")], tools=[tool()])
             return seen
 
-        monkeypatch.setattr(control.looks, "at", goes_on)
-        shown = await control.show(session.id)
+        monkeypatch.setattr(g.app.looks, "at", goes_on)
+        shown = await g.app.directory.show(session.id)
         assert (shown["turns"], shown["roles"]) == (2, {"main": 2}), "of one moment"
         await rest(g)
 
         async def another(*asked: Any) -> Any:
-            seen = await look(*asked)
-            await control.delete(session.id)
+            seen = await read(*asked)
+            await g.app.sessions.delete(session.id)
             await g.open(id=session.id, metadata={"group": "g"})
             return seen
 
-        monkeypatch.setattr(control.looks, "at", another)
-        await control._cancel_stale([("", 0)], 1)
+        monkeypatch.setattr(g.app.stale._reader, "run", another)
+        await g.app.stale.cancel([("", 0)], 1)
         assert live(g, session.id).status == "open", "that is another one, and not stale"
 
 
 async def test_many_rest_a_few_at_a_time_and_one_that_is_called_meanwhile_does_not() -> None:
     async with gateway([say("One.")]) as g:
         sessions = [live(g, (await g.open()).id) for _ in range(40)]
-        sweep = asyncio.create_task(g.app.control.rest.sweep(time.time() + 3600))
+        sweep = asyncio.create_task(g.app.evictor.sweep(time.time() + 3600))
         steps = [0]
         while not sweep.done():
             await asyncio.sleep(0)
-            steps.append(sum(session.at_rest for session in sessions))
+            steps.append(sum(session.is_evicted for session in sessions))
             sessions[-1].last_used = time.time() + 3600
         assert max(b - a for a, b in pairwise(steps)) <= 16
-        assert await sweep == 39 and not sessions[-1].at_rest
+        assert await sweep == 39 and not sessions[-1].is_evicted
 
 
 async def test_looks_leave_nothing_in_memory() -> None:
@@ -348,14 +348,14 @@ async def test_looks_leave_nothing_in_memory() -> None:
 
 async def test_memory_is_not_given_back_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[None] = []
-    monkeypatch.setattr("turngate.gateway.eviction.give_back", lambda: times.append(None))
-    monkeypatch.setattr("turngate.gateway.eviction._GIVE_BACK_S", 3600.0)
+    monkeypatch.setattr("turngate.gateway.eviction.trim_memory", lambda: times.append(None))
+    monkeypatch.setattr("turngate.gateway.eviction._TRIM_S", 3600.0)
     async with gateway([say("One.")] * 5, rest_s=0.02) as g:
-        g.app.control.rest._given_back = -math.inf
+        g.app.evictor._trimmed = -math.inf
         session = await g.open()
         for _ in range(5):
             await g.ask(session.key, HI)
-            await until(lambda: live(g, session.id).at_rest)
+            await until(lambda: live(g, session.id).is_evicted)
         assert len(times) == 1
 
 
@@ -363,7 +363,7 @@ async def test_it_happens_by_itself_and_is_counted() -> None:
     async with gateway([say("One."), say("Two.")], rest_s=0.2) as g:
         session = await g.open()
         heard = await g.ask(session.key, HI)
-        await until(lambda: live(g, session.id).at_rest)
+        await until(lambda: live(g, session.id).is_evicted)
         metrics = (await g.admin.get("/metrics")).text
         assert "turngate_sessions_resting 1" in metrics and "turngate_sessions_open 1" in metrics
         await g.ask(session.key, [*HI, heard.message(), user("More")])
@@ -401,5 +401,5 @@ async def test_zero_means_never(tmp_path: Path) -> None:
 
 
 def test_free_memory_can_be_given_back_any_number_of_times() -> None:
-    give_back()
-    give_back()
+    trim_memory()
+    trim_memory()

@@ -160,8 +160,8 @@ async def test_sessions_are_spread_evenly_and_known_by_their_secrets() -> None:
         assert owners.count(0) == owners.count(1) == 8
         for session in opened:
             assert session.key.startswith(f"tg-{slot_of(session.id):04x}") and len(session.key) == 3 + 4 + 43
-            assert session.id in c[slot_of(session.id) % 2].app.control._live
-            assert session.id not in c[1 - slot_of(session.id) % 2].app.control._live
+            assert session.id in c[slot_of(session.id) % 2].app.sessions._live
+            assert session.id not in c[1 - slot_of(session.id) % 2].app.sessions._live
 
 
 async def test_an_id_that_is_taken_is_taken_wherever_one_asks() -> None:
@@ -196,7 +196,7 @@ async def test_a_call_reaches_its_session_from_every_worker(dialect: str, stream
             assert (await near.ask("And now?")).text == "More."
         assert len(c[1].engine.received) == 3 and not c[0].engine.received
         [row] = await c[0].samples(session.id)
-        assert len(row["spans"]) == 3 and session.id not in c[0].app.control._live
+        assert len(row["spans"]) == 3 and session.id not in c[0].app.sessions._live
 
 
 async def test_several_sessions_over_one_connection() -> None:
@@ -520,16 +520,16 @@ async def test_a_tool_call_and_its_answer_find_each_other_wherever_they_arrive()
     async with crew() as c:
         session = await c.open_at(1, tools=[ask])
         waiting = c[0].start(c[0].http(session.key).post("/v1/tools/ask", json={"n": 1}))
-        await until(lambda: c[1].app.control.find(session.id).asking)
+        await until(lambda: c[1].app.sessions.find(session.id).asking)
         [call] = (await c[0].admin.get(f"/admin/sessions/{session.id}/tools")).json()["calls"]
         assert call["waiting"] and call["arguments"] == {"n": 1}
         path = f"/admin/sessions/{session.id}/tools/{call['call']}/answer"
         assert (await c[0].admin.post(path, json={"reply": 7})).status_code == 200
         assert (await waiting).json() == 7
         gone = c[0].start(c[0].http(session.key).post(f"/rollout/{session.id}/v1/tools/ask", json={}))
-        await until(lambda: c[1].app.control.find(session.id).asking)
+        await until(lambda: c[1].app.sessions.find(session.id).asking)
         gone.cancel()
-        await until(lambda: not c[1].app.control.find(session.id).asking)
+        await until(lambda: not c[1].app.sessions.find(session.id).asking)
         await c[0].seal(session.id)
         outcome = {"kind": "graded", "reward": 1.0}
         assert (await c[0].admin.put(f"/admin/sessions/{session.id}/outcome", json=outcome)).status_code == 200
@@ -623,4 +623,4 @@ async def test_who_may_not_is_told_before_the_body_is_read() -> None:
         with suppress(httpx.WriteError, httpx.ReadError):  # or it is hung up on in the middle
             reply = await c[0].http("nobody").post(f"/s/{session.id}/v1/chat/completions", content=body())
             assert reply.status_code == 401
-        assert not c[1].app.control.find(session.id).trace.nodes
+        assert not c[1].app.sessions.find(session.id).trace.nodes

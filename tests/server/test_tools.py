@@ -46,7 +46,7 @@ async def answer(g: Running, session: Opened, number: int, reply: Any) -> httpx.
 
 
 def asking(g: Running, session: Opened) -> Any:
-    return g.app.control.find(session.id).asking
+    return g.app.sessions.find(session.id).asking
 
 
 def kinds(g: Running) -> list[str]:
@@ -247,7 +247,7 @@ async def test_many_calls_are_listed_whole() -> None:
     async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as host:
         session = await g.open(tools=[ANSWER])
         for n in range(203):
-            await g.app.control.tools.call(g.app.control.find(session.id), "answer", b'{"text": "%d"}' % n)
+            await g.app.host_tools.call(g.app.sessions.find(session.id), "answer", b'{"text": "%d"}' % n)
         assert [c["arguments"]["text"] for c in await host.tool_calls(session.id)] == [str(n) for n in range(203)]
         assert len(await calls(g, session)) == 100
 
@@ -291,7 +291,7 @@ async def test_the_end_of_the_gateway_ends_it_too_and_the_call_goes_on_after_it(
         session = await g.open(tools=[ASK])
         waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
         await until(lambda: asking(g, session))
-        await g.app.control.stop()
+        await g.app.sessions.abort_all_calls()
         response = await asyncio.wait_for(waiting, scaled(15))
         assert response.status_code == 503 and "repeat" in response.json()["error"]["message"]
     async with gateway(data=tmp_path) as g:
@@ -306,9 +306,9 @@ async def test_an_agent_that_hangs_up_is_not_waited_for_unless_it_has_come_again
     async with gateway() as g:
         session = await g.open(tools=[ASK])
         first, second = (g.start(call(g, session, {}, "ask", **{"idempotency-key": "m"})) for _ in range(2))
-        await until(lambda: sum(g.app.control.tools._waiting.values()) == 2)
+        await until(lambda: sum(g.app.host_tools._waiting.values()) == 2)
         first.cancel()
-        await until(lambda: sum(g.app.control.tools._waiting.values()) == 1)
+        await until(lambda: sum(g.app.host_tools._waiting.values()) == 1)
         assert (await answer(g, session, 1, "for the second")).status_code == 200
         assert (await second).json() == "for the second"
         gone = g.start(call(g, session, {}, "ask"))
@@ -326,7 +326,7 @@ async def test_a_call_that_waits_is_no_turn_and_keeps_its_session_alive() -> Non
         await until(lambda: asking(g, session))
         assert (await g.ask(session.key, "Hi")).content == "Hello."  # the one turn that it may have
         much_later = time.time() + 10**6
-        assert g.app.control.idle(much_later) == []
+        assert g.app.sessions.find_idle(much_later, 24 * 3600) == []
         await answer(g, session, 1, "here")
         assert (await waiting).json() == "here"
-        assert g.app.control.idle(much_later) == [session.id]
+        assert g.app.sessions.find_idle(much_later, 24 * 3600) == [session.id]

@@ -239,7 +239,7 @@ async def test_a_replica_that_refuses_an_adapter_leaves_the_old_version_in_force
         status, message = await refused(g, version=2, lora_path="/a/2")
         assert status == 502
         assert message.startswith("version 2 was not loaded, and version 1 stays in force.")
-        assert f"{fakes[0].url}: put back, has version 1" in message
+        assert f"{fakes[0].url}: rolled back, has version 1" in message
         assert f"{fakes[1].url}: vllm: no /v1/load_lora_adapter today, has version 1" in message
         assert [sorted(fake.adapters) for fake in fakes] == [["policy-v1"], ["policy-v1"]]
         session = await g.open()
@@ -333,8 +333,8 @@ async def test_a_model_that_a_replica_refuses_is_put_back_on_the_others() -> Non
         fakes[2].refuses.add("/collective_rpc")
         status, message = await refused(g, version=2, path="/m/2")
         assert status == 502 and "version 1 stays in force" in message
-        assert f"{fakes[1].url}: put back, has version 1" in message
-        assert f"{fakes[2].url}: vllm: no /collective_rpc today, has nothing that can be used" in message
+        assert f"{fakes[1].url}: rolled back, has version 1" in message
+        assert f"{fakes[2].url}: vllm: no /collective_rpc today, has no usable weights" in message
         assert [fake.weights for fake in fakes] == ["/m/1", "/m/1", "/m/1"]
         assert not g.app.engine._replicas[2].up  # type: ignore[union-attr]  # before any call went there
         for _ in range(6):
@@ -495,7 +495,7 @@ async def test_engines_that_are_frozen_without_a_pause_are_woken(tmp_path: Path)
     async with engines() as [fake]:
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             await g.pause("keep")
-            g.app.control.resume(None)  # and it is killed before it has woken them
+            g.app.barrier.resume(None)  # and it is killed before it has woken them
         assert not fake.awake.is_set()
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             await until(fake.awake.is_set)
@@ -531,7 +531,7 @@ async def full(g: Running, monkeypatch: pytest.MonkeyPatch, *fields: str) -> Asy
 async def test_new_weights_are_never_sampled_under_the_old_version(
     monkeypatch: pytest.MonkeyPatch, wanted: Any, field: str
 ) -> None:
-    monkeypatch.setattr("turngate.server.weights._AGAIN_S", 0.05)
+    monkeypatch.setattr("turngate.gateway.weights._RETRY_S", 0.05)
     async with served(2) as (g, fakes):
         async with full(g, monkeypatch, field):
             assert await refused(g, version=1, **wanted) == (503, "the disk is full")
@@ -591,7 +591,7 @@ async def test_a_gateway_that_was_killed_after_a_load_loads_what_is_in_force(tmp
 
 
 async def test_an_engine_that_cannot_be_woken_is_tried_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.server.weights._AGAIN_S", 0.05)
+    monkeypatch.setattr("turngate.gateway.weights._RETRY_S", 0.05)
     async with served() as (g, [fake]):
         await g.pause("keep")
         fake.refuses.add("/resume")

@@ -17,10 +17,13 @@ from tests.kit import gateway, say, user
 from turngate.cli.show import of_folder
 from turngate.errors import NotFound
 from turngate.gateway.events import Events
+from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
-from turngate.gateway.sessions import Control
+from turngate.gateway.sessions import Sessions
 from turngate.store.sqlite import SCHEMA_VERSION, Store
 from turngate.verify import Renderers, StoreReader, VerifyOptions, verify
+from turngate.views.session import Looks
+from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import open_row_source
 
 SAMPLE = Path(__file__).parent / "samples" / "schema-2.db"
@@ -98,7 +101,8 @@ def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     view, _ = of_folder(data, "ended")
     assert view.summary["turns"] == 2 and view.summary["outcome"] is None
     store = Store.reading(data)
-    assert [row["id"] for row in Control(store, Fence(0), Events(store)).listing()] == ["ended", "still-open"]
+    directory = SessionDirectory(store, Sessions(store, Events(store)), Looks(store))
+    assert [row["id"] for row in directory.list()] == ["ended", "still-open"]
     store.close()
     with StoreReader(data) as folder:
         assert folder.sessions() == ["ended", "still-open"]
@@ -128,11 +132,13 @@ async def test_what_was_recorded_before_there_were_feeds(before_feeds: Path) -> 
 def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds: Path) -> None:
     content = (before_feeds / "turngate.db").read_bytes()
     store = Store.reading(before_feeds)
-    control = Control(store, Fence(0), Events(store))
-    assert control.feeds.listing() == [] and control.listing()[0]["id"] == "still-open"
-    assert control.described(control.find("ended-1"))["outcome"] is not None
+    events = Events(store)
+    feeds, sessions, looks = Feeds(store, events, Fence(0)), Sessions(store, events), Looks(store)
+    directory = SessionDirectory(store, sessions, looks)
+    assert feeds.listing() == [] and directory.list()[0]["id"] == "still-open"
+    assert directory.describe(sessions.find("ended-1"))["outcome"] is not None
     with pytest.raises(NotFound):
-        control.feeds.show("f")
+        feeds.show("f")
     store.close()
     with StoreReader(before_feeds) as folder:
         assert folder.sessions() == ["still-open", "ended-1", "ended-0"]

@@ -112,7 +112,7 @@ async def test_the_fence_and_what_waits_at_it(tmp_path: Path) -> None:
         session = await g.open()
         await g.pause()
         waiting = g.start(g.ask(session.key, "Hi"))
-        await until(lambda: g.app.control.find(session.id).in_flight)
+        await until(lambda: g.app.sessions.find(session.id).in_flight)
         assert (await scraped(g))[plain("turngate_fence_paused")] == 1
         await g.resume(3)
         await waiting

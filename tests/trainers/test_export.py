@@ -62,7 +62,7 @@ class Recording:
     async def ended(self, session: Opened, reward: float | None, kind: str = "graded", **fields: Any) -> None:
         await self.g.seal(session.id)
         outcome = {"kind": kind, "reward": reward, "group": "run.t", "task": "t", **fields}
-        self.g.app.control.record(session.id, msgspec.convert(outcome, Recorded))
+        self.g.app.outcomes.record(session.id, msgspec.convert(outcome, Recorded))
 
     def export(self, format: str, suffix: str = ".jsonl", **choices: Any) -> tuple[list[Any], Exported]:
         wanted = {name: choices.pop(name) for name in list(choices) if name in Wanted.__struct_fields__}

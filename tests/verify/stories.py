@@ -29,12 +29,12 @@ async def rich(folder: Path, renderer: Any) -> tuple[str, str]:
     async with World.of(folder, renderer) as world:
         first = world.agent(signals=SIGNALS)
         await work(first, world)
-        await world.gateway.control.seal(first.session_id)
+        await world.gateway.sessions.seal(first.session_id)
         await asyncio.sleep(0.12)  # so that clocks tell the sessions apart
         second = world.agent()
         second.messages = [SYSTEM, user("Say something.")]
         await talk(second, "something", "more")
-        await world.gateway.control.seal(second.session_id)
+        await world.gateway.sessions.seal(second.session_id)
         return first.session_id, second.session_id
 
 

@@ -47,7 +47,7 @@ async def test_every_second_session_that_ends_is_proven_and_what_is_wrong_is_tol
             key = agents[3].session.key
             db.execute("UPDATE nodes SET checksum=checksum+1 WHERE session=? AND id=1", (key,))
         for agent in agents:
-            await world.gateway.control.seal(agent.session_id)
+            await world.gateway.sessions.seal(agent.session_id)
         fine = await verified(world, agents[1].session_id)
         assert fine.data == {"ok": True, "wrong": [], "notes": 0, "forks": 0}
         told = await verified(world, agents[3].session_id)
@@ -71,15 +71,15 @@ async def test_a_gateway_that_stops_does_not_wait_for_a_verdict(
     monkeypatch.setattr(VerifierProcess, "_begun", never)
     async with asyncio.timeout(scaled(20)), World.of(tmp_path, kit.renderer(), verify_every=1) as world:
         agent = await spoken(world)
-        await world.gateway.control.seal(agent.session_id)
+        await world.gateway.sessions.seal(agent.session_id)
         await kit.until(asked.is_set)
 
 
 async def test_a_deleted_session_is_not_looked_at(tmp_path: Path, caplog: Any) -> None:
     async with World.of(tmp_path, kit.renderer(), verify_every=1) as world:
         gone, kept = await spoken(world), await spoken(world)
-        await world.gateway.control.delete(gone.session_id)
-        await world.gateway.control.seal(kept.session_id)
+        await world.gateway.sessions.delete(gone.session_id)
+        await world.gateway.sessions.seal(kept.session_id)
         await verified(world, kept.session_id)
     assert not [r for r in caplog.records if "could not be verified" in r.getMessage()]
 

@@ -166,7 +166,7 @@ async def test_observed_sessions_are_looked_at_as_far_as_they_go(tmp_path: Path)
     config = ServeConfig(data=str(tmp_path), engine="openai", engine_url=["http://127.0.0.1:1"])
     gateway = Gateway(config, relay=_Endpoint(chunks))
     await gateway.start()
-    _, key = gateway.control.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
+    _, key = gateway.sessions.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
     body = b'{"messages": [{"role": "user", "content": "x"}]}'
     await asgi(gateway, "POST", "/v1/chat/completions", body, [(b"authorization", f"Bearer {key}".encode())])
     await gateway.stop()

@@ -20,13 +20,11 @@ from turngate.client.gateway import GatewayClient, Refused
 from turngate.client.keys import read_admin_key
 from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError, NotFound
-from turngate.gateway.events import Events
-from turngate.gateway.fence import Fence
-from turngate.gateway.sessions import Control
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
 from turngate.views.session import encode_array, read
+from turngate.views.session_directory import describe_session
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
 _LONG = 1200  # characters of a message that are shown; --full shows all
@@ -84,12 +82,13 @@ def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
     """A session of a data folder, whether a gateway serves it at present or not, and the tokenizer it was recorded with."""
     store = Store.reading(data)
     try:
-        control = Control(store, Fence(0), Events(store))
         known = store.find(wanted)
         session_id = wanted if known else _chosen(wanted, store.ids(10_000))
         shown = read(store, session_id)
         trace = shown.trace()
-        view = _view(_plain(control.described(shown.session)), _plain(trace), _plain(shown.samples(keep_empty=True)))
+        view = _view(
+            _plain(describe_session(store, shown.session)), _plain(trace), _plain(shown.samples(keep_empty=True))
+        )
         return view, store.setting(f"tokenizer:{trace['vocabulary']}")
     finally:
         store.close()

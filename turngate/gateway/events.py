@@ -1,8 +1,8 @@
-"""What happens in the gateway, as a stream of small facts that anyone may follow from a cursor.
+"""The gateway's events: a stream of small facts that can be followed from a cursor.
 
-The store has them, so the stream goes on after a restart where a follower left it; in memory is only who waits for more. A fact
-that belongs to something else that is recorded (a turn, the end of a session) is written together with it, by whoever
-records that, who then calls `wake`.
+Events are in the store, so a follower continues after a restart where it stopped; only the followers themselves are in memory. An event
+that belongs to another record (a turn, the end of a session) is written in the same transaction by the code that writes the record,
+which then calls `wake`.
 """
 
 from __future__ import annotations
@@ -13,55 +13,68 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import msgspec
+
+from turngate.errors import BadRequest
 from turngate.store.beside import Event, happened
 from turngate.store.sqlite import Store
+from turngate.trace.session import SESSION_ID
 from turngate.types import BATCH_STREAM, Json
 
 T = TypeVar("T")
 PAGE = 256  # events that a follower holds at once
-ALIVE_S = 15.0
-LOOK_S = 0.05  # how often a follower of all looks whether another worker has written something
+ALIVE_S = 15.0  # after so long without an event, a follower gets a sign of life
+LARGEST = 16 * 1024  # bytes of an announced event
+POLL_S = 0.05  # how often a follower of all sessions checks for events from other workers
 
 
 class Events:
-    """`shared`: other processes write to the store too."""
+    """The event log and its followers. `shared`: other processes write to the store too."""
 
     def __init__(self, store: Store, *, shared: bool = False) -> None:
         self._log = store.events
         self._shared = shared
         self._followers: dict[str, set[asyncio.Event]] = {}  # by the session they follow; empty: all
-        self._over = False
+        self._closed = False
 
     def add(self, session: str, kind: str, data: dict[str, Json]) -> int:
-        """Its place in the stream."""
+        """Write an event and return its number."""
         seq = self._log.add(happened(session, kind, data))
         self.wake(session)
         return seq
 
+    def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
+        """Write an event that a runner sends, perhaps before its session is opened. Returns its number."""
+        if session and not SESSION_ID.fullmatch(session):
+            raise BadRequest(f"session: {session[:200]!r} cannot be the id of a session", param="session")
+        size = len(msgspec.json.encode(data))
+        if size > LARGEST:
+            raise BadRequest(f"data: has {size} bytes, the limit is {LARGEST}", param="data")
+        return self.add(session, kind, data)
+
     def wake(self, session: str) -> None:
-        """Something of this session was written."""
+        """Wake the followers of a session, and of all, after an event was written."""
         for of in {session, ""}:
             for follower in self._followers.get(of, ()):
                 follower.set()
 
     def close(self) -> None:
-        """Nothing more will happen: followers come to their end. What they have not read they find after the next start."""
-        self._over = True
+        """End all followers because the gateway stops. They can read the rest after the next start."""
+        self._closed = True
         for followers in self._followers.values():
             for follower in followers:
                 follower.set()
 
     @property
-    def over(self) -> bool:
-        """Nothing more will happen."""
-        return self._over
+    def closed(self) -> bool:
+        return self._closed
 
     def newest(self) -> int:
-        """The number of the last one."""
+        """The number of the last event."""
         return self._log.newest()
 
     def knows(self, session: str) -> bool:
-        """Whether there is anything to follow, whether or not the session is open yet."""
+        """Whether a session has events, even before it is opened."""
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[Event]:
@@ -69,21 +82,22 @@ class Events:
         return self._log.page(session, after, limit)
 
     def prune(self, before: float) -> int:
-        """Remove what happened before a moment; how many events that were."""
+        """Remove the events before a moment and return their number."""
         return self._log.prune(before)
 
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[Event | None, None]:
-        """Events of one session (or all) past `after`, until the gateway stops. None: nothing for a while, but still here.
+        """Yield the events of one session (or all) past `after`, until the gateway stops. None is a sign of life.
 
-        `wait=False`: it ends with what there is. A cursor that is ahead of everything comes from another data folder; for
-        such a follower it begins at the beginning.
+        With `wait=False` it ends after the last event. A cursor past the newest event belongs to another data folder; such a
+        follower starts at the beginning.
         """
         if after > self._log.newest():
             after = 0
-        with self._following(session) as more:
-            while not self._over:
+        polls = self._shared and (not session or session.startswith(BATCH_STREAM))
+        with self._follower(session) as more:
+            while not self._closed:
                 more.clear()
                 state = self._log.state() if self._shared else 0
                 page = self.page(session, after)
@@ -91,57 +105,55 @@ class Events:
                     yield event
                     after = event.seq
                 if page:
-                    await asyncio.sleep(0)  # a long past must not keep turns waiting
+                    await asyncio.sleep(0)  # a long backlog must not keep turns waiting
                     continue
                 if not wait:
                     return
-                if not await self._woken(
-                    more, state, looks=self._shared and (not session or session.startswith(BATCH_STREAM))
-                ):
+                if not await self._wait(more, state, polls=polls):
                     yield None
 
     @contextmanager
-    def _following(self, session: str) -> Iterator[asyncio.Event]:
+    def _follower(self, session: str) -> Iterator[asyncio.Event]:
         more = asyncio.Event()
         self._followers.setdefault(session, set()).add(more)
         try:
             yield more
         finally:
-            rest = self._followers[session]
-            rest.discard(more)
-            if not rest:
+            others = self._followers[session]
+            others.discard(more)
+            if not others:
                 del self._followers[session]
 
-    async def until(self, found: Callable[[], T | None], seconds: float, *, of: str) -> T | None:
-        """What `found` finds, looked for whenever `of` is woken or another worker has written.
+    async def wait_for(self, find: Callable[[], T | None], seconds: float, *, woken_by: str) -> T | None:
+        """Return what `find` finds, trying again whenever `woken_by` is woken or another worker has written.
 
         None: nothing within that time, or the gateway stops."""
         end = time.monotonic() + seconds
-        with self._following(of) as more:
+        with self._follower(woken_by) as more:
             while True:
                 more.clear()
                 state = self._log.state() if self._shared else 0
-                if (value := found()) is not None:
+                if (value := find()) is not None:
                     return value
                 left = end - time.monotonic()
-                if left <= 0 or self._over:
+                if left <= 0 or self._closed:
                     return None
-                await self._woken(more, state, left, looks=self._shared)
+                await self._wait(more, state, left, polls=self._shared)
 
-    async def _woken(self, more: asyncio.Event, state: int, seconds: float = ALIVE_S, *, looks: bool) -> bool:
-        """Whether there may be something new; False after a while without.
+    async def _wait(self, more: asyncio.Event, state: int, seconds: float = ALIVE_S, *, polls: bool) -> bool:
+        """Whether there may be something new; False after `seconds` without.
 
-        One session's events are all written by the worker that has it. Those of all are looked for, since nobody wakes other
-        processes; asking the file whether it has changed costs microseconds.
+        The events of one session are all written by its worker. Those of all sessions are polled for, since other processes cannot wake
+        us; asking the file whether it has changed costs microseconds.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             try:
-                async with asyncio.timeout(min(left, LOOK_S) if looks else left):
+                async with asyncio.timeout(min(left, POLL_S) if polls else left):
                     await more.wait()
                 return True
             except TimeoutError:
-                if looks and self._log.state() != state:
+                if polls and self._log.state() != state:
                     return True
         return False
 

@@ -36,11 +36,8 @@ from turngate.store.feeds import FeedRow, Member, Waiting
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import advantages, is_too_large, weight
-from turngate.trace.roles import roles
-from turngate.trace.sample import Sample, samples, untrainable
-from turngate.trace.session import Session, SessionConfig
-from turngate.trace.tree import Sampled
-from turngate.types import Json
+from turngate.trace.sample import Sample, samples
+from turngate.trace.session import Session
 
 MOST = 64  # deliveries in one answer
 PAGE_BYTES = 32_000_000  # an answer that has so many gets no further delivery; a single one may be larger
@@ -156,7 +153,7 @@ class Feeds:
             return row if row.newest > (row.committed if after is None else after) else None
 
         await self._filled(self._find(name).key)
-        found = await self._events.until(more, min(wait, MAX_WAIT_S), of=_WOKEN)
+        found = await self._events.wait_for(more, min(wait, MAX_WAIT_S), woken_by=_WOKEN)
         row = found or self._find(name)
         version = self._fence.version
         deliveries: list[msgspec.Raw] = []
@@ -190,7 +187,7 @@ class Feeds:
 
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def bounds(self) -> list[tuple[str, int | None]]:
+    def staleness_bounds(self) -> list[tuple[str, int | None]]:
         """Of each feed, the groups that it takes and how old a rollout may be."""
         configs = [_config(row) for row in self._log.listing()]
         return [(config.groups, config.max_staleness) for config in configs]
@@ -332,37 +329,6 @@ def _wire_row(row: Sample, share: float) -> WireRow:
         spans=row.spans,
         weight=share,
     )
-
-
-def group_of(config: SessionConfig) -> str | None:
-    """The group of an open session, as its runner told when it opened it (`metadata.group`)."""
-    group: Json = config.metadata.get("group")
-    return group if isinstance(group, str) else None
-
-
-def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: int) -> int | None:
-    """The oldest version at which a rollout of a group may have been sampled to be of use to any feed; None: any, or nobody wants it."""
-    wanted = [bound for prefix, bound in bounds if group.startswith(prefix)]
-    known = [bound for bound in wanted if bound is not None]
-    return version - max(known) if known and len(known) == len(wanted) else None
-
-
-def is_stale(session: Session, oldest: int) -> bool:
-    """Whether something that would be trained was sampled before a version.
-
-    A single question without tools tells nothing: it may turn out to be a title, which is not trained, and the work may be yet to come.
-    """
-    turns = list(session.trace.turns())
-    if not any(turn.info.version_start < oldest for turn in turns):
-        return False
-    role_of = roles(session.trace)
-    policy = session.config.policy
-    old = [turn for turn in turns if turn.info.version_start < oldest and _is_work(turn)]
-    return any(not untrainable(turn, role_of[turn.id], policy) for turn in old)
-
-
-def _is_work(turn: Sampled) -> bool:
-    return turn.root.info.has_tools or bool(turn.children) or turn.parent.parent is not None
 
 
 def _config(row: FeedRow) -> FeedConfig:

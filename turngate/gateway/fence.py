@@ -1,8 +1,8 @@
-"""The policy version, and the fence that a trainer puts up around an update: pause (hold new calls; also drain those in flight, or
-keep them) → load weights → resume at version n. Every turn asks here before it generates, and again for each piece that it gets.
+"""The policy version, and the fence that a trainer closes around an update: pause → load weights → resume at version n.
 
-A version comes in one of two ways. Weights are *replaced*: calls in flight go on over the new ones, from then on. Or the engine has
-them under another *name* (an adapter): calls in flight stay with what they began with.
+Every turn passes the fence before it generates, and asks for the version again with each chunk that it gets. A new version arrives in one
+of two ways. Weights are *replaced*: calls in flight go on with the new ones from then on. Or the engine has them under another *model
+name* (an adapter): calls in flight stay with the model that they began with.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 
 from turngate.client.protocol import PauseMode
 from turngate.errors import Conflict
+from turngate.types import Json
 
 
 class Fence:
@@ -32,9 +33,13 @@ class Fence:
     def in_flight(self) -> int:
         return self._in_flight
 
-    def now(self, begun: int) -> int:
-        """The version that samples now for a call that was begun at another."""
-        return max(begun, self._replaced)
+    def describe(self) -> dict[str, Json]:
+        state = {"version": self.version, "paused": self.paused, "in_flight": self._in_flight}
+        return {**state, "model": self.model} if self.model else state
+
+    def version_now(self, begun_at: int) -> int:
+        """The version that samples now for a call that began at another version."""
+        return max(begun_at, self._replaced)
 
     async def enter(self) -> None:
         """Wait while paused, then count as in flight until `leave`."""
@@ -49,15 +54,17 @@ class Fence:
             self._idle.set()
 
     async def pause(self, mode: PauseMode = "hold") -> None:
-        """New calls wait from now on. `drain` returns only when those in flight have ended."""
+        """Make new calls wait. `drain` returns only when those in flight have ended."""
         self._open.clear()
         if mode == "drain":
-            await self.drained()
+            await self.drain()
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
+        """Wait until no call is in flight."""
         await self._idle.wait()
 
     def check(self, version: int | None, model: str | None = None) -> None:
+        """Raise `Conflict` if the fence cannot resume at this version and model."""
         if version is None:
             if model is not None:
                 raise Conflict("version: say which version of the policy that model is", param="version")
@@ -75,7 +82,7 @@ class Fence:
             )
 
     def set(self, version: int | None, model: str | None = None) -> None:
-        """Be at a version, without letting anybody pass."""
+        """Change the version without letting calls pass."""
         self.check(version, model)
         if version is None:
             return

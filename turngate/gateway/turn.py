@@ -37,6 +37,7 @@ from turngate.errors import (
     NotFound,
     TurngateError,
 )
+from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.prompt import Preamble, Prompt, Prompts, context_info, observed
 from turngate.render import Renderer, ReplyReader
@@ -87,6 +88,7 @@ class Settings(msgspec.Struct, frozen=True):
     echo_prompt: bool = False  # have the engine repeat the prompt it saw and compare
     vocabulary: str = ""  # digest of the tokenizer; a session goes on only with the one it began with
     mode: Mode = "exact"  # of the sessions that the engine serves; "gate" where the engine is the trainer
+    log_turns: bool = False
 
 
 class Draft:
@@ -149,7 +151,7 @@ class Turns:
         renderer: Renderer | None = None,
         engine: Engine | None = None,
         relay: Relay | None = None,
-        notify: Callable[[Session, str, dict[str, object]], None] = lambda session, kind, data: None,
+        events: Events,
         metrics: Metrics | None = None,
     ) -> None:
         self._settings = settings
@@ -158,7 +160,7 @@ class Turns:
         self._renderer = renderer
         self._engine = engine
         self._relay = relay
-        self._notify = notify
+        self._events = events
         self._metrics = metrics or Metrics()
         self._prompts = Prompts()
 
@@ -249,9 +251,17 @@ class Turns:
             raise Conflict(f"this session is completed (limit {limit}); open a new one")
         if limit not in session.limits_told:  # an agent may come again and again
             session.limits_told.add(limit)
-            self._notify(session, "limit", {"limit": limit})
+            self._events.add(session.id, "limit", {"limit": limit})
         text = farewell(limit)
         return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
+
+    def mark_undelivered(self, session: Session, node_id: int) -> None:
+        """Record that the agent was gone when the last byte of a stored turn was to be sent."""
+        for node in () if session.is_evicted else reversed(session.trace.nodes):
+            if node.id == node_id and isinstance(node, Sampled):
+                node.delivered = False
+                break
+        self._journal.mark_undelivered(session.key, node_id)
 
     def _note_stop(self, session: Session, limit: str) -> None:
         if session.stop != limit:
@@ -399,7 +409,7 @@ class Turns:
                 if reader.satisfied:
                     end = n + 1
                     break
-        now = self._fence.now(draft.begun)
+        now = self._fence.version_now(draft.begun)
         versions = chunk.versions or (now, now)
         draft.take(ids[:end], None if logprobs is None else logprobs[:end], *versions)
         session.live_tokens += end
@@ -494,7 +504,7 @@ class Turns:
         """Take what a chunk tells of tokens into the turn."""
         if chunk.ids:
             draft.capture = "tokens"
-            draft.take(chunk.ids, chunk.logprobs, self._fence.now(draft.begun))
+            draft.take(chunk.ids, chunk.logprobs, self._fence.version_now(draft.begun))
             session.live_tokens += len(chunk.ids)
         elif chunk.logprobs:
             draft.capture = "logprobs"
@@ -572,8 +582,7 @@ class Turns:
         try:
             await self._journal.commit(turn)
         except asyncio.CancelledError as error:
-            cancelled = error  # durable all the same, so the tree has to know it; but nobody will be told of it
-            sampled.delivered = False
+            cancelled = error  # durable all the same, so the tree has to know it
         except TurngateError:
             trace.drop_context(context)
             raise
@@ -585,12 +594,21 @@ class Turns:
         draft.counted = True
         if session.tokens_left == 0:
             self._note_stop(session, "sampled_tokens")  # it may never call again
-        if not sampled.delivered:
-            self._journal.mark_undelivered(session.key, sampled.id)
+        if cancelled is not None:
+            self.mark_undelivered(session, sampled.id)
         self._metrics.count_turn(call.dialect, session.config.mode, finish, context.length, sampled.size)
         if draft.measured.span is not None:
             draft.measured.span.set_result(sampled.id, finish, context.length, sampled.size, draft.version_end)
-        self._notify(session, "turn", {**facts, "message": message})
+        self._events.wake(session.id)
+        if self._settings.log_turns:
+            log.info(
+                "session %s turn %s content=%d reasoning=%d calls=%d",
+                session.id,
+                facts,
+                len(message.content),
+                len(message.reasoning),
+                len(message.tool_calls),
+            )
         if cancelled is not None:
             raise cancelled
         return sampled.id

@@ -13,14 +13,18 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from turngate.errors import BadRequest, NotFound
-from turngate.gateway.sessions import Control
+from turngate.gateway.events import Events
+from turngate.gateway.host_tools import HostTools
+from turngate.gateway.outcomes import OutcomeRecorder
+from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, encoded_response, int_param, json_response, read_cursor, route
 from turngate.store.outcome import Recorded
 from turngate.telemetry.spans import TRACEPARENT, current_tracer, parse_traceparent
 from turngate.trace.session import SessionConfig
 from turngate.types import Json, Mode
-from turngate.views.session import Shown, as_json, piece
+from turngate.views.session import Looks, Shown, as_json, piece
+from turngate.views.session_directory import SessionDirectory
 
 RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # kinds of events that whoever runs rollouts may tell
 
@@ -53,8 +57,22 @@ class AnswerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdminRoutes:
-    def __init__(self, control: Control, auth: Auth) -> None:
-        self._control = control
+    def __init__(
+        self,
+        sessions: Sessions,
+        directory: SessionDirectory,
+        looks: Looks,
+        events: Events,
+        outcomes: OutcomeRecorder,
+        host_tools: HostTools,
+        auth: Auth,
+    ) -> None:
+        self._sessions = sessions
+        self._directory = directory
+        self._looks = looks
+        self._events = events
+        self._outcomes = outcomes
+        self._host_tools = host_tools
         self._auth = auth
 
     def routes(self) -> list[Route]:
@@ -79,12 +97,12 @@ class AdminRoutes:
 
     async def open(self, request: Request) -> Response:
         wanted = await decode_body(request, OpenSessionBody)
-        config = wanted.config(self._control.default_mode)
+        config = wanted.config(self._sessions.default_mode)
         if current_tracer() is not None and (parent := parse_traceparent(request.headers.get(TRACEPARENT, ""))):
             # Kept with the session: its turns hang there after a restart as well.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
-        session, secret = self._control.open(config, wanted.id)
-        return json_response({**self._control.described(session), "api_key": secret}, 201)
+        session, secret = self._sessions.open(config, wanted.id)
+        return json_response({**self._directory.describe(session), "api_key": secret}, 201)
 
     async def listing(self, request: Request) -> Response:
         status = request.query_params.get("status")
@@ -93,69 +111,69 @@ class AdminRoutes:
         limit = int_param(request, "limit", 100)
         before = int_param(request, "before")
         return json_response(
-            {"sessions": self._control.listing(status=status, before=before, limit=min(limit or 100, 1000))}
+            {"sessions": self._directory.list(status=status, before=before, limit=min(limit or 100, 1000))}
         )
 
     async def show(self, request: Request) -> Response:
-        return json_response(await self._control.show(request.path_params["id"]))
+        return json_response(await self._directory.show(request.path_params["id"]))
 
     async def trace(self, request: Request) -> Response:
-        return encoded_response(await self._control.looks.at(request.path_params["id"], _encode_trace))
+        return encoded_response(await self._looks.at(request.path_params["id"], _encode_trace))
 
     async def samples(self, request: Request) -> Response:
         keep = request.query_params.get("all", "") in ("1", "true")
         return encoded_response(
-            await self._control.looks.at(request.path_params["id"], lambda shown: _encode_samples(shown, keep))
+            await self._looks.at(request.path_params["id"], lambda shown: _encode_samples(shown, keep))
         )
 
     async def seal(self, request: Request) -> Response:
         wanted = await decode_body(request, SealBody)
-        session = await self._control.seal(request.path_params["id"], wanted.stop)
-        return json_response(self._control.described(session))
+        session = await self._sessions.seal(request.path_params["id"], wanted.stop)
+        return json_response(self._directory.describe(session))
 
     async def cancel(self, request: Request) -> Response:
-        session = await self._control.cancel(request.path_params["id"])
-        return json_response(self._control.described(session))
+        session = await self._sessions.cancel(request.path_params["id"])
+        return json_response(self._directory.describe(session))
 
     async def delete(self, request: Request) -> Response:
-        await self._control.delete(request.path_params["id"])
+        await self._sessions.delete(request.path_params["id"])
         return json_response({"id": request.path_params["id"], "deleted": True})
 
     async def record(self, request: Request) -> Response:
         outcome = await decode_body(request, Recorded)
         session_id = request.path_params["id"]
-        self._control.record(session_id, outcome, replace=request.query_params.get("replace", "") in ("1", "true"))
+        self._outcomes.record(session_id, outcome, replace=request.query_params.get("replace", "") in ("1", "true"))
         return json_response({"id": session_id, "outcome": outcome})
 
     async def tool_calls(self, request: Request) -> Response:
-        session = self._control.find(request.path_params["id"])
+        session = self._sessions.find(request.path_params["id"])
         limit = int_param(request, "limit", 100) or 100
-        calls = self._control.tools.listing(session, int_param(request, "after", 0) or 0, min(limit, 1000))
+        calls = self._host_tools.listing(session, int_param(request, "after", 0) or 0, min(limit, 1000))
         return json_response({"session": session.id, "calls": calls})
 
     async def answer_tool(self, request: Request) -> Response:
         wanted = await decode_body(request, AnswerBody)
-        session = self._control.find(request.path_params["id"])
-        return json_response(self._control.tools.answer(session, request.path_params["call"], wanted.reply))
+        session = self._sessions.find(request.path_params["id"])
+        return json_response(self._host_tools.answer(session, request.path_params["call"], wanted.reply))
 
     async def announce(self, request: Request) -> Response:
         wanted = await decode_body(request, EventBody)
-        return json_response({"seq": self._control.announce(wanted.session, wanted.kind, wanted.data)}, 201)
+        return json_response({"seq": self._events.announce(wanted.session, wanted.kind, wanted.data)}, 201)
 
     async def events(self, request: Request) -> Response:
         session_id = request.path_params.get("id", "")
-        if session_id and not self._control.knows(session_id):
+        if session_id and not self._sessions.knows(session_id):
             raise NotFound(f"there is no session {session_id!r}, and nothing was told of one")
         wait = request.query_params.get("wait", "1") not in ("0", "false")
         return StreamingResponse(
-            self._events(session_id, read_cursor(request), wait),
+            self._stream_events(session_id, read_cursor(request), wait),
             media_type="text/event-stream",
             headers={"cache-control": "no-cache"},
         )
 
-    async def _events(self, session_id: str, after: int, wait: bool) -> AsyncIterator[bytes]:
+    async def _stream_events(self, session_id: str, after: int, wait: bool) -> AsyncIterator[bytes]:
         yield b": events\n\n"
-        async with aclosing(self._control.events.follow(session_id, after, wait=wait)) as following:
+        async with aclosing(self._events.follow(session_id, after, wait=wait)) as following:
             async for event in following:
                 if event is None:
                     yield b": alive\n\n"

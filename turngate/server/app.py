@@ -30,12 +30,20 @@ from turngate.engines.pool import Pool
 from turngate.engines.scripted import Script, Scripted, Turn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
-from turngate.engines.weights import Load, replicas
 from turngate.errors import ConfigError, NotFound, StoreError, TurngateError
 from turngate.gateway.events import Events
+from turngate.gateway.eviction import Evictor
+from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
-from turngate.gateway.sessions import Control
+from turngate.gateway.fence_state import FenceState
+from turngate.gateway.host_tools import HostTools
+from turngate.gateway.housekeeping import Housekeeper
+from turngate.gateway.outcomes import OutcomeRecorder
+from turngate.gateway.replicas import ReplicaSet
+from turngate.gateway.sessions import Sessions
+from turngate.gateway.staleness import StaleSessions
 from turngate.gateway.turn import Settings, Turns
+from turngate.gateway.weights import LocalBarrier, WeightUpdates
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.server.admin import AdminRoutes
 from turngate.server.asgi import Receive, Scope, Send, add_gateway_header
@@ -50,13 +58,15 @@ from turngate.server.metrics import MetricsEndpoint
 from turngate.server.model_calls import DialectRoutes, ModelCalls
 from turngate.server.web.files import SECURITY_HEADERS, add_security_headers, is_page_path
 from turngate.server.web.routes import Page
-from turngate.server.weights import FenceRoutes, OneBar, Updates
+from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Mode
 from turngate.verify import Verdict, summarize_verdict
+from turngate.views.session import Looks
+from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import BackgroundVerifier
 
 log = logging.getLogger("turngate")
@@ -96,40 +106,38 @@ class Gateway:
             tokenizer = self.renderer.tokenizer
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
             self.store.set_setting(f"renderer:{tokenizer.digest}", self.renderer.name)
-        self.fence = Fence(*_read_policy(self.store))
+        self.fence_state = FenceState(self.store)
+        self.fence = Fence(*self.fence_state.read_policy())
         if isinstance(self.engine, Gate) and self.renderer is not None:
             vocabulary = self.renderer.tokenizer.vocab_size
             self.engine.attach(vocabulary=vocabulary, version=lambda: self.fence.version)
         self.events = Events(self.store, shared=shard.workers > 1)
         self._proof = BackgroundVerifier(data, config.verify_every, self._verified) if config.verify_every else None
-        self.control = Control(
+        self.sessions = Sessions(
             self.store,
-            self.fence,
             self.events,
             modes=self._modes(),
             models=(config.model,) if config.model and self.engine is not None else (),
             vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
-            idle_s=config.idle_s,
-            rest_s=config.rest_s,
-            event_days=config.event_days,
-            log_turns=config.log_turns,
-            release=self.engine.release if self.engine is not None else lambda session_id: None,
             shard=shard,
-            ended=self._proof.ended if self._proof is not None else lambda session_id: None,
             metrics=self.metrics,
+            on_close=self.engine.release if self.engine is not None else lambda session_id: None,
+            on_end=self._proof.ended if self._proof is not None else lambda session_id: None,
         )
-        self._expect(self.fence.version)
-        self.updates = Updates(self.control, self.engine, OneBar(self.control, self.ready))
-        self.auth = Auth(self.admin_key, self.control, metrics=metrics, open_loopback=config.open_loopback)
+        self._compose_sessions(config)
+        self._compose_fence()
+        self.auth = Auth(self.admin_key, self.sessions, metrics=metrics, open_loopback=config.open_loopback)
         self.probe = MetricsEndpoint(self)
         self.journal = Journal(self.store, self.metrics)
         self.started = time.time()
         self.turns = self._turns(config.max_context)
         self._calls = self._model_calls()
-        self._tools = HostToolRoutes(self.control, self.auth)
+        self._tools = HostToolRoutes(self.host_tools, self.auth)
         self._paths = DialectRoutes(DIALECTS)
         self.page = Page(
-            self.control,
+            self.sessions,
+            self.events,
+            self.fence,
             self.auth,
             self.store,
             admin_key=self.admin_key,
@@ -138,20 +146,29 @@ class Gateway:
             tokenizer=self.renderer.tokenizer if self.renderer is not None else None,
         )
         self._other = self._starlette()
-        self._expiry: asyncio.Task[None] | None = None
+        self._housekeeping: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seen: tuple[float, list[Health]] = (float("-inf"), [])
 
-    async def ready(self, version: int, look: bool) -> None:
-        """Before a version is in force: engines that do not have it, as the store says that they should, count as down."""
-        self._expect(version)
-        if look and isinstance(self.engine, Pool):
-            await self.engine.check()
+    def _compose_sessions(self, config: ServeConfig) -> None:
+        """What works on sessions besides the pipeline of their calls."""
+        self.feeds = Feeds(self.store, self.events, self.fence)
+        self.host_tools = HostTools(self.store, self.events)
+        self.outcomes = OutcomeRecorder(self.store, self.sessions, self.events, self.feeds, self.metrics)
+        self.looks = Looks(self.store)
+        self.directory = SessionDirectory(self.store, self.sessions, self.looks)
+        self.evictor = Evictor(self.store, self.sessions, config.rest_s)
+        event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes for all
+        self._housekeeper = Housekeeper(
+            self.sessions, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
+        )
 
-    def _expect(self, version: int) -> None:
-        load = self.control.weights(version)
-        for replica in replicas(self.engine):
-            replica.expect(load if load is not None and (load.path or load.lora_path) else None)
+    def _compose_fence(self) -> None:
+        self.stale = StaleSessions(self.store, self.sessions, self.feeds, self.fence)
+        self.replicas = ReplicaSet(self.engine, self.fence_state)
+        self.replicas.expect(self.fence.version)
+        self.barrier = LocalBarrier(self.fence, self.fence_state, self.events, self.replicas, self.stale)
+        self.updates = WeightUpdates(self.fence, self.fence_state, self.events, self.replicas, self.barrier)
 
     def _modes(self) -> tuple[Mode, ...]:
         own: tuple[Mode, ...] = (self._mode,) if self.engine is not None else ()
@@ -170,20 +187,21 @@ class Gateway:
                 echo_prompt=self.config.echo_prompt,
                 vocabulary=self.renderer.tokenizer.digest if self.renderer is not None else "",
                 mode=self._mode,
+                log_turns=self.config.log_turns,
             ),
             journal=self.journal,
             fence=self.fence,
             renderer=self.renderer,
             engine=self.engine,
             relay=self.relay,
-            notify=self.control.notify,
+            events=self.events,
             metrics=self.metrics,
         )
 
     def _model_calls(self) -> ModelCalls:
         return ModelCalls(
             self.turns,
-            self.control,
+            self.sessions,
             self.auth,
             self.metrics,
             max_body=int(self.config.max_body_mb * 1e6),
@@ -202,7 +220,7 @@ class Gateway:
         if self.shard.workers == 1:
             await self.updates.start()
         self.probe.start()
-        self._expiry = asyncio.create_task(self.control.expire_idle())
+        self._housekeeping = asyncio.create_task(self._housekeeper.run())
         self._loop = asyncio.get_running_loop()
         if self._proof is not None:
             self._proof.start()
@@ -228,16 +246,17 @@ class Gateway:
         await self.probe.stop()
         if self._proof is not None:
             await asyncio.to_thread(self._proof.stop)
-        if self._expiry is not None:
-            self._expiry.cancel()
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
             with suppress(asyncio.CancelledError):
-                await self._expiry
+                await self._housekeeping
         await self.updates.close()
         for part in (self.engine, self.relay):
             if part is not None:
                 await part.close()
-        await self.control.close()
-        await asyncio.to_thread(self.page.close)
+        await self.stale.close()
+        for reader in (self.feeds, self.looks, self.page):
+            await asyncio.to_thread(reader.close)
         self.store.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -289,12 +308,14 @@ class Gateway:
                 for path in ("/models", "/models/{model:path}")
             ),
             *self._tools.routes(),
-            *AdminRoutes(self.control, self.auth).routes(),
+            *AdminRoutes(
+                self.sessions, self.directory, self.looks, self.events, self.outcomes, self.host_tools, self.auth
+            ).routes(),
             *FenceRoutes(self.updates, self.auth).routes(),
             *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
-            *FeedRoutes(self.control, self.auth).routes(),
-            *PrimeRoutes(self.control, self.auth).routes(),
-            *OpenEnvRoutes(self.control, self.auth).routes(),
+            *FeedRoutes(self.feeds, self.auth).routes(),
+            *PrimeRoutes(self.sessions, self.looks, self.auth).routes(),
+            *OpenEnvRoutes(self.sessions, self.directory, self.looks, self.auth).routes(),
             *self.page.routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
@@ -386,13 +407,6 @@ class _CloseOnError:
     def __exit__(self, *_: object) -> None:
         if self._undo is not None:
             self._undo()
-
-
-def _read_policy(store: Store) -> tuple[int, str]:
-    """The version in force, and the name under which the engine has it."""
-    version = int(store.setting("policy_version") or 0)
-    noted = store.setting(f"weights:{version}")
-    return version, msgspec.json.decode(noted, type=Load).name if noted else ""
 
 
 def _load_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:

@@ -12,7 +12,7 @@ from turngate.errors import ConfigError, Unauthorized
 from turngate.telemetry.logs import register_secrets
 
 if TYPE_CHECKING:  # the front of several workers needs the key, and nothing of this
-    from turngate.gateway.sessions import Control
+    from turngate.gateway.sessions import Sessions
     from turngate.trace.session import Session
 
 METRICS_KEY = "TURNGATE_METRICS_KEY"
@@ -49,10 +49,10 @@ def own_key(data: Path, variable: str, name: str) -> str:
 
 
 class Auth:
-    def __init__(self, admin: str, control: Control, *, metrics: str = "", open_loopback: bool = False) -> None:
+    def __init__(self, admin: str, sessions: Sessions, *, metrics: str = "", open_loopback: bool = False) -> None:
         self._admin = admin.encode()
         self._metrics = metrics.encode()
-        self._control = control
+        self._sessions = sessions
         self._open_loopback = open_loopback
 
     def is_admin(self, key: str) -> bool:
@@ -77,13 +77,13 @@ class Auth:
                 raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
             if self.is_admin(key):
                 raise Unauthorized("This is the admin key. Use the api_key of a session, or the path /s/{session}/v1.")
-            session = self._control.by_secret(key)
+            session = self._sessions.find_by_secret(key)
             if session is None:
                 raise Unauthorized("Incorrect API key provided. Use the secret of an open session as the API key.")
             return session
-        if not self.is_admin(key) and not self._control.is_secret_of(key, session_id):
+        if not self.is_admin(key) and not self._sessions.is_secret_of(key, session_id):
             raise Unauthorized("Incorrect API key provided. Use this session's secret, or the admin key.")
-        return self._control.find(session_id)
+        return self._sessions.find(session_id)
 
     def trusts(self, key: str, client: str) -> bool:
         """Loopback clients of the prime-rl API that send no key, where that was switched on."""

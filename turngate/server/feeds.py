@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from turngate.client.protocol import FeedConfig
 from turngate.errors import BadRequest
-from turngate.gateway.sessions import Control
+from turngate.gateway.feeds import Feeds
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, int_param, json_response, route
 
@@ -27,8 +27,8 @@ class CommitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FeedRoutes:
-    def __init__(self, control: Control, auth: Auth) -> None:
-        self._feeds = control.feeds
+    def __init__(self, feeds: Feeds, auth: Auth) -> None:
+        self._feeds = feeds
         self._auth = auth
 
     def routes(self) -> list[Route]:

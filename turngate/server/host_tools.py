@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from turngate.dialects import Chat
 from turngate.errors import TooLarge, TurngateError
-from turngate.gateway.sessions import Control
+from turngate.gateway.host_tools import HostTools
 from turngate.server.asgi import (
     ClientDisconnected,
     DisconnectWatch,
@@ -33,8 +33,8 @@ _chat = Chat()
 
 
 class HostToolRoutes:
-    def __init__(self, control: Control, auth: Auth) -> None:
-        self._control = control
+    def __init__(self, host_tools: HostTools, auth: Auth) -> None:
+        self._host_tools = host_tools
         self._auth = auth
 
     def routes(self) -> list[Route]:
@@ -60,7 +60,7 @@ class HostToolRoutes:
             with DisconnectWatch(receive) as watch:
                 try:
                     mark = headers.get("idempotency-key", "")
-                    answer = await self._control.tools.call(session, name, body, mark)
+                    answer = await self._host_tools.call(session, name, body, mark)
                 except asyncio.CancelledError:
                     if not watch.gone:
                         raise

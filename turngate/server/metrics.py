@@ -73,8 +73,8 @@ class MetricsEndpoint:
         up = sum(replica.ok for replica in health)
         looked: Gauges = {
             "turngate_workers": [((), 1)],
-            "turngate_sessions_open": [((), gateway.control.open_count)],
-            "turngate_sessions_resting": [((), gateway.control.resting_count)],
+            "turngate_sessions_open": [((), gateway.sessions.open_count)],
+            "turngate_sessions_resting": [((), gateway.sessions.evicted_count)],
             "turngate_engines": [(("up",), up), (("down",), len(health) - up)] if health else [],
             "turngate_fence_version": [((), gateway.fence.version)],
             "turngate_fence_paused": [((), int(gateway.fence.paused))],
@@ -95,7 +95,7 @@ class MetricsEndpoint:
         return MetricsSnapshot({**shared.families, **own.families})
 
     def _feeds(self) -> Gauges:
-        feeds = self._gateway.control.feeds
+        feeds = self._gateway.feeds
         try:
             listed, waiting = feeds.listing()[-_MAX_FEEDS:], feeds.waiting()
         except StoreError:

@@ -18,7 +18,7 @@ import msgspec
 from turngate.dialects import Dialect, Verb, WireRequest
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, Stopping, StoreError, TurngateError
-from turngate.gateway.sessions import Control
+from turngate.gateway.sessions import Sessions
 from turngate.gateway.turn import Turns
 from turngate.server.asgi import (
     ClientDisconnected,
@@ -78,10 +78,10 @@ class DialectRoutes:
 
 class ModelCalls:
     def __init__(
-        self, turns: Turns, control: Control, auth: Auth, metrics: Metrics, *, max_body: int, alive_s: float
+        self, turns: Turns, sessions: Sessions, auth: Auth, metrics: Metrics, *, max_body: int, alive_s: float
     ) -> None:
         self._turns = turns
-        self._control = control
+        self._sessions = sessions
         self._auth = auth
         self._metrics = metrics
         self._max_body = max_body
@@ -105,7 +105,7 @@ class ModelCalls:
             headers, query = parse_headers(scope), parse_query(scope)
             key = dialect.key(headers, query)
             if prime and session_id is not None and self._auth.trusts(key, client_host(scope)):
-                session = self._control.find(session_id)
+                session = self._sessions.find(session_id)
             else:
                 session = self._auth.session(key, session_id)
             set_log_context(session.id, session.config.metadata)  # this task is of one call, and ends with it
@@ -204,7 +204,7 @@ class ModelCalls:
                 await stream.write(encoder.error(error), last=True)
 
     def _delivering(self, session: Session, done: Done) -> _UndeliveredMark:
-        return _UndeliveredMark(self._control, session, done)
+        return _UndeliveredMark(self._turns, session, done)
 
 
 # Three classes, since every call enters them and generators take several times as long.
@@ -213,15 +213,15 @@ class ModelCalls:
 class _UndeliveredMark:
     """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
 
-    def __init__(self, control: Control, session: Session, done: Done) -> None:
-        self._control, self._session, self._done = control, session, done
+    def __init__(self, turns: Turns, session: Session, done: Done) -> None:
+        self._turns, self._session, self._done = turns, session, done
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, asyncio.CancelledError | ClientDisconnected) and self._done.node is not None:
-            self._control.undelivered(self._session, self._done.node)
+            self._turns.mark_undelivered(self._session, self._done.node)
 
 
 class _InternalErrors:  # used like a function

@@ -146,7 +146,7 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gateway.events.close()
-        await self._gateway.control.stop()
+        await self._gateway.sessions.abort_all_calls()
         await self._gateway.end_polls()
         await super().shutdown(sockets)
 

@@ -1,8 +1,9 @@
-"""One agent run as the gateway sees it: its settings, its counters, its trace. State only; `control.py` owns the life of it."""
+"""One agent run as the gateway sees it: its settings, its counters, its trace."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -17,6 +18,7 @@ from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
 
 Status = Literal["open", "sealed", "cancelled"]
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class LimitMet(Exception):
@@ -90,7 +92,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 class Session:
     """A live session. Counters follow from the trace, so that a reloaded session has the same ones.
 
-    Between two calls its trace may be at rest: out of memory, until somebody asks for it.
+    Between two calls its trace may be evicted from memory, until it is needed.
     """
 
     def __init__(self, session_id: str, key: int, config: SessionConfig, opened: float) -> None:
@@ -102,7 +104,7 @@ class Session:
         self.status: Status = "open"
         self.stop = ""  # why it ended, or which limit was met
         self._trace: Trace | None = Trace()
-        self._wake: Callable[[], Trace] = Trace
+        self._load_trace: Callable[[], Trace] = Trace
         self.turns = 0
         self.aborted = 0  # calls that were cut short after something was sampled: it may have been read
         self.sampled_tokens = 0
@@ -125,11 +127,11 @@ class Session:
     @property
     def trace(self) -> Trace:
         if self._trace is None:
-            self._trace = self._wake()
+            self._trace = self._load_trace()
         return self._trace
 
     @property
-    def at_rest(self) -> bool:
+    def is_evicted(self) -> bool:
         return self._trace is None
 
     @property
@@ -137,12 +139,12 @@ class Session:
         """Whether a call is under way, to the model or to a tool of the host."""
         return bool(self.in_flight or self.asking)
 
-    def rest(self, wake: Callable[[], Trace]) -> None:
-        """Let the trace go. Everything of it is stored, as `wake` will find it; nobody is in the middle of a call."""
+    def evict(self, load_trace: Callable[[], Trace]) -> None:
+        """Drop the trace from memory. All of it is in the store, where `load_trace` finds it."""
         assert not self.busy
         if self._trace is not None:
             self._trace.cut()
-        self._trace, self._wake = None, wake
+        self._trace, self._load_trace = None, load_trace
 
     def count(self, turn: Sampled) -> None:
         """Take a stored turn into account."""

@@ -242,7 +242,7 @@ async def test_a_way_that_is_gone_fails_the_rollout_as_nobodys_fault(asked: list
         harness = {"public_url": url, "poll_interval": 0.1, "silence_s": scaled(0.25)}
         async with begun(g, 'ask("Hi"); time.sleep(3600)', harness=harness) as (running, minted):
             await until(lambda: g.engine.received, 20)
-            await until(lambda: list(g.app.control.find(minted[0].id).trace.turns()))
+            await until(lambda: list(g.app.sessions.find(minted[0].id).trace.turns()))
             tunnel.close()
             trace = await asyncio.wait_for(running, scaled(20))
         assert trace.stop_condition == "tunnel_error" and not trace.ok and url in trace.last_error.message

@@ -21,13 +21,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.errors import BadRequest, Conflict, NotFound
-from turngate.gateway.sessions import Control
+from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, encoded_response, int_param, json_response, route
 from turngate.trace.sample import Sample
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
-from turngate.views.session import Shown, as_json, piece
+from turngate.views.session import Looks, Shown, as_json, piece
+from turngate.views.session_directory import SessionDirectory
 from turngate.views.trace import Viewed, ViewedTurn, read, told_apart
 
 Purpose = Literal["auto", "train", "eval"]
@@ -62,8 +63,10 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnvRoutes:
-    def __init__(self, control: Control, auth: Auth) -> None:
-        self._control = control
+    def __init__(self, sessions: Sessions, directory: SessionDirectory, looks: Looks, auth: Auth) -> None:
+        self._sessions = sessions
+        self._directory = directory
+        self._looks = looks
         self._auth = auth
 
     def routes(self) -> list[Route]:
@@ -85,7 +88,7 @@ class OpenEnvRoutes:
                     f"{name}: the engine is chosen when the gateway is started (--engine, --engine-url), not by a session",
                     param=name,
                 )
-        mode = self._control.default_mode
+        mode = self._sessions.default_mode
         if wanted.purpose == "train" and mode == "observe":
             raise BadRequest("purpose: training requires exact engine token capture, and this gateway only observes")
         config = SessionConfig(
@@ -97,7 +100,7 @@ class OpenEnvRoutes:
             bias="record" if wanted.purpose == "eval" else "neutral",
             metadata={**(wanted.metadata or {}), _METADATA_KEY: {"purpose": wanted.purpose}},
         )
-        session, secret = self._control.open(config, wanted.session_id or None)
+        session, secret = self._sessions.open(config, wanted.session_id or None)
         return json_response(
             {
                 "session_id": secret,
@@ -112,14 +115,14 @@ class OpenEnvRoutes:
     async def listing(self, request: Request) -> Response:
         limit = int_param(request, "limit", 100) or 100
         before = int_param(request, "before")
-        listed = self._control.listing(before=before, limit=min(limit, 1000))
-        shapes = await self._control.looks.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
+        listed = self._directory.list(before=before, limit=min(limit, 1000))
+        shapes = await self._looks.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
         opened_here = [row for row in listed if _METADATA_KEY in row["config"].metadata]
         return json_response({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})
 
     async def show(self, request: Request) -> Response:
         name = self._named(request)
-        live = self._control.live(name)
+        live = self._sessions.find_live(name)
 
         def made(shown: Shown) -> bytes:
             session = shown.session
@@ -132,27 +135,27 @@ class OpenEnvRoutes:
             }
             return as_json(told)
 
-        return encoded_response(await self._control.looks.at(name, made))
+        return encoded_response(await self._looks.at(name, made))
 
     async def rollout(self, request: Request) -> Response:
         name = self._named(request)
         query = request.query_params
         discarded, messages = _is_true(query.get("include_discarded")), _is_true(query.get("include_messages"))
-        live = self._control.live(name)
+        live = self._sessions.find_live(name)
         limits_met = 0 if live is None else len(live.limits_told)
         return encoded_response(
-            await self._control.looks.at(
+            await self._looks.at(
                 name, lambda shown: _encode_rollout(shown, limits_met, discarded=discarded, messages=messages)
             )
         )
 
     async def trace_entries(self, request: Request) -> Response:
-        return encoded_response(await self._control.looks.at(self._named(request), _encode_entries))
+        return encoded_response(await self._looks.at(self._named(request), _encode_entries))
 
     async def delete(self, request: Request) -> Response:
         """Ends it and removes all that was recorded. Twice is fine."""
         try:
-            await self._control.delete(self._named(request))
+            await self._sessions.delete(self._named(request))
         except NotFound:
             return json_response({"deleted": False})
         return json_response({"deleted": True})
@@ -160,7 +163,7 @@ class OpenEnvRoutes:
     def _named(self, request: Request) -> str:
         """The id of a session that is named by its secret, as its client knows it, or by its id."""
         name: str = request.path_params["id"]
-        return self._control.id_of_secret(name) or name
+        return self._sessions.find_id_by_secret(name) or name
 
     def _summary(self, row: Mapping[str, Json], shape: tuple[int, int]) -> dict[str, Json]:
         metadata = {name: value for name, value in row["config"].metadata.items() if name != _METADATA_KEY}
@@ -169,7 +172,7 @@ class OpenEnvRoutes:
             "session_id": row["id"],
             "turns": shape[0],
             "roots": shape[1],
-            **_usage(self._control.live(row["id"]), row["closed"] or row["opened"]),
+            **_usage(self._sessions.find_live(row["id"]), row["closed"] or row["opened"]),
         }
 
 

@@ -21,7 +21,7 @@ from turngate.common.validation import explain_error
 from turngate.dialects import Chat, decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest, TurngateError, Unprocessable
-from turngate.gateway.sessions import Control
+from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, decode_body, encoded_response, error_response, json_response
 from turngate.trace.roles import TurnRole, roles
@@ -29,7 +29,7 @@ from turngate.trace.sample import untrainable
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Node, Sampled, path, path_ids
 from turngate.types import Json, Limits, Message, Sampling
-from turngate.views.session import Shown, as_json, piece
+from turngate.views.session import Looks, Shown, as_json, piece
 
 PREFIX = "/v1/rollouts/"
 _chat = Chat()
@@ -43,8 +43,9 @@ class RegisterBody(msgspec.Struct, frozen=True):
 
 
 class PrimeRoutes:
-    def __init__(self, control: Control, auth: Auth) -> None:
-        self._control = control
+    def __init__(self, sessions: Sessions, looks: Looks, auth: Auth) -> None:
+        self._sessions = sessions
+        self._looks = looks
         self._auth = auth
 
     def routes(self) -> list[Route]:
@@ -72,7 +73,7 @@ class PrimeRoutes:
         wanted = await decode_body(request, RegisterBody, wrong=Unprocessable)
         config = SessionConfig(
             model=wanted.model,
-            mode=self._control.default_mode,
+            mode=self._sessions.default_mode,
             limits=Limits(turns=None if wanted.max_turns < 0 else wanted.max_turns, context_tokens=wanted.max_seq_len),
             sampling=_parse_sampling(wanted.sampling_params),
             max_tokens=_parse_max_tokens(wanted.sampling_params),
@@ -80,7 +81,7 @@ class PrimeRoutes:
             at_limit="conflict",
         )
         try:
-            session, secret = self._control.open(config, request.path_params["id"])
+            session, secret = self._sessions.open(config, request.path_params["id"])
         except BadRequest as error:
             raise Unprocessable(error.message, param=error.param) from None
         return json_response(
@@ -95,18 +96,18 @@ class PrimeRoutes:
         )
 
     async def trajectory(self, request: Request) -> Response:
-        return encoded_response(await self._control.looks.at(request.path_params["id"], _encode_trajectory))
+        return encoded_response(await self._looks.at(request.path_params["id"], _encode_trajectory))
 
     async def cancel(self, request: Request) -> Response:
-        session = self._control.find(request.path_params["id"])
+        session = self._sessions.find(request.path_params["id"])
         # A rollout that came to its end stays completed.
-        end = self._control.seal if rollout_status(session) == "completed" else self._control.cancel
+        end = self._sessions.seal if rollout_status(session) == "completed" else self._sessions.cancel
         session = await end(session.id)
         return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
     async def unregister(self, request: Request) -> Response:
         """Ends the rollout; its trace stays until the session is deleted. Twice is fine."""
-        session = await self._control.seal(request.path_params["id"], "unregistered")
+        session = await self._sessions.seal(request.path_params["id"], "unregistered")
         return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
 

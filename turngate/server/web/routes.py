@@ -23,7 +23,9 @@ from starlette.routing import Route
 from turngate import __version__
 from turngate.common.sharding import Shard
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError, TooManyRequests, TurngateError
-from turngate.gateway.sessions import Control
+from turngate.gateway.events import Events
+from turngate.gateway.fence import Fence
+from turngate.gateway.sessions import Sessions
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, encoded_response, error_response, int_param, json_response, read_cursor
@@ -60,7 +62,9 @@ class Page:
 
     def __init__(
         self,
-        control: Control,
+        sessions: Sessions,
+        events: Events,
+        fence: Fence,
         auth: Auth,
         store: Store,
         *,
@@ -69,7 +73,9 @@ class Page:
         shard: Shard,
         tokenizer: Tokenizer | None,
     ) -> None:
-        self._control = control
+        self._sessions = sessions
+        self._events = events
+        self._fence = fence
         self._store = store
         self._model = model
         self._shard = shard
@@ -158,9 +164,9 @@ class Page:
     def _gateway(self) -> dict[str, Json]:
         return {
             "model": self._model,
-            "modes": self._control.modes,
-            "version": self._control.version,
-            "paused": self._control.is_paused,
+            "modes": self._sessions.modes,
+            "version": self._fence.version,
+            "paused": self._fence.paused,
             "workers": self._shard.workers,
         }
 
@@ -209,7 +215,7 @@ class Page:
 
     async def rollout(self, request: Request) -> Response:
         session = request.path_params["id"]
-        live = self._control.live(session)
+        live = self._sessions.find_live(session)
         told = None if live is None else {"in_flight": live.in_flight, "last_error": live.last_error}
         return await self._made(lambda store: {**self._looks.header(store, session), "live": told})
 
@@ -252,14 +258,14 @@ class Page:
 
     async def events(self, request: Request) -> Response:
         session = request.path_params["id"]
-        if not self._control.knows(session):
+        if not self._sessions.knows(session):
             raise NotFound(f"there is no rollout {session!r}")
-        return self._stream(request, self._events(request, session, self._after(request)))
+        return self._stream(request, self._stream_events(request, session, self._after(request)))
 
     def _after(self, request: Request) -> int:
         """Where to begin: behind what was seen; at what comes now, where nothing is said."""
         told = request.headers.get("last-event-id") or request.query_params.get("after")
-        newest = self._control.events.newest()
+        newest = self._events.newest()
         return newest if not told else min(read_cursor(request), newest)
 
     def _stream(self, request: Request, told: AsyncGenerator[bytes, None]) -> Response:
@@ -280,7 +286,7 @@ class Page:
 
     def _still(self, request: Request) -> bool:
         """Whether somebody who follows may go on doing so."""
-        if self._control.events.over:
+        if self._events.closed:
             return False
         try:
             self.login.require(request)
@@ -289,7 +295,7 @@ class Page:
         return True
 
     async def _changes(self, request: Request, after: int) -> AsyncGenerator[bytes, None]:
-        events = self._control.events
+        events = self._events
         yield b": live\n\n"
 
         def more() -> int | None:
@@ -297,7 +303,7 @@ class Page:
             return newest if newest > after else None
 
         while self._still(request):
-            newest = await events.until(more, _ALIVE_S, of="")
+            newest = await events.wait_for(more, _ALIVE_S, woken_by="")
             if not self._still(request):  # who logged out meanwhile is told nothing more
                 return
             if newest is None:
@@ -320,9 +326,9 @@ class Page:
         told = self._looks.overview.changed(store, after)
         return {**told, "rollouts": [piece(row) for row in told["rollouts"]]}
 
-    async def _events(self, request: Request, session: str, after: int) -> AsyncGenerator[bytes, None]:
+    async def _stream_events(self, request: Request, session: str, after: int) -> AsyncGenerator[bytes, None]:
         yield b": live\n\n"
-        async with aclosing(self._control.events.follow(session, after)) as following:
+        async with aclosing(self._events.follow(session, after)) as following:
             async for event in following:
                 if not self._still(request):
                     return
@@ -335,12 +341,12 @@ class Page:
 
     async def cancel(self, request: Request) -> Response:
         self._require_open(request.path_params["id"])
-        await self._control.cancel(request.path_params["id"])
+        await self._sessions.cancel(request.path_params["id"])
         return await self._row(request)
 
     async def seal(self, request: Request) -> Response:
         self._require_open(request.path_params["id"])
-        await self._control.seal(request.path_params["id"], "sealed by hand")
+        await self._sessions.seal(request.path_params["id"], "sealed by hand")
         return await self._row(request)
 
     async def retry(self, request: Request) -> Response:
@@ -350,10 +356,10 @@ class Page:
         if why:
             raise Conflict(f"it cannot be tried again: {why}")
         stream = f"{BATCH_STREAM}{row.batch}"
-        asked = self._control.announce(
+        asked = self._events.announce(
             stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt}
         )
-        answer = await self._control.events.until(lambda: self._answer(stream, asked), _ANSWER_S, of=stream)
+        answer = await self._events.wait_for(lambda: self._answer(stream, asked), _ANSWER_S, woken_by=stream)
         if answer is None:
             silent = (
                 "nobody runs this batch now; it is asked for, and taken up when the batch is run again on its folder"
@@ -362,13 +368,13 @@ class Page:
         return json_response({"asked": True, "taken": answer["taken"], "message": answer["message"]})
 
     def _answer(self, stream: str, asked: int) -> dict[str, Json] | None:
-        found = (event.data for event in self._control.events.page(stream, asked) if event.kind == "note")
+        found = (event.data for event in self._events.page(stream, asked) if event.kind == "note")
         return next((data for data in found if data.get("retry") == asked), None)
 
     def _require_open(self, session: str) -> None:
         row = self._store.find(session)
         if row is None:
-            told = self._control.events.knows(session)
+            told = self._events.knows(session)
             raise Conflict("its session is not open") if told else NotFound(f"there is no rollout {session!r}")
         if row.status != "open":
             raise Conflict(f"its session is {row.status} already")

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.errors import Stopping
+from turngate.gateway.weights import WeightUpdates
 from turngate.server.app import Gateway
 from turngate.server.http import decode_body, json_response, route
-from turngate.server.weights import FenceRoutes, Updates
+from turngate.server.weights import FenceRoutes
 from turngate.server.workers.forwarding import RESTART_WAIT_S, PeerWorkers
 from turngate.telemetry.metrics import MetricsSnapshot
 from turngate.types import Json
@@ -47,7 +48,7 @@ class Coordinator:
     def __init__(self, gateway: Gateway, siblings: PeerWorkers) -> None:
         self._gateway = gateway
         self._siblings = siblings
-        self.updates = Updates(gateway.control, gateway.engine, self)
+        self.updates = WeightUpdates(gateway.fence, gateway.fence_state, gateway.events, gateway.replicas, self)
 
     def routes(self) -> list[Route]:
         return [*FenceRoutes(self.updates, self._gateway.auth).routes(), self._gateway.probe.route(self._metrics)]
@@ -63,41 +64,42 @@ class Coordinator:
 
     async def take_up(self) -> None:
         """Before serving: where the fence stands, as the store has it. Worker 0 goes on with what it had begun for all."""
-        fence, store = self._gateway.fence, self._gateway.store
-        version = int(store.setting("policy_version") or 0)
-        load = self._gateway.control.weights(version)
-        fence.resume(version, "" if load is None else load.name)
-        await self._gateway.ready(version, False)
+        fence = self._gateway.fence
+        version, model = self._gateway.fence_state.read_policy()
+        fence.resume(version, model)
+        await self._gateway.replicas.prepare(version, check=False)
         if self._siblings.shard.number == 0:
             await self.updates.start()
-        elif self._gateway.control.held_until() is not None:
+        elif self._gateway.fence_state.read_hold() is not None:
             await fence.pause("hold")
 
     async def close(self) -> None:
         await self.updates.close()
 
-    # ── the fence of all: a `Bar` ───────────────────────────────────────────────────────────────────────────────
+    # ── the fence of all: a `Barrier` ────────────────────────────────────────────────────────────────────────────
 
-    async def stands(self) -> dict[str, Json]:
-        return self._stands(await self._each("GET", "/worker/fence"))
+    async def describe(self) -> dict[str, Json]:
+        others = await self._each("GET", "/worker/fence")
+        fence = self._gateway.fence
+        return {**fence.describe(), "in_flight": fence.in_flight + sum(state.in_flight for state in others)}
 
     async def hold(self, until: float | None) -> None:
-        self._gateway.control.note_held(until)
+        self._gateway.fence_state.write_hold(until)
         await self._gateway.fence.pause("hold")
         await self._each("POST", "/worker/fence/pause")
 
-    async def drained(self) -> None:
-        await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drained())
+    async def drain(self) -> None:
+        await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drain())
 
-    async def open(self, version: int | None, model: str | None, *, expired: bool = False, look: bool = False) -> None:
-        fence, control = self._gateway.fence, self._gateway.control
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
+        fence = self._gateway.fence
         fence.check(version, model)
         new = fence.version if version is None else version
-        await self._gateway.ready(new, look)
-        control.note_open(new)
+        await self._gateway.replicas.prepare(new, check=check)
+        self._gateway.fence_state.write_open(new)
         fence.set(version, model)  # if somebody cannot be told, there is no way back behind it
-        await self._each("POST", "/worker/fence/resume", WorkerResume(new, model, look))
-        control.resume(new, model, expired=expired)
+        await self._each("POST", "/worker/fence/resume", WorkerResume(new, model, check))
+        self._gateway.barrier.resume(new, model, expired=expired)
 
     async def _each(self, method: str, target: str, sent: object = None) -> list[WorkerFence]:
         """What every other worker answers; all of them, or it fails."""
@@ -129,11 +131,6 @@ class Coordinator:
             raise Stopping(f"worker {number} could not do it ({response.status}); repeat the call in a moment")
         return msgspec.json.decode(answer, type=WorkerFence)
 
-    def _stands(self, others: list[WorkerFence]) -> dict[str, Json]:
-        ours = self._gateway.control.fence()
-        in_flight = self._gateway.fence.in_flight + sum(state.in_flight for state in others)
-        return {**ours, "in_flight": in_flight}
-
     async def _metrics(self) -> dict[int, MetricsSnapshot | None]:
         """The numbers of the other workers; None for one that does not answer, which is no reason to tell nothing."""
 
@@ -161,15 +158,15 @@ class Coordinator:
         return self._state()
 
     async def worker_drained(self, request: Request) -> Response:
-        await self._gateway.fence.drained()
+        await self._gateway.fence.drain()
         return self._state()
 
     async def worker_resume(self, request: Request) -> Response:
         told = await decode_body(request, WorkerResume)
         self._gateway.fence.check(told.version, told.model)
-        await self._gateway.ready(told.version, told.look)
+        await self._gateway.replicas.prepare(told.version, check=told.look)
         self._gateway.fence.resume(told.version, told.model)
-        self._gateway.control.version_rose()
+        self._gateway.stale.cancel_in_background()
         return self._state()
 
     async def worker_metrics(self, request: Request) -> Response:

@@ -145,7 +145,7 @@ class ForwardingApp:
         found = self._paths.find(scope["path"])
         dialect = found.dialect if found is not None else dialect_of(Request(scope))
         key = dialect.key(parse_headers(scope), parse_query(scope))
-        session_id = self._gateway.control.id_of_secret(key) if key else None
+        session_id = self._gateway.sessions.find_id_by_secret(key) if key else None
         return self._shard.number if session_id is None else self._shard.owner(session_id)
 
     def _may(self, scope: Scope) -> bool:
@@ -158,7 +158,7 @@ class ForwardingApp:
         auth = self._gateway.auth
         if auth.is_admin(key) or auth.trusts(key, client_host(scope)):
             return True
-        return bool(key) and self._gateway.control.id_of_secret(key) is not None
+        return bool(key) and self._gateway.sessions.find_id_by_secret(key) is not None
 
     async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A session that is given no id goes to each worker in turn; one with an id to whom it belongs, so that none has it twice."""

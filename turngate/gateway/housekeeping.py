@@ -1,0 +1,50 @@
+"""Periodic work of a running gateway: evict idle traces, seal unused sessions, remove old events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from turngate.errors import TurngateError
+from turngate.gateway.events import Events
+from turngate.gateway.eviction import Evictor
+from turngate.gateway.sessions import Sessions
+
+log = logging.getLogger("turngate")
+_PRUNE_S = 3600.0  # between two removals of old events
+
+
+class Housekeeper:
+    """Runs until it is cancelled. `event_s`: the age at which events are removed; 0 keeps them."""
+
+    def __init__(self, sessions: Sessions, evictor: Evictor, events: Events, *, idle_s: float, event_s: float) -> None:
+        self._sessions = sessions
+        self._evictor = evictor
+        self._events = events
+        self._idle_s = idle_s
+        self._event_s = event_s
+        self._pruned = 0.0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(min(self._evictor.interval_s, self._idle_s / 4))
+            await self._evictor.sweep(time.time())
+            if self._event_s and time.time() - self._pruned > _PRUNE_S:
+                self._pruned = time.time()
+                self._prune_events(self._pruned - self._event_s)
+            await self._seal_idle()
+
+    def _prune_events(self, before: float) -> None:
+        try:
+            if removed := self._events.prune(before):
+                log.info("removed %d events older than event_days", removed)
+        except TurngateError as error:
+            log.warning("cannot remove old events: %s", error.message)
+
+    async def _seal_idle(self) -> None:
+        for session_id in self._sessions.find_idle(time.time(), self._idle_s):
+            try:
+                await self._sessions.seal(session_id, "idle")
+            except TurngateError as error:
+                log.warning("cannot seal idle session %s: %s", session_id, error.message)

@@ -1,0 +1,37 @@
+"""Record how a rollout ended."""
+
+from __future__ import annotations
+
+from turngate.errors import Conflict
+from turngate.gateway.events import Events
+from turngate.gateway.feeds import Feeds
+from turngate.gateway.sessions import Sessions
+from turngate.store.beside import happened
+from turngate.store.outcome import Recorded
+from turngate.store.sqlite import Store
+from turngate.telemetry.metrics import Metrics
+
+
+class OutcomeRecorder:
+    def __init__(self, store: Store, sessions: Sessions, events: Events, feeds: Feeds, metrics: Metrics) -> None:
+        self._outcomes = store.outcomes
+        self._sessions = sessions
+        self._events = events
+        self._feeds = feeds
+        self._metrics = metrics
+
+    def record(self, session_id: str, outcome: Recorded, *, replace: bool = False) -> None:
+        """Store the outcome of an ended session, once. Recording the same outcome again is fine."""
+        written = outcome.check()
+        row = self._sessions.find_row(session_id)
+        live = self._sessions.find_live(session_id)
+        if (live.status if live else row.status) == "open":
+            raise Conflict(f"session {session_id} is still open; seal it first, then record how it ended")
+        event = happened(session_id, "outcome", outcome.facts())
+        before = self._outcomes.put(row.key, written, event, replace=replace)
+        if before is not None and before != written and not replace:
+            raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")
+        if before is None:
+            self._metrics.count_outcome(outcome.kind, outcome.reward)
+        self._events.wake(session_id)
+        self._feeds.wake()

@@ -1,0 +1,178 @@
+"""The engine's replicas during a weight update: freeze and thaw them, load weights into each, and roll back where one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from turngate.engines.base import Engine, Health
+from turngate.engines.pool import Pool
+from turngate.engines.weights import Load, Updatable, replicas
+from turngate.errors import Conflict, EngineError, StoreError, TurngateError
+from turngate.gateway.fence_state import FenceState
+
+log = logging.getLogger("turngate")
+_SETTLE_S = 0.1  # in which tokens that a frozen engine has already sent arrive
+_NOT_TRIED = "not tried"
+_KEPT_ADAPTERS = 2  # the one in force, and the one before it, which calls in flight may still use
+KEEP_CALLS = "keep calls in flight over an update (pause with hold or drain)"
+
+
+class ReplicaResult(msgspec.Struct, frozen=True):
+    """The result of an update on one replica. `has`: the version of its weights; None: unknown, and it gets no calls."""
+
+    url: str
+    ok: bool
+    has: int | None
+    detail: str = ""
+
+
+class ReplicaSet:
+    """All replicas of the gateway's engine whose weights can be updated."""
+
+    def __init__(self, engine: Engine | None, state: FenceState) -> None:
+        self._engine = engine
+        self._state = state
+        self._adapters: list[str] = []  # loaded here and not unloaded yet
+        self.is_frozen = False  # the engines are paused with their calls in flight
+
+    def require(self, action: str) -> list[Updatable]:
+        """The replicas; raises `Conflict` if the engine cannot do `action`."""
+        found = replicas(self._engine)
+        if not found:
+            raise Conflict(f"this gateway's engine cannot {action}: only vllm and sglang can")
+        return found
+
+    async def health(self) -> list[Health]:
+        return [] if self._engine is None else await self._engine.health()
+
+    def expect(self, version: int) -> None:
+        """Count replicas as down that do not have the weights of a version, where the store knows them."""
+        load = self._state.read_weights(version)
+        for replica in replicas(self._engine):
+            replica.expect(load if load is not None and (load.path or load.lora_path) else None)
+
+    async def prepare(self, version: int, *, check: bool) -> None:
+        """Get ready for a version that is about to come into force. `check`: ask every replica what it has."""
+        self.expect(version)
+        if check and isinstance(self._engine, Pool):
+            await self._engine.check()
+
+    # ── freeze and thaw ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def freeze(self) -> None:
+        """Pause sampling in every replica; calls in flight stay."""
+        each = self.require(KEEP_CALLS)
+        self._state.write_frozen(True)
+        self.is_frozen = True
+        # Wait for all of them even if one fails: a pause still under way would outlast the resume.
+        found = await asyncio.gather(*(one.pause() for one in each), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+        await asyncio.sleep(_SETTLE_S)
+
+    async def thaw(self) -> None:
+        """Resume sampling in every replica."""
+        found = await asyncio.gather(*(one.resume() for one in replicas(self._engine)), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+        self.is_frozen = False
+        try:
+            self._state.write_frozen(False)
+        except StoreError as error:
+            log.warning("cannot record that the engines were resumed: %s", error.message)
+
+    # ── load and roll back ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def load(self, each: list[Updatable], load: Load, *, repair: bool) -> list[ReplicaResult]:
+        """Load weights into one replica first, so that bad weights cost only that one, then into the others.
+
+        `repair`: leave out replicas that are healthy.
+        """
+
+        async def load_into(one: Updatable) -> None:
+            if not (repair and all(health.ok for health in await one.health())):
+                await one.load(load, frozen=self.is_frozen)
+
+        first = await _try_on(each[0], load, load_into)
+        if not first.ok:
+            return [first, *(ReplicaResult(one.address, True, None, _NOT_TRIED) for one in each[1:])]
+        return [first, *await asyncio.gather(*(_try_on(one, load, load_into) for one in each[1:]))]
+
+    async def roll_back(
+        self, each: list[Updatable], results: list[ReplicaResult], load: Load, before: Load
+    ) -> list[ReplicaResult]:
+        """Undo a failed load. A surplus adapter does no harm; whole models have to be loaded again."""
+        if load.version == before.version:
+            return results
+
+        async def undo(one: Updatable) -> None:
+            if load.is_adapter:
+                if load.version > before.version:
+                    with contextlib.suppress(TurngateError):
+                        await one.unload(load.name)
+            else:
+                await self.restore(one, before)
+
+        after = []
+        for one, result in zip(each, results, strict=True):
+            if result.detail == _NOT_TRIED or (load.is_adapter and not result.ok):
+                after.append(msgspec.structs.replace(result, has=before.version))
+            elif result.ok:
+                after.append(await _try_on(one, before, undo))
+            else:  # half a model: it is marked as down, and its frozen calls must not go on with that
+                with contextlib.suppress(TurngateError):
+                    await one.abort_all()
+                after.append(result)
+        return after
+
+    async def restore(self, one: Updatable, before: Load) -> None:
+        """Load the weights that were in force before."""
+        if before.path:
+            await one.load(before, frozen=self.is_frozen)
+        else:
+            await one.original(frozen=self.is_frozen)
+
+    async def undo_unfinished_load(self, present: int) -> None:
+        """Restore the version in force in replicas that got another model just before the gateway was killed."""
+        load = self._state.read_unfinished_load()
+        if load is None or load.is_adapter or load.version <= present:
+            return
+        before = self._state.read_weights(present) or Load(version=present)
+        for one in replicas(self._engine):
+            one.expect(load)
+            if all(health.ok for health in await one.health()):
+                log.warning("%s has weights that never came into force; loading version %d again", one.address, present)
+                await self.restore(one, before)
+
+    async def unload_old_adapters(self, each: list[Updatable], names: tuple[str, ...]) -> None:
+        """Unload the adapters that no call can be using any more. `names`: the previous and the present one."""
+        self._adapters += [name for name in names if name and name not in self._adapters]
+        while len(self._adapters) > _KEPT_ADAPTERS:
+            old = self._adapters.pop(0)
+            for one in each:
+                with contextlib.suppress(TurngateError):  # it was restarted and no longer has it
+                    await one.unload(old)
+
+
+async def _try_on(one: Updatable, load: Load, action: Callable[[Updatable], Awaitable[None]]) -> ReplicaResult:
+    try:
+        await action(one)
+    except TurngateError as error:
+        return ReplicaResult(one.address, False, None, error.message)
+    return ReplicaResult(one.address, True, load.version)
+
+
+def load_error(load: Load, before: int, results: list[ReplicaResult]) -> EngineError:
+    each = "; ".join(
+        f"{result.url}: {result.detail or 'rolled back'}, has "
+        + ("no usable weights" if result.has is None else f"version {result.has}")
+        for result in results
+    )
+    return EngineError(f"version {load.version} was not loaded, and version {before} stays in force. {each}")

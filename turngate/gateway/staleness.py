@@ -1,0 +1,120 @@
+"""Sessions that were sampled at policy versions too old for every feed: find them and cancel them.
+
+The runner of such a rollout learns of it from the stream of events, and can start another one at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from turngate.errors import StoreError, TurngateError
+from turngate.gateway.feeds import Feeds
+from turngate.gateway.fence import Fence
+from turngate.gateway.sessions import Sessions
+from turngate.store.reader import Apart
+from turngate.store.sqlite import Store
+from turngate.trace.roles import roles
+from turngate.trace.sample import untrainable
+from turngate.trace.session import Session, SessionConfig
+from turngate.trace.tree import Sampled
+from turngate.types import STALE, Json
+
+log = logging.getLogger("turngate")
+
+
+class StaleSessions:
+    """Cancels stale sessions when the policy version rises. Call `close` when the gateway stops."""
+
+    def __init__(self, store: Store, sessions: Sessions, feeds: Feeds, fence: Fence) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._feeds = feeds
+        self._fence = fence
+        self._reader = Apart(store, "staleness")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sessions are being checked at the moment."""
+        return bool(self._tasks)
+
+    def cancel_in_background(self) -> None:
+        """Start to cancel the sessions that became stale with the present policy version."""
+        try:
+            bounds = self._feeds.staleness_bounds()
+        except StoreError as error:
+            log.warning("cannot look for stale sessions: %s", error.message)
+            return
+        if not any(bound is not None for _, bound in bounds):
+            return
+        task = asyncio.create_task(self.cancel(bounds, self._fence.version))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def cancel(self, bounds: list[tuple[str, int | None]], version: int) -> None:
+        for session_id, digest in self._sessions.open_digests().items():
+            await asyncio.sleep(0)  # there may be thousands, and turns go on meanwhile
+            try:
+                stale = await self._is_stale(session_id, bounds, version)
+                if stale and self._sessions.is_open(session_id, digest):  # its id may be another session's by now
+                    await self._sessions.end(session_id, "cancelled", STALE)
+            except TurngateError as error:
+                log.warning("cannot check whether session %s is stale: %s", session_id, error.message)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._reader.close)
+
+    async def _is_stale(self, session_id: str, bounds: list[tuple[str, int | None]], version: int) -> bool:
+        live = self._sessions.find_live(session_id)
+        row = None if live is not None else self._store.find(session_id)
+        config = live.config if live is not None else row.config if row is not None else None
+        group = None if config is None else group_of(config)
+        oldest = None if group is None else oldest_allowed(group, bounds, version)
+        if oldest is None:
+            return False
+        live = self._sessions.find_live(session_id)
+        if live is not None and not live.is_evicted:
+            return is_stale(live, oldest)
+        return await self._reader.run(lambda store: _is_stored_session_stale(store, session_id, oldest))
+
+
+def _is_stored_session_stale(store: Store, session_id: str, oldest: int) -> bool:
+    with store.at_once():
+        row = store.find(session_id)
+        session = None if row is None else store.load(row)
+    return session is not None and is_stale(session, oldest)
+
+
+def group_of(config: SessionConfig) -> str | None:
+    """The group of an open session, from `metadata.group`."""
+    group: Json = config.metadata.get("group")
+    return group if isinstance(group, str) else None
+
+
+def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: int) -> int | None:
+    """The oldest policy version of a group's rollouts that some feed can use; None: any, or no feed takes the group."""
+    wanted = [bound for prefix, bound in bounds if group.startswith(prefix)]
+    known = [bound for bound in wanted if bound is not None]
+    return version - max(known) if known and len(known) == len(wanted) else None
+
+
+def is_stale(session: Session, oldest: int) -> bool:
+    """Whether a turn that would be trained was sampled before a version.
+
+    A single question without tools does not count: it may be a title, which is not trained, and the work may be yet to come.
+    """
+    turns = list(session.trace.turns())
+    if not any(turn.info.version_start < oldest for turn in turns):
+        return False
+    role_of = roles(session.trace)
+    policy = session.config.policy
+    old = [turn for turn in turns if turn.info.version_start < oldest and _is_work(turn)]
+    return any(not untrainable(turn, role_of[turn.id], policy) for turn in old)
+
+
+def _is_work(turn: Sampled) -> bool:
+    return turn.root.info.has_tools or bool(turn.children) or turn.parent.parent is not None

@@ -1,0 +1,333 @@
+"""Weight updates: hold calls at the fence, load the engines, let calls go on at the new version; or undo all of it if a replica refuses.
+
+    pause   hold (new calls wait) · drain (and calls in flight end) · keep (and calls in flight are frozen in the engines)
+    load    one replica first, then the others; `replicas.py`
+    resume  the version is recorded, then calls go on at it
+
+`WeightUpdates` works on a `Barrier`: the fence of this process, or of all workers together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from typing import Protocol
+
+import msgspec
+
+from turngate.client.protocol import PauseMode
+from turngate.engines.weights import Load
+from turngate.errors import Conflict, EngineTimeout, StoreError, TurngateError
+from turngate.gateway.events import Events
+from turngate.gateway.fence import Fence
+from turngate.gateway.fence_state import FenceState
+from turngate.gateway.replicas import KEEP_CALLS, ReplicaSet, load_error
+from turngate.gateway.staleness import StaleSessions
+from turngate.store.beside import happened
+from turngate.types import Json
+
+log = logging.getLogger("turngate")
+_RETRY_S = 2.0  # between attempts to resume engines or calls
+
+
+class Barrier(Protocol):
+    """The fence of one process, or of many."""
+
+    async def hold(self, until: float | None) -> None:
+        """Make new calls wait. Records `until`, for processes that start meanwhile."""
+
+    async def drain(self) -> None:
+        """Wait until no call is in flight."""
+
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
+        """Let calls go on, at a version. `expired`: because a pause timed out. `check`: ask every replica first what it has."""
+
+    async def describe(self) -> dict[str, Json]:
+        """The state of the fence as the API shows it."""
+
+
+class LocalBarrier:
+    """The fence of this process, with its state in the store."""
+
+    def __init__(
+        self, fence: Fence, state: FenceState, events: Events, replicas: ReplicaSet, stale: StaleSessions
+    ) -> None:
+        self._fence = fence
+        self._state = state
+        self._events = events
+        self._replicas = replicas
+        self._stale = stale
+
+    async def hold(self, until: float | None) -> None:
+        self._state.write_hold(until)
+        await self._fence.pause("hold")
+
+    async def drain(self) -> None:
+        await self._fence.drain()
+
+    async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
+        self._fence.check(version, model)
+        await self._replicas.prepare(self._fence.version if version is None else version, check=check)
+        self.resume(version, model, expired=expired)
+
+    def resume(self, version: int | None, model: str | None = None, *, expired: bool = False) -> None:
+        """Record the version, let calls go on at it, and cancel the sessions that it makes stale."""
+        self._fence.check(version, model)
+        new = self._fence.version if version is None else version
+        facts: dict[str, Json] = {"paused": False, "version": new}
+        facts |= {"model": model} if model else {}
+        facts |= {"expired": True} if expired else {}
+        self._state.write_open(new, happened("", "fence", facts))
+        self._fence.resume(version, model)
+        self._events.wake("")
+        self._stale.cancel_in_background()
+
+    async def describe(self) -> dict[str, Json]:
+        return self._fence.describe()
+
+
+class WeightUpdates:
+    """Carries out pauses, resumes and loads, one at a time."""
+
+    def __init__(self, fence: Fence, state: FenceState, events: Events, replicas: ReplicaSet, barrier: Barrier) -> None:
+        self._fence = fence
+        self._state = state
+        self._events = events
+        self._replicas = replicas
+        self._barrier = barrier
+        self._lock = asyncio.Lock()
+        self._timer: asyncio.Task[None] | None = None  # ends a pause at its limit, or retries what failed
+
+    async def start(self) -> None:
+        """Restore a pause from before a restart: a trainer may be sending weights. Resume engines that were frozen without one."""
+        self._replicas.is_frozen = self._state.read_frozen()
+        until = self._state.read_hold()
+        if until is not None:
+            await self._continue_hold(until)
+        elif self._replicas.is_frozen:
+            log.warning("the engines were paused when the gateway stopped; resuming them")
+            self._retry_thaw()
+
+    async def _continue_hold(self, until: float) -> None:
+        await self._fence.pause("hold")
+        left = until - time.time()
+        if left <= 0:  # also an update of our own that never finished, which no trainer is going to resume
+            log.warning("calls were held when the gateway stopped, and the limit of that pause is over; resuming them")
+            self._timer = asyncio.create_task(self._keep_opening(expired=True))
+            return
+        self._announce_pause("keep" if self._replicas.is_frozen else "hold", restarted=True)
+        log.warning(
+            "calls are held, as they were when the gateway stopped: a trainer had paused it and may have sent only part of its weights. "
+            "Resume them with POST /admin/fence/resume and the version that the engines have (the present one is %d)%s",
+            self._fence.version,
+            "" if left == math.inf else f", or wait {left:.0f} s, the limit of the pause, to resume at the present one",
+        )
+        if left < math.inf:
+            self._start_timer(left)
+
+    async def close(self) -> None:
+        self._stop_timer()
+
+    # ── pause and resume, for a trainer that updates the engines itself ─────────────────────────────────────────
+
+    async def pause(self, mode: PauseMode, limit_s: float | None) -> dict[str, Json]:
+        async with self._lock:
+            await self._hold(mode, limit_s)
+        if mode == "drain":
+            await self._barrier.drain()
+        self._announce_pause(mode)
+        return await self._barrier.describe()
+
+    async def resume(self, version: int | None, model: str | None) -> dict[str, Json]:
+        async with self._lock:
+            self._fence.check(version, model)
+            if version is not None and version > self._fence.version:
+                self._state.write_weights(Load(version=version, name=model or ""))
+            else:
+                await self._replicas.undo_unfinished_load(self._fence.version)
+            await self._open(version, model)
+            self._stop_timer()
+        return await self._barrier.describe()
+
+    async def _hold(self, mode: PauseMode, limit_s: float | None) -> None:
+        if mode == "keep":
+            self._replicas.require(KEEP_CALLS)
+        before = self._snapshot()
+        await self._barrier.hold(None if limit_s is None else time.time() + limit_s)
+        if mode == "keep":
+            try:
+                await self._replicas.freeze()
+            except TurngateError:
+                await self._restore(*before)
+                raise
+        self._stop_timer()
+        if limit_s is not None:
+            self._start_timer(limit_s)
+
+    def _snapshot(self) -> tuple[bool, bool]:
+        """Whether calls are held, and whether the engines are frozen."""
+        return self._fence.paused, self._replicas.is_frozen
+
+    async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
+        """Return to the state before a failure. The caller raises that failure; what cannot be restored now is retried."""
+        try:
+            if not was_paused:
+                await self._open(None, None, check=True)
+            elif self._replicas.is_frozen and not was_frozen:
+                await self._thaw()
+        except TurngateError as error:
+            log.warning("calls are still held: %s", error.message)
+            if self._fence.paused and not was_paused:
+                self._stop_timer()
+                self._timer = asyncio.create_task(self._keep_opening())
+
+    async def _open(self, version: int | None, model: str | None, *, check: bool = False) -> None:
+        """Set the version first, then thaw the engines: whatever they sample from then on is of that version."""
+        await self._barrier.open(version, model, check=check)
+        if self._replicas.is_frozen:
+            await self._thaw()
+
+    async def _thaw(self) -> None:
+        try:
+            await self._replicas.thaw()
+        except Exception:
+            self._retry_thaw()
+            raise
+
+    def _retry_thaw(self) -> None:
+        """Retry in the background until the engines are resumed: calls wait in them."""
+        self._stop_timer()
+        self._timer = asyncio.create_task(self._keep_thawing())
+
+    async def _keep_thawing(self) -> None:
+        while True:
+            async with self._lock:
+                if not self._replicas.is_frozen:
+                    return
+                try:
+                    await self._replicas.thaw()
+                    return
+                except Exception as error:
+                    log.warning("cannot resume the engines yet: %s", error)
+            await asyncio.sleep(_RETRY_S)
+
+    # ── the time limit of a pause ───────────────────────────────────────────────────────────────────────────────
+
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = asyncio.create_task(self._expire(seconds))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None and self._timer is not asyncio.current_task():
+            self._timer.cancel()
+        self._timer = None
+
+    async def _expire(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        log.warning("a pause was not resumed within its limit; calls go on at the old version")
+        await self._keep_opening(expired=True)
+
+    async def _keep_opening(self, *, expired: bool = False) -> None:
+        """Let calls go on at the version in force, as soon as that is possible."""
+        while True:
+            try:
+                async with self._lock:
+                    await self._replicas.undo_unfinished_load(self._fence.version)
+                    await self._barrier.open(None, None, expired=expired, check=True)
+                break
+            except TurngateError as error:
+                log.warning("calls are still held: %s", error.message)
+            await asyncio.sleep(_RETRY_S)
+        if self._replicas.is_frozen:
+            self._retry_thaw()
+
+    # ── weights that the gateway loads ──────────────────────────────────────────────────────────────────────────
+
+    async def load(self, load: Load, mode: PauseMode | None, limit_s: float) -> dict[str, Json]:
+        """Load weights into every replica and let calls go on at their version.
+
+        `mode` None: drain for a model, hold for an adapter. `limit_s`: how long calls in flight may take to end.
+        """
+        mode = mode or ("drain" if load.path else "hold")
+        async with self._lock:
+            before = self._check_load(load, mode)
+            each = self._replicas.require("load weights")
+            began = time.monotonic()
+            snapshot = self._snapshot()
+            self._state.write_loading(load)
+            await self._stop_calls(mode, limit_s, snapshot)
+            results = await self._replicas.load(each, load, repair=load.version == before.version)
+            if not all(result.ok for result in results):
+                results = await self._replicas.roll_back(each, results, load, before)
+                await self._restore(*snapshot)
+                self._announce("weights", {"version": load.version, "failed": True, "replicas": results})
+                raise load_error(load, before.version, results)
+            try:
+                await self._open(load.version, load.name if load.is_adapter or before.name else None, check=True)
+            except TurngateError:
+                if self._fence.version != load.version:  # new weights must not be sampled under the old version
+                    await self._replicas.roll_back(each, results, load, before)
+                if self._fence.paused:
+                    await self._restore(*snapshot)
+                raise
+            self._stop_timer()
+            await self._replicas.unload_old_adapters(each, (before.name if before.lora_path else "", load.name))
+            seconds = round(time.monotonic() - began, 3)
+            facts = {"version": load.version, "mode": mode, "seconds": seconds, "replicas": results}
+            self._announce("weights", facts)
+        return {**await self._barrier.describe(), "replicas": results}
+
+    async def describe_fence(self) -> dict[str, Json]:
+        return await self._barrier.describe()
+
+    async def describe(self) -> dict[str, Json]:
+        """The fence, the weights in force and the health of the replicas."""
+        state = await self._barrier.describe()
+        weights = self._state.read_weights(state["version"])
+        return {**state, "weights": weights, "replicas": await self._replicas.health()}
+
+    def _check_load(self, load: Load, mode: PauseMode) -> Load:
+        """Raise if the weights may not be loaded; return those in force. Loading the version in force again repairs replicas."""
+        present = self._fence.version
+        in_force = self._state.read_weights(present) or Load(version=present)
+        if load.version < present:
+            raise Conflict(f"version: {load.version} is older than the present {present}", param="version")
+        if load.version == present and load != in_force:
+            raise Conflict(
+                f"version: {present} is in force with other weights; give these another one", param="version"
+            )
+        if in_force.name and load.path and mode == "keep":
+            raise Conflict(
+                "mode: calls in flight use an adapter of the old model; let them end with drain", param="mode"
+            )
+        return in_force
+
+    async def _stop_calls(self, mode: PauseMode, limit_s: float, snapshot: tuple[bool, bool]) -> None:
+        was_paused, _ = snapshot
+        try:
+            if not was_paused:
+                await self._barrier.hold(time.time())  # a gateway that restarts in the middle lets calls go on
+            if mode == "keep":
+                await self._replicas.freeze()
+            elif mode == "drain":
+                async with asyncio.timeout(limit_s):
+                    await self._barrier.drain()
+        except TimeoutError:
+            await self._restore(*snapshot)
+            raise EngineTimeout(
+                f"mode: calls in flight did not end within {limit_s:g} s, and nothing was loaded; use keep, or a longer limit_s"
+            ) from None
+        except TurngateError:
+            await self._restore(*snapshot)
+            raise
+
+    def _announce_pause(self, mode: PauseMode, *, restarted: bool = False) -> None:
+        self._announce("fence", {"paused": True, "mode": mode, **({"restarted": True} if restarted else {})})
+
+    def _announce(self, kind: str, facts: dict[str, Json]) -> None:
+        """Add an event. A failure is only logged: the change itself has happened."""
+        try:
+            self._events.add("", kind, msgspec.to_builtins(facts))
+        except StoreError as error:
+            log.warning("cannot record an event of the fence or the weights: %s", error.message)
