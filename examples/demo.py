@@ -27,7 +27,17 @@ from turngate import tasks
 from turngate.agents.install import ensure_installed
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize_line, say
-from turngate.cli.train import Came, Place, Run, Watching, carried_out, kept, ready, side_by_side, summed_up
+from turngate.cli.train import (
+    Place,
+    TrainingDisplay,
+    TrainingResult,
+    TrainingRun,
+    print_result,
+    side_by_side,
+    start_training,
+    train_and_evaluate,
+    write_files,
+)
 from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
@@ -46,7 +56,7 @@ SHOWN = 2  # transcripts at the end
 TOO_SHORT = f"That was too short to learn much: make demo makes {STEPS} updates of {GROUPS} × {N} rollouts."
 
 
-def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
+def plan_run(given: argparse.Namespace, sandbox: Backend, out: Path) -> TrainingRun:
     model = parts.ensure("smollm2")
     spec = agent()
     batch = BatchPlan(
@@ -62,7 +72,7 @@ def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
     )
     settings = Settings(groups=1 if given.fast else GROUPS, learning_rate=LEARNING_RATE)
     steps = given.steps or (3 if given.fast else STEPS)
-    return Run(
+    return TrainingRun(
         goal=Goal(batch=batch, steps=steps, settings=settings, every=steps),
         folder=out,
         model_folder=model,
@@ -72,8 +82,8 @@ def planned(given: argparse.Namespace, sandbox: Backend, out: Path) -> Run:
     )
 
 
-async def closed_sandbox(wanted: str) -> Backend:
-    """Whatever the model writes is run: not in a place where it could do harm, unless somebody says so."""
+async def find_sandbox(wanted: str) -> Backend:
+    """Find an isolated sandbox: the model's commands are run, and must not do harm unless the user accepts that."""
     for name in [wanted] if wanted else ["bubblewrap", "docker"]:
         chosen = get_backend(name)
         try:
@@ -83,25 +93,25 @@ async def closed_sandbox(wanted: str) -> Backend:
         else:
             return chosen
     raise SystemExit(
-        f"The demo runs commands that a small model makes up, and wants a closed sandbox for that: {missing.message}\n"
-        "Install bubblewrap (apt install bubblewrap), or say make demo SANDBOX=local to let them run as you."
+        f"The demo runs commands that a small model makes up, and needs an isolated sandbox for that: {missing.message}\n"
+        "Install bubblewrap (apt install bubblewrap), or use make demo SANDBOX=local to run them as your user."
     )
 
 
-async def transcripts(place: Place, came: Came, console: Console) -> None:
-    """Held-out tasks that failed before and pass now, beside each other."""
-    if came.before is None or came.after is None:
+async def print_transcripts(place: Place, result: TrainingResult, console: Console) -> None:
+    """Print held-out tasks that failed before and pass now, side by side."""
+    if result.before is None or result.after is None:
         return
-    after = {one.task: one for one in came.after.finished}
-    pairs = [(one, after[one.task]) for one in came.before.finished if one.task in after]
+    after = {one.task: one for one in result.after.finished}
+    pairs = [(one, after[one.task]) for one in result.before.finished if one.task in after]
     pairs.sort(key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
     for first, last in pairs[:SHOWN]:
-        sides = [await _transcript(place, one.session, one.reward) for one in (first, last)]
+        sides = [await _load_transcript(place, one.session, one.reward) for one in (first, last)]
         console.print(side_by_side("before", "after", [(sides[0], sides[1])]))
 
 
-async def _transcript(place: Place, session: str, reward: float | None) -> str:
-    """What the agent was asked, and what the model answered."""
+async def _load_transcript(place: Place, session: str, reward: float | None) -> str:
+    """Load the instruction and the model's answers as text."""
     trace = await place.gateway.trace(session)
     words = []
     for node in trace["nodes"]:
@@ -114,13 +124,13 @@ async def _transcript(place: Place, session: str, reward: float | None) -> str:
 
 async def main(given: argparse.Namespace) -> None:
     console = new_console()
-    sandbox = await closed_sandbox(given.sandbox)
+    sandbox = await find_sandbox(given.sandbox)
     out = Path(given.out)
     if out.exists():
-        say(console, f"(what an earlier demo left in {out} is removed)", "dim")
+        say(console, f"(removing the files of an earlier demo in {out})", "dim")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    run = planned(given, sandbox, out)
+    run = plan_run(given, sandbox, out)
     goal = run.goal
     say(console, f"agent    {goal.batch.agent.title} {goal.batch.agent.install.version}, unmodified, in {sandbox.name}")
     say(console, "model    SmolLM2-135M-Instruct, float32, sampled and trained in this process")
@@ -130,31 +140,31 @@ async def main(given: argparse.Namespace) -> None:
         console,
         f"GRPO     {goal.steps} steps of {goal.settings.groups} × {N} rollouts, learning rate {LEARNING_RATE:g}\n",
     )
-    with Watching(console, goal.steps) as watching:
-        async with ready(run) as place:
-            came = await carried_out(run, place, watching)
-            await transcripts(place, came, console)
-    summed_up(came, console)
-    picture = kept(came, out, "mini-SWE-agent with SmolLM2-135M learns errands")
-    say(console, f"\n{came.seconds / 60:.1f} minutes. Picture: {picture}", "bold")
+    with TrainingDisplay(console, goal.steps) as display:
+        async with start_training(run) as place:
+            result = await train_and_evaluate(run, place, display)
+            await print_transcripts(place, result, console)
+    print_result(result, console)
+    plot = write_files(result, out, "mini-SWE-agent with SmolLM2-135M learns errands")
+    say(console, f"\n{result.seconds / 60:.1f} minutes. Plot: {plot}", "bold")
     if given.fast:
         say(console, TOO_SHORT, "yellow")
     say(console, f"Look around: {Path(sys.executable).parent / 'turngate'} show last --data {out / 'data'}", "dim")
 
 
-def options(words: list[str] | None = None) -> argparse.Namespace:
+def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     parser: Any = argparse.ArgumentParser(description="Train an agent on two cores.")
     parser.add_argument("--fast", action="store_true", help="the same path in two to three minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="updates")
     parser.add_argument("--sandbox", default="", help="bubblewrap, docker, local")
-    parser.add_argument("--out", default="turngate-data/demo", help="what came of it; emptied first")
+    parser.add_argument("--out", default="turngate-data/demo", help="output folder; emptied first")
     return parser.parse_args(words)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
     try:
-        asyncio.run(main(options()))
+        asyncio.run(main(parse_options()))
     except (TurngateError, parts.PartError) as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:

@@ -41,19 +41,32 @@ def endpoint() -> str:
 
 
 def fields(struct: type[msgspec.Struct], module: ModuleType) -> str:
-    """One row per field of a struct with settings, with the comment that stands beside it."""
+    """One row per field of a struct with settings, with its description or the comment beside it."""
     source = Path(module.__file__ or "").read_text(encoding="utf-8")
     body = source.partition(f"class {struct.__name__}(")[2].partition("\nclass ")[0]
     comments = dict(re.findall(r"^    (\w+): [^\n#]*?(?:  # ([^\n]*))?$", body, re.M))
-    hints = get_type_hints(struct)
+    hints = get_type_hints(struct, include_extras=True)
     rows = ["| setting | default | meaning |", "|---|---|---|"]
     for field in msgspec.structs.fields(struct):
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        meaning = comments.get(field.name, "")
+        about = next(
+            (
+                one
+                for one in getattr(hints[field.name], "__metadata__", ())
+                if isinstance(one, msgspec.Meta) and one.description
+            ),
+            None,
+        )
+        meaning = comments.get(field.name, "") if about is None else (about.description or "").removesuffix(".")
         if not meaning:
-            raise SystemExit(f"{module.__file__}: {field.name} has no comment to say what it means")
-        values = get_args(hints[field.name]) if get_origin(hints[field.name]) is Literal else ()
-        allowed = f" (one of {', '.join(f'`{value}`' for value in values)})" if values else ""
+            raise SystemExit(f"{module.__file__}: {field.name} has neither a description nor a comment")
+        kind = hints[field.name] if about is None else get_args(hints[field.name])[0]
+        values = get_args(kind) if get_origin(kind) is Literal else ()
+        allowed = (
+            f" (one of {', '.join(f'`{value}`' for value in values)})"
+            if any(value not in meaning for value in values)
+            else ""
+        )
         shown = "" if default is None or isinstance(default, msgspec.Struct) else f"`{default!r}`"
         rows.append(f"| `{field.name}` | {shown} | {meaning}{allowed} |")
     return "\n".join(rows) + "\n"
@@ -94,7 +107,8 @@ def _command(path: str, command: Any) -> Iterator[str]:
             continue
         names = "<br>".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
         default = "" if callable(param.default) or param.default in (None, "", False, (), []) else f"`{param.default}`"
-        yield f"| {names} | {default} | {_prose(param.help or '')} |"
+        text, _, shown = (param.help or "").partition(" \\[default: ")
+        yield f"| {names} | {f'`{shown[:-1]}`' if shown else default} | {_prose(text)} |"
     yield ""
 
 

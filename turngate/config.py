@@ -1,13 +1,13 @@
-"""The settings of `turngate serve`.
+"""Every setting of `turngate serve`, once: its type, default and description.
 
-They come from a TOML file, overridden by command-line flags. Secrets come from the environment or the data folder.
+Settings come from a TOML file, overridden by command-line flags. Secrets come from the environment or the data folder.
 """
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,41 +25,92 @@ OBSERVED_ENGINES: dict[str, tuple[str, ...]] = {
 }
 
 
-class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `turngate serve`."""
+# Groups of settings, as `--help` shows them.
+GATEWAY, MODEL, ENGINE, LOCAL_ENGINE = "Gateway", "Model", "Engine", "Local engine"
+LIMITS, OUTPUT, CHECKS = "Limits", "Output", "Checks"
 
-    host: str = "127.0.0.1"  # address to listen on
-    port: int = 8700  # port to listen on; 0 takes a free one
-    data: str = "turngate-data"  # folder for everything that is recorded
-    engine: EngineKind = "scripted"  # gate: the trainer; openai (chat), anthropic, gemini, responses: observe mode
-    engine_url: list[str] = []  # base URL of the engine; give several for replicas
-    engine_api: Literal["completions", "generate"] = "completions"  # vLLM endpoint that takes the token ids
-    engine_key_env: str = ""  # name of the environment variable that holds the engine's API key
-    engine_ranks: int = 1  # data-parallel ranks behind each engine URL
-    engine_silence_s: float = 600.0  # fail a call when the engine sends nothing for this long
-    model_folder: str = ""  # local engine: folder with config.json and model.safetensors; default: tokenizer
-    engine_device: Literal["auto", "cpu", "cuda"] = "auto"  # local engine: device
-    engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # local engine; auto: bfloat16 on a GPU, else float32
-    engine_slots: int | None = None  # local engine: calls sampled at once; default: 16 on a CPU, 256 on a GPU
-    script: str = ""  # scripted engine: path of a JSON file with a list of replies
-    capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe mode: what to request from the endpoint
-    model: str = ""  # model name, as agents send it and the engine serves it
-    tokenizer: str = ""  # folder with tokenizer.json and a chat template, or a name in the Hugging Face cache
-    family: str = "auto"  # auto, template, or a family of the `renderers` package
-    max_context: int | None = None  # the model's context length; default: ask the engine
-    workers: int = 1  # processes that share the sessions
-    durability: Literal["process", "disk"] = "process"  # a turn survives a crash of the process, or of the machine
-    idle_s: float = 24 * 3600  # seal sessions that are unused for this long
-    rest_s: float = 60.0  # unload the traces of sessions that are unused for this long; 0: never
-    event_days: float = 0.0  # delete events older than this; 0: keep them as long as their session
-    alive_s: float = 10.0  # send a keep-alive when nothing was sent for this long
-    max_body_mb: float = 64.0  # largest request, in megabytes
-    open_loopback: bool = False  # prime-rl API: loopback clients need no key
-    log_turns: bool = False  # one log line per turn
-    log_format: Literal["text", "json"] = "text"  # json: one object per line, with session, rollout, group and worker
-    spans: bool = False  # OpenTelemetry spans (extra `otel`); also on if OTEL_EXPORTER_OTLP_ENDPOINT is set
-    verify_every: int = 0  # verify every n-th session that ends, in the background; 0: none
-    echo_prompt: bool = False  # have the engine return each prompt, and compare it
+
+def _about(description: str, panel: str) -> msgspec.Meta:
+    """Describe a setting for `--help` and docs/configuration.md."""
+    return msgspec.Meta(description=description, extra={"panel": panel})
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `turngate serve`. The command's flags are generated from these fields."""
+
+    host: Annotated[str, _about("Address to listen on.", GATEWAY)] = "127.0.0.1"
+    port: Annotated[int, _about("Port to listen on; 0 picks a free one.", GATEWAY)] = 8700
+    data: Annotated[str, _about("Folder for all recorded data.", GATEWAY)] = "turngate-data"
+    engine: Annotated[
+        EngineKind,
+        _about(
+            "Engine that samples: vllm, sglang, local, scripted, or gate (the trainer). To observe an endpoint: openai, "
+            "anthropic, gemini or responses.",
+            ENGINE,
+        ),
+    ] = "scripted"
+    engine_url: Annotated[list[str], _about("URL of the engine; several URLs are replicas.", ENGINE)] = []
+    engine_api: Annotated[
+        Literal["completions", "generate"], _about("vLLM: the endpoint to send token ids to.", ENGINE)
+    ] = "completions"
+    engine_key_env: Annotated[
+        str, _about("Name of the environment variable that holds the engine's API key.", ENGINE)
+    ] = ""
+    engine_ranks: Annotated[int, _about("Data-parallel ranks behind each engine URL.", ENGINE)] = 1
+    engine_silence_s: Annotated[float, _about("Fail a call after this many seconds without a byte.", ENGINE)] = 600.0
+    model_folder: Annotated[
+        str,
+        _about("Folder with config.json and model.safetensors; without it, the tokenizer's folder.", LOCAL_ENGINE),
+    ] = ""
+    engine_device: Annotated[Literal["auto", "cpu", "cuda"], _about("Device to compute on.", LOCAL_ENGINE)] = "auto"
+    engine_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _about("Number format of the weights; auto uses bfloat16 only on a GPU.", LOCAL_ENGINE),
+    ] = "auto"
+    engine_slots: Annotated[
+        int | None, _about("Calls to sample at once; without it, 16 on a CPU and 256 on a GPU.", LOCAL_ENGINE)
+    ] = None
+    script: Annotated[str, _about("Scripted engine: a JSON file with a list of replies.", ENGINE)] = ""
+    capture: Annotated[
+        Literal["auto", "tokens", "logprobs", "text"],
+        _about("Observe mode: what to request from the endpoint.", ENGINE),
+    ] = "auto"
+    model: Annotated[str, _about("Name of the model, for agents and for the engine.", MODEL)] = ""
+    tokenizer: Annotated[
+        str, _about("Folder with tokenizer.json and a chat template, or a name in the Hugging Face cache.", MODEL)
+    ] = ""
+    family: Annotated[str, _about("auto, template, or a family of the `renderers` package.", MODEL)] = "auto"
+    max_context: Annotated[
+        int | None, _about("Context length of the model; without it, the engine's own limit.", MODEL)
+    ] = None
+    workers: Annotated[int, _about("Processes that share the sessions.", GATEWAY)] = 1
+    durability: Annotated[
+        Literal["process", "disk"],
+        _about("What a recorded turn survives: a crash of the process, or of the machine (disk).", GATEWAY),
+    ] = "process"
+    idle_s: Annotated[float, _about("Seal sessions that have been idle for this many seconds.", LIMITS)] = 24 * 3600
+    rest_s: Annotated[
+        float, _about("Evict sessions from memory after this many idle seconds; 0 keeps them.", LIMITS)
+    ] = 60.0
+    event_days: Annotated[
+        float, _about("Remove events older than this many days; 0 keeps them with their session.", LIMITS)
+    ] = 0.0
+    alive_s: Annotated[float, _about("Send a keep-alive after this many seconds of silence.", LIMITS)] = 10.0
+    max_body_mb: Annotated[float, _about("Largest request, in megabytes.", LIMITS)] = 64.0
+    open_loopback: Annotated[bool, _about("prime-rl API: accept loopback clients without a key.", GATEWAY)] = False
+    log_turns: Annotated[bool, _about("Log one line per turn.", OUTPUT)] = False
+    log_format: Annotated[
+        Literal["text", "json"],
+        _about("Format of log lines; json adds session, rollout, group and worker to each.", OUTPUT),
+    ] = "text"
+    spans: Annotated[
+        bool,
+        _about("Send OpenTelemetry spans (extra `otel`); also on if OTEL_EXPORTER_OTLP_ENDPOINT is set.", OUTPUT),
+    ] = False
+    verify_every: Annotated[int, _about("Verify every n-th session that ends; 0 verifies none.", CHECKS)] = 0
+    echo_prompt: Annotated[
+        bool, _about("Have the engine echo each prompt, and compare it with the ids sent.", CHECKS)
+    ] = False
 
     def check(self) -> ServeConfig:
         """Validate ranges and constraints across fields."""

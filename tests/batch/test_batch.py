@@ -332,7 +332,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(home: Path) -> None:
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=scaled(60))
     assert process.returncode == 130, said
-    assert "the same command goes on with them" in said
+    assert "the same command resumes the batch" in said
     known = read_ledger(ledger.parent)
     assert known.open == {} and known.finished == {}
     told = ran(*command(home, "--n", "2", "--concurrency", "4"))

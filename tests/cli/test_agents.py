@@ -76,7 +76,7 @@ def test_the_list_has_every_preset() -> None:
     assert done.exit_code == 0
     for name in PRESETS:
         assert f"│ {name} " in done.stdout
-    assert "shell" in PRESETS and "as it is in the" in done.stdout
+    assert "shell" in PRESETS and "by the sandbox" in done.stdout
     assert "turngate agents check NAME" in done.stdout
 
 
@@ -97,7 +97,7 @@ def test_a_wrong_file_of_ones_own_is_named(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    assert refused("agents", "check", "shell").startswith("shell: check: there are no [[check]] steps to play; ")
+    assert refused("agents", "check", "shell").startswith("shell: check: has no [[check]] steps to run; ")
     assert "did you mean claude-code" in refused("agents", "check", "claude_code")
     assert refused("agents", "check", "pi", "--sandbox", "cloud").startswith(
         "no sandbox is called 'cloud'; there are: "
@@ -123,7 +123,7 @@ def test_an_agent_of_ones_own_that_is_captured_whole(tiny: Path, tmp_path: Path)
     done = ran("agents", "check", str(tiny), "--keep", keep)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("│ yes │") == 7 and "│ NO" not in done.stdout
-    assert "Captured whole.\n" in done.stdout
+    assert "Recorded completely.\n" in done.stdout
     [look] = re.findall(r"^look: (turngate show .*)$", done.stdout, re.MULTILINE)
     shown = ran(*shlex.split(look)[1:])
     assert shown.exit_code == 0 and "agent tiny · task check · sandbox local" in shown.stdout
@@ -136,7 +136,7 @@ def test_an_agent_that_does_not_do_what_it_is_told(tiny: Path) -> None:
     tiny.write_text(OWN.replace("line WORK", "str()"))
     done = ran("agents", "check", str(tiny))
     assert done.exit_code == 1
-    assert "NOT captured whole.\n" in done.stdout
+    assert "NOT recorded completely.\n" in done.stdout
     [failed] = [line for line in done.stdout.splitlines() if line.startswith("│ NO")]
     assert "the task is done" in failed
 

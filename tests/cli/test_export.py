@@ -40,7 +40,7 @@ async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_
         (["--unscored", "zero"], "unscored: 'zero' is none of keep, drop"),
         (["--advantage", "best"], "advantage: 'best' is none of normalised, leave_one_out, none"),
         (["--keep", "some"], "keep: 'some' is none of all, best"),
-        (["--min-reward", "nan"], "min_reward: nan is no finite number"),
+        (["--min-reward", "nan"], "min_reward: nan is not a finite number"),
         (["--as", "tokens"], "as: means nothing for rows; leave out --as"),
     ],
 )
@@ -75,8 +75,8 @@ async def test_what_was_in_a_folder_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "trajectories"
     words = ["export", "atif", "--data", tmp_path / "data", "--out", folder]
     assert f"→ {folder}\n" in ran(*words, "--session", one).stdout
-    assert f"→ {folder} (1 other file there before, and kept)\n" in ran(*words, "--session", other).stdout
-    assert f"→ {folder} (2 files there replaced)\n" in ran(*words).stdout
+    assert f"→ {folder} (1 other file kept)\n" in ran(*words, "--session", other).stdout
+    assert f"→ {folder} (2 files replaced)\n" in ran(*words).stdout
 
 
 @pytest.mark.process

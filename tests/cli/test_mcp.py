@@ -16,14 +16,14 @@ def test_a_folder_in_use_is_told_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataFolderInUse) as refused:
         lock(tmp_path)
     held.close()
-    found = mcp._why(BaseExceptionGroup("tasks", [ExceptionGroup("more", [refused.value])]))
+    found = mcp._unwrap(BaseExceptionGroup("tasks", [ExceptionGroup("more", [refused.value])]))
     assert isinstance(found, TurngateError)
     assert "is in use" in found.message and "--http" in found.message
 
 
 def test_what_is_not_ours_or_not_one_stays_whole() -> None:
     two = ExceptionGroup("tasks", [EngineError("a"), EngineError("b")])
-    assert mcp._why(two) is two
-    assert mcp._why(ExceptionGroup("tasks", [EngineError("a")])).args
+    assert mcp._unwrap(two) is two
+    assert mcp._unwrap(ExceptionGroup("tasks", [EngineError("a")])).args
     bug = ExceptionGroup("tasks", [ValueError("a")])
-    assert mcp._why(bug) is bug
+    assert mcp._unwrap(bug) is bug

@@ -172,7 +172,7 @@ def test_a_run_that_finishes(data: Path) -> None:
     assert f"  trace   1 turn (1 main), {outcome['sampled_tokens']} sampled tokens, 1 row" in lines
     assert f"  look    turngate show {outcome['session']} --data {data}" in lines
     assert f"  files   {data / 'rollouts' / outcome['session']}" in lines
-    assert "  open    not closed off in the local sandbox: network" in lines
+    assert "  open    not isolated in the local sandbox: network" in lines
     assert (outcome["status"], outcome["exit_code"], outcome["agent"]) == ("finished", 0, "shell")
     assert sessions(data) == [("sealed", "")]
     assert oct((data).stat().st_mode & 0o777) == "0o700"
@@ -294,7 +294,7 @@ def test_a_gateway_that_serves_the_folder_is_used(data: Path, tmp_path: Path) ->
     with test_serve.process(data, "--script", tmp_path / "script.json", "--model", "policy-7") as served:
         done = ran(*shell(data, ONCE))
         assert done.exit_code == 0, done.output
-        assert f"A gateway serves {data} already: {served.url} is used" in done.stdout
+        assert f"Using the gateway that already serves {data}: {served.url}" in done.stdout
         outcome = outcome_of(data)
         assert (outcome["collected"]["stdout"], outcome["model"]) == ("From the one that serves.\n", "policy-7")
         shown = ran("show", "--data", data)  # while it serves
@@ -347,7 +347,7 @@ def test_being_stopped_in_the_middle_cleans_up_and_keeps_what_was_recorded(numbe
         running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.send(number)
         assert running.ended() == 130
-        assert "Stopping: the agent is ended and its sandbox removed; what was recorded stays …\n" in running.output
+        assert "Stopping: ending the agent and removing its sandbox; the recording is kept …\n" in running.output
         assert "cancelled after " in running.output
         assert "  trace   1 turn (1 main), " in running.output and ", 1 row, kept\n" in running.output
         assert "  look    turngate show " in running.output
@@ -390,7 +390,7 @@ def test_being_stopped_before_the_rollout_has_begun(data: Path) -> None:
         running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.send(signal.SIGINT)
         assert running.ended() == 130
-        assert running.output.endswith("cancelled before the rollout began; nothing is left of it\n")
+        assert running.output.endswith("cancelled before the rollout started\n")
     assert sandboxes.processes(NAP) == [] and sessions(data) == []
 
 

@@ -74,9 +74,9 @@ async def test_a_session_is_found_by_its_id_the_beginning_of_it_or_as_the_last(g
     for wanted, found in (("abc-1", "abc-1"), ("abc", "abc-1"), ("abd", "abd-2"), ("last", "abd-2")):
         assert f"session {found}" in await shown(wanted, "--data", data)
     assert "session abd-2" in await shown("--data", data)
-    assert "No row: nothing of this trace is trained." in await shown(second.id, "--data", data)
+    assert "No rows: nothing of this trace is trained on." in await shown(second.id, "--data", data)
     refusal = await asyncio.to_thread(refused, "show", "ab", "--data", data)
-    assert refusal == "session: 'ab' is the beginning of 2 ids; give more of it"
+    assert refusal == "session: 'ab' matches 2 sessions; give more of the id"
     refusal = await asyncio.to_thread(refused, "show", "zzz", "--data", data)
     assert refusal == "session: there is no 'zzz' here; the newest is abd-2"
 
@@ -255,7 +255,7 @@ async def test_tokens_need_the_tokenizer_that_they_were_recorded_with(g: Running
     session = await conversed(g)
     env = {"TURNGATE_ADMIN_KEY": g.app.admin_key}
     refusal = await asyncio.to_thread(refused, "show", session, "--tokens", "--gateway", g.root, env=env)
-    assert refusal == "tokenizer: the one it was recorded with is not here; give --tokenizer PATH"
+    assert refusal == "tokenizer: the one of the recording is not on this machine; give --tokenizer PATH"
     words = ("show", session, "--tokens", "--gateway", g.root, "--tokenizer", BUILTIN_TOKENIZER)
     done = await asyncio.to_thread(ran, *words, env=env)
     assert done.exit_code == 0 and "│-" in done.stdout

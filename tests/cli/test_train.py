@@ -17,7 +17,7 @@ from tests.batch.kit import AGENT
 from tests.cli.kit import ran, refused
 from tests.engines import local_kit  # skips where there is no torch
 from turngate.cli import app
-from turngate.cli.train import Came, kept, summed_up
+from turngate.cli.train import TrainingResult, print_result, write_files
 from turngate.engines.local.weights import save
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.trainers.local import report
@@ -70,12 +70,12 @@ def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str 
 
     told = refused(*words, "--steps", "3", "--n", "4")
     assert told == (
-        f"--n: was 2, is now 4. {out} holds a run that was begun otherwise: go on with its --n, or choose another --out folder"
+        f"--n: was 2, is now 4. {out} holds a run with other options: continue with its --n, or choose another --out folder"
     )
     told = refused(*words, "--steps", "3", "--model-folder", model_folder(tmp_path / "other"))
     assert "--model-folder: was model, is now other." in told and "or choose another --out folder" in told
     told = refused(*words, "--steps", "3", "--temperature", "0.5", "--seed", "3")
-    assert "go on with its --seed and --temperature or --max-turns, or choose another --out folder" in told
+    assert "continue with its --seed and --temperature or --max-turns, or choose another --out folder" in told
 
     more = ran(*words, "--steps", "3", "--learning-rate", "0.002")
     assert more.exit_code == 0, more.output
@@ -85,8 +85,8 @@ def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str 
 
     shutil.move(out / "checkpoints", tmp_path / "away")
     told = refused(*words, "--steps", "2")
-    assert told.startswith(f"steps: 2 is too few: {out / 'rollouts'} holds the rollouts of more, and ")
-    assert "has no checkpoint;" in told and "go on with --steps 3 or more, or choose another --out folder" in told
+    assert told.startswith(f"steps: 2 is too few: {out / 'rollouts'} holds the rollouts of more steps, and ")
+    assert "has no checkpoint;" in told and "give --steps 3 or more, or choose another --out folder" in told
     assert ran(*words, "--steps", "3").exit_code == 0
 
 
@@ -96,7 +96,7 @@ def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Pa
     held_out = ["--held-out", f"{tmp_path / 'guesses.py'}:some", "--steps", "1"]
     assert ran(*words, *held_out).exit_code == 0
     told = refused(*words, *held_out, "--held-out-n", "2")
-    assert told.startswith("--held-out-n: was 1, is now 2.") and "go on with its --held-out-n, or choose" in told
+    assert told.startswith("--held-out-n: was 1, is now 2.") and "continue with its --held-out-n, or choose" in told
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def step(number: int, tokens: int) -> Step:
 
 def test_a_run_that_goes_on_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
     share = Shares(whole=10.0, training=1.0, sampling=1.0, turngate=1.0)
-    came = Came(steps=(step(1, 9000), step(2, 50)), shares=(share,), before=None, after=None, seconds=60.0)
-    told = io.StringIO()
-    summed_up(came, Console(file=told, width=200))
-    assert "50 sampled tokens, 5 per second" in told.getvalue()
-    assert "2 steps, 2 rollouts, 1.0 minutes from step 2 on" in kept(came, tmp_path, "t").read_text()
+    result = TrainingResult(steps=(step(1, 9000), step(2, 50)), shares=(share,), before=None, after=None, seconds=60.0)
+    printed = io.StringIO()
+    print_result(result, Console(file=printed, width=200))
+    assert "50 sampled tokens, 5 per second" in printed.getvalue()
+    assert "2 steps, 2 rollouts, 1.0 minutes from step 2 on" in write_files(result, tmp_path, "t").read_text()
 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:

@@ -82,4 +82,4 @@ def test_what_cannot_be_done_is_json_where_that_was_asked_for(options: list[str]
 
 def test_help_names_every_exit_code() -> None:
     text = " ".join(ran("verify", "--help", env={"COLUMNS": "200"}).stdout.split())
-    assert "Exit codes: 0 nothing is wrong; 1 something is; 2 it could not be looked at" in text
+    assert "Exit codes: 0 nothing is wrong; 1 something is wrong; 2 a session could not be read" in text

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import gateway, say, user
-from turngate.cli.show import of_folder
+from turngate.cli.show import load_from_folder
 from turngate.errors import NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
@@ -98,7 +98,7 @@ def test_opening_it_twice_and_an_interrupted_start(data: Path) -> None:
 
 def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     before = (data / "turngate.db").read_bytes()
-    view, _ = of_folder(data, "ended")
+    view, _ = load_from_folder(data, "ended")
     assert view.summary["turns"] == 2 and view.summary["outcome"] is None
     store = Store.reading(data)
     directory = SessionDirectory(store, Sessions(store, Events(store)), Looks(store))

@@ -23,8 +23,9 @@ from tests.speed import scaled
 from tests.verify.kit import tampering, wrong
 from tests.verify.stories import rich
 from turngate.cli import verify as command
+from turngate.cli.options import VerifyCommandOptions
 from turngate.cli.terminal import console
-from turngate.cli.verify import Asked, report
+from turngate.cli.verify import verify_sessions
 from turngate.engines.scripted import derived_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
 from turngate.verify import (
@@ -58,7 +59,7 @@ def recorded_once(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def ask(data: Path, **options: Any) -> bool:
-    return report(Asked(data=str(data), **options))
+    return verify_sessions(VerifyCommandOptions(data=str(data), **options))
 
 
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -78,7 +79,7 @@ def test_a_person_reads_the_verdict_the_checks_and_the_forks(recorded: Recorded,
         assert words in text
     for cause in ("retry", "side call (summary)", "sub-agent (helper)", "tools changed", "compaction"):
         assert cause in text.replace("\n", " ") or cause.split()[0] in text
-    assert "– transcript was not looked at: no agent is recorded" in text
+    assert "– transcript was not checked: no agent is recorded" in text
     start = text.index("  Forks")
     assert all(len(line) <= 80 for line in text[start : text.index("In all")].splitlines()), "it fits a terminal"
     fork = text[text.index("  node 5  retry") :].splitlines()
@@ -95,7 +96,7 @@ def test_what_is_wrong_is_named_with_its_place(recorded: Recorded, capsys: Any) 
     text = capsys.readouterr().out
     assert "✗ wrong" in text and "✗ checksum" in text and "(node 2)" in text
     assert not ask(data, every=True), "one of them is"
-    assert "2 sessions, 1 with something wrong" in capsys.readouterr().out
+    assert "2 sessions, 1 wrong" in capsys.readouterr().out
 
 
 def test_a_machine_reads_the_same(recorded: Recorded, capsys: Any) -> None:
@@ -129,14 +130,14 @@ def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys:
         ({"session": "nobody"}, "is not recorded here"),
         ({"engine": "sglang"}, "cannot score a prompt"),
         ({"engine": "vllm"}, "needs --engine-url and --model"),
-        ({"engine_url": "http://127.0.0.1:1"}, "engine_url: --engine-url is for scoring; say with what: --engine"),
+        ({"engine_url": "http://127.0.0.1:1"}, "engine_url: --engine-url is for scoring; also give --engine"),
         ({"engine": "vllm", "engine_url": "nonsense", "model": "m"}, "engine_url: 'nonsense' is not"),
         ({"engine": "vllm", "engine_url": "http://h:port", "model": "m"}, "engine_url: 'http://h:port' is not"),
         (
             {"engine": "vllm", "engine_url": "http://h", "model": "m", "engine_key_env": "TURNGATE_NOPE"},
             "engine_key_env: the environment variable TURNGATE_NOPE is not set",
         ),
-        ({"version": 7}, "policy_version: --policy-version is for scoring"),
+        ({"policy_version": 7}, "policy_version: --policy-version is for scoring"),
         ({"tolerance": 0.5}, "tolerance: --tolerance is for scoring"),
         ({"tolerance": -1.0, "engine": "scripted"}, "tolerance: -1 must be 0 or more"),
         ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance: nan must be"),
@@ -171,12 +172,12 @@ def test_a_copy_without_its_log_is_hinted_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [True, False])
 def test_an_engine_that_scores_nothing_is_said(every: bool, recorded: Recorded, capsys: Any) -> None:
-    options = {"every": every, "engine": "scripted", "version": 7}
+    options = {"every": every, "engine": "scripted", "policy_version": 7}
     with pytest.raises(ConfigError, match=r"^nothing was scored: no turn is of policy version 7$"):
         ask(recorded[0], **options)
     text = capsys.readouterr().out
-    assert "✓ sound (replay not looked at)" in text and "exact" not in text
-    assert not every or "– 2 sessions with replay not looked at: no turn is of policy version 7" in text
+    assert "✓ sound (replay not checked)" in text and "exact" not in text
+    assert not every or "– 2 sessions with replay not checked: no turn is of policy version 7" in text
     with pytest.raises(ConfigError):
         ask(recorded[0], as_json=True, **options)
     found = json.loads(capsys.readouterr().out)
@@ -191,21 +192,21 @@ def test_a_tokenizer_that_fits_no_session_is_said(recorded: Recorded, tmp_path: 
     (other / "tokenizer.json").write_text(json.dumps(known))
     with pytest.raises(ConfigError, match=r"^nothing was rendered: the tokenizer at .* is another than"):
         ask(recorded[0], every=True, tokenizer=str(other))
-    assert "✓ sound (render not looked at)" in capsys.readouterr().out
+    assert "✓ sound (render not checked)" in capsys.readouterr().out
 
 
 def test_what_is_wrong_comes_before_what_was_not_done(recorded: Recorded, capsys: Any) -> None:
     data, session, _ = recorded
     with tampering(data, session) as t:
         t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
-    assert not ask(data, every=True, engine="scripted", version=7)
+    assert not ask(data, every=True, engine="scripted", policy_version=7)
     assert "nothing was scored: no turn is of policy version 7" in capsys.readouterr().out
 
 
 def test_what_an_engine_said_of_all_sessions_is_summed_up(recorded: Recorded, capsys: Any) -> None:
     assert ask(recorded[0], every=True, engine="scripted", tolerance=0.0)
     text = capsys.readouterr().out
-    assert text.count("✓ exact") == 2 and "2 sessions, none with something wrong" in text
+    assert text.count("✓ exact") == 2 and "2 sessions, none wrong" in text
     assert "156 tokens of 18 turns scored again by scripted: difference at most 0, 0 beyond 0" in text
     assert "1 row, 6 tokens to train" in text
 
@@ -260,11 +261,13 @@ def test_a_damaged_cell_is_one_failed_verdict(
     fine, damaged = json.loads(capsys.readouterr().out)["sessions"]
     assert fine["session"] == other and fine["ok"]
     found = [finding for finding in damaged["findings"] if not finding["ok"]]
-    assert found and not any("falls over" in finding["what"] for finding in found if finding["check"] == "readable")
+    assert found and not any(
+        "verify fails on it" in finding["what"] for finding in found if finding["check"] == "readable"
+    )
     if table == "nodes" and column != "id":
         assert 4 in {finding["node"] for finding in found}
     assert not ask(data, every=True)
-    assert "2 sessions, 1 with something wrong" in capsys.readouterr().out
+    assert "2 sessions, 1 wrong" in capsys.readouterr().out
 
 
 def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, monkeypatch: Any, capsys: Any) -> None:
@@ -279,8 +282,8 @@ def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, mon
     monkeypatch.setattr(command, "verify", falls)
     assert not ask(data, every=True)
     text = capsys.readouterr().out
-    assert "readable  verify falls over it: RuntimeError: a fault of ours" in text
-    assert "2 sessions, 1 with something wrong" in text
+    assert "readable  verify fails on it: RuntimeError: a fault of ours" in text
+    assert "2 sessions, 1 wrong" in text
 
 
 # ── an engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,10 +410,8 @@ async def test_logs_are_found_below_a_folder_and_missed_in_one_line(
             await talk(agent, "one")
             sessions.append(agent.session_id)
     assert ask(data, every=True)
-    missed = (
-        f"with transcript not looked at: there is no log of the agent below {data}; say where it is with --rollouts"
-    )
-    assert f"– 4 sessions {missed} FOLDER\n" in capsys.readouterr().out
+    missed = f"with transcript not checked: no log of the agent is below {data}; give its folder with --rollouts"
+    assert f"– 4 sessions {missed}\n" in capsys.readouterr().out
     # What `train` leaves, and a batch in the data folder.
     places = ["rollouts/rollouts", "before/rollouts", "after-8/rollouts", "data/batches/4f1c/rollouts"]
     for place, session in zip(places, sessions, strict=True):
@@ -433,7 +434,7 @@ def test_reasons_that_name_their_session_are_one_reason(recorded: Recorded, caps
         with tampering(data, session) as t:
             t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
     assert not ask(data, every=True)
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "with rows not looked at" in line]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "with rows not checked" in line]
     assert "2 sessions" in line and "other reason" not in line and not any(session in line for session in sessions)
 
 
@@ -453,13 +454,13 @@ def test_reasons_that_name_their_session_are_one_reason(recorded: Recorded, caps
 def test_a_difference_is_cut_around_where_it_begins(sent: str, template: str, line: str, capsys: Any) -> None:
     found = TemplateDifference(branch=4, node=2, token=31, why="thinking kept", sent=sent, template=template)
     shown = Verdict(session="s", ok=True, status="sealed", counts=Counts(), findings=(), differences=(found,))
-    command.show(shown, console())
+    command.print_verdict(shown, console())
     assert capsys.readouterr().out.endswith(f"thinking kept  {line}\n")
 
 
 def test_without_a_transcript_it_says_so(recorded: Recorded, capsys: Any) -> None:
     assert ask(recorded[0])
-    assert "transcript was not looked at: no agent is recorded" in capsys.readouterr().out
+    assert "transcript was not checked: no agent is recorded" in capsys.readouterr().out
 
 
 # ── unasked ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""What `turngate batch` does around a batch: find or start a gateway, show how far it is, and tell at the end what came of it."""
+"""`turngate batch`: run a batch, show its progress, and print its summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -16,24 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate import tasks
-from turngate.cli.run import (
-    INTERRUPTED,
-    Chosen,
-    Named,
-    Reach,
-    chosen_agent,
-    end_policy,
-    gateway_config,
-    heeded,
-    named,
-    positive,
-    reached,
-    session_settings,
-    stdout_kept,
-    stoppable,
-    writable,
+from turngate.cli.gateway import GatewayChoice, RemoteAccess, choose_gateway, connect_gateway, load_gateway_config
+from turngate.cli.options import BatchOptions
+from turngate.cli.prepare import (
+    PreparedAgent,
+    build_end_policy,
+    build_session_settings,
+    parse_network,
+    prepare_agent,
+    require_positive,
+    require_writable,
 )
-from turngate.cli.terminal import Showing, sanitize_line, say
+from turngate.cli.run import reserve_stdout
+from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
+from turngate.cli.terminal import LiveDisplay, sanitize_line, say
 from turngate.cli.terminal import console as new_console
 from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
@@ -46,22 +41,21 @@ from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.ledger import LEDGER_NAME, ROLLOUT_CLASSES
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import BatchProgress
-from turngate.rollout.summary import GroupStats as Odd
-from turngate.rollout.summary import RolloutStats, Summary
+from turngate.rollout.summary import GroupStats, RolloutStats, Summary
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Resources
 from turngate.tasks.task import Task
 
-STOPPED = 3
+STOPPED_EARLY = 3  # exit code
 STOPPING = (
-    "Stopping: agents are ended and their sandboxes removed, what others have left is still graded (Ctrl-C again: it is not); "
-    "the same command goes on with what is left …"
+    "Stopping: ending agents and removing their sandboxes; finished ones are still graded (Ctrl-C again skips that). "
+    "The same command resumes the batch …"
 )
-AT_ONCE = "Stopping without grading what is left; the same command goes on with it …"
-_OFTEN = 10.0  # seconds between plain lines
-_WIDE = 110  # columns, with which there is room for the phases
-_MOST_TASKS = 40  # in the table
-_MOST_ODD = 10  # groups that are named
+STOPPING_NOW = "Stopping without grading; the same command resumes the batch …"
+_LINE_EVERY_S = 10.0  # between plain lines
+_WIDE = 110  # columns from which the phases fit into the table
+_MAX_TASKS = 40  # in the table
+_MAX_GROUPS = 10  # named in a line
 _PLACES: Mapping[SlotState, str] = {
     "waiting": "waiting",
     "start": "starting",
@@ -73,102 +67,123 @@ _PLACES: Mapping[SlotState, str] = {
 _STYLES = {"graded": "green", "agent failed": "yellow", "invalid task": "magenta", "infrastructure fault": "red"}
 
 
-def ordered(given: Mapping[str, Any]) -> int:
-    """Run what the flags of `turngate batch` ask for. The exit code."""
-    config = gateway_config(given)
-    wanted = tuple(tasks.read_tasks(given["tasks"], only=given["only"] or (), limit=given["limit"]))
-    chosen = chosen_agent(given, max((task.instruction for task in wanted), key=len))
-    made = get_backend(given["sandbox"])
-    out = writable(given["out"]) if given["out"] else None
-    # What is wrong with a number is told before a gateway is started.
-    _plan(given, wanted, chosen, made, model="", folder=out or Path())
-    console = new_console(stderr=given["as_json"])
+def run_batch(options: BatchOptions) -> int:
+    """Run the batch that the flags ask for, and return the exit code."""
+    parse_network(options.network)
+    config = load_gateway_config(options)
+    selected = tuple(tasks.read_tasks(options.tasks, only=options.only or (), limit=options.limit))
+    agent = prepare_agent(
+        options.agent,
+        options=options.option,
+        context_tokens=options.context_tokens,
+        instruction=max((task.instruction for task in selected), key=len),
+    )
+    sandboxes = get_backend(options.sandbox)
+    out = require_writable(options.out) if options.out else None
+    # Reports invalid numbers before a gateway is started.
+    _build_plan(options, selected, agent, sandboxes, model="", folder=out or Path())
+    console = new_console(stderr=options.as_json)
 
-    def planned(model: str) -> BatchPlan:
-        plan = _plan(given, wanted, chosen, made, model=config.model or model, folder=out or Path())
+    def build_plan(model: str) -> BatchPlan:
+        plan = _build_plan(options, selected, agent, sandboxes, model=config.model or model, folder=out or Path())
         if out is None:
             folder = Path(config.data) / "batches" / plan.fingerprint()
             plan = msgspec.structs.replace(plan, folder=folder)
-        if given["resume"] and not (plan.folder / LEDGER_NAME).is_file():
-            raise ConfigError(f"resume: {plan.folder} holds no batch; leave out --resume to begin one", param="resume")
+        if options.resume and not (plan.folder / LEDGER_NAME).is_file():
+            raise ConfigError(f"resume: {plan.folder} holds no batch; leave out --resume to start one", param="resume")
         return plan
 
-    reach = Reach(given["public_url"], given["tunnel"])
-    work = _run(planned, config, named(given), reach, console)
-    with stdout_kept(given["as_json"]):
-        result, interrupted = asyncio.run(stoppable(work, console, STOPPING, AT_ONCE))
+    access = RemoteAccess(options.public_url, options.tunnel)
+    work = _run(build_plan, config, choose_gateway(options), access, console)
+    with reserve_stdout(options.as_json):
+        result, interrupted = asyncio.run(cancel_on_signal(work, console, STOPPING, STOPPING_NOW))
     if result is None:
-        say(console, "cancelled before the batch began", "yellow")
+        say(console, "cancelled before the batch started", "yellow")
         return INTERRUPTED
-    kept = _kept(result, console)
-    if given["as_json"]:
+    written = _write_files(result, console)
+    if options.as_json:
         print(msgspec.json.encode(result.summary).decode())
-    tell(result, console)
-    for line in kept:
+    print_result(result, console)
+    for line in written:
         say(console, line, "dim")
     if not result.complete:
-        say(console, f"{_left(result)} left; the same command goes on with them", "yellow")
-    return INTERRUPTED if interrupted else 0 if result.complete and not result.stopped else STOPPED
+        say(console, f"{_describe_remaining(result)} left; the same command resumes the batch", "yellow")
+    return INTERRUPTED if interrupted else 0 if result.complete and not result.stopped else STOPPED_EARLY
 
 
-def _plan(
-    given: Mapping[str, Any], wanted: tuple[Task, ...], chosen: Chosen, made: Backend, *, model: str, folder: Path
+def _build_plan(
+    options: BatchOptions,
+    selected: tuple[Task, ...],
+    agent: PreparedAgent,
+    sandboxes: Backend,
+    *,
+    model: str,
+    folder: Path,
 ) -> BatchPlan:
     return BatchPlan(
-        tasks=wanted,
-        agent=chosen.spec,
-        installed=chosen.installed,
-        backend=made,
+        tasks=selected,
+        agent=agent.spec,
+        installed=agent.installed,
+        backend=sandboxes,
         model=model,
         folder=folder,
-        name=given["name"],
-        n=given["n"],
-        rounds=given["rounds"],
+        name=options.name,
+        n=options.n,
+        rounds=options.rounds,
         bounds=Bounds(
-            running=given["concurrency"], starting=given["starting"], grading=given["grading"], warm=given["warm"]
+            running=options.concurrency, starting=options.starting, grading=options.grading, warm=options.warm
         ),
-        retries=given["retries"],
-        stale_retries=given["stale_retries"],
-        seed=given["seed"],
-        timeout_s=positive(given, "timeout"),
-        image=given["image"],
-        network=given["network"],
-        resources=Resources(cpus=positive(given, "cpus"), memory_mb=positive(given, "memory_mb")),
-        session=session_settings(given),
-        model_limits=chosen.told,
-        options=chosen.options,
-        policy=end_policy(given),
-        grade=given["grade"],
-        keep_work=given["keep_work"],
+        retries=options.retries,
+        stale_retries=options.stale_retries,
+        seed=options.seed,
+        timeout_s=require_positive("timeout", options.timeout),
+        image=options.image,
+        network=parse_network(options.network),
+        resources=Resources(
+            cpus=require_positive("cpus", options.cpus), memory_mb=require_positive("memory_mb", options.memory_mb)
+        ),
+        session=build_session_settings(options),
+        model_limits=agent.limits,
+        options=agent.options,
+        policy=build_end_policy(options),
+        grade=options.grade,
+        keep_work=options.keep_work,
     )
 
 
 async def _run(
-    planned: Callable[[str], BatchPlan], config: ServeConfig, gateway: Named, reach: Reach, console: Console
+    build_plan: Callable[[str], BatchPlan],
+    config: ServeConfig,
+    gateway: GatewayChoice,
+    access: RemoteAccess,
+    console: Console,
 ) -> tuple[BatchResult | None, bool]:
-    """What came of it, and whether somebody stopped it. None: there was no batch yet."""
+    """Run the batch. Returns its result, or None if it had not started, and whether it was interrupted."""
     batch: Batch | None = None
     try:
         async with (
-            reached(config, gateway, console) as (client, own),
-            GatewayConnector(client.url, reach.public_url, reach.tunnel) as connector,
+            connect_gateway(config, gateway, console) as (client, own),
+            GatewayConnector(client.url, access.public_url, access.tunnel) as connector,
         ):
             model = config.model or next(iter(await client.models()), "turngate")
-            plan = await asyncio.to_thread(planned, model)
+            plan = await asyncio.to_thread(build_plan, model)
             times = f" × {plan.rounds} rounds" if plan.rounds > 1 else ""
             say(console, f"{plan.total} rollouts ({len(plan.tasks)} tasks × {plan.n}{times}) in {plan.folder}", "dim")
             if own and config.engine == "scripted":
                 say(console, f"note: {MADE_UP}", "dim")
-            with Watching(console, plan.total) as watching:
-                batch = Batch(plan, client, connector, watching.see)
-                return await _to_its_end(batch)
+            with BatchDisplay(console, plan.total) as display:
+                batch = Batch(plan, client, connector, display.update)
+                return await _run_interruptible(batch)
     except asyncio.CancelledError:
-        heeded()
+        absorb_cancellation()
     return (None if batch is None else batch.result), True
 
 
-async def _to_its_end(batch: Batch) -> tuple[BatchResult, bool]:
-    """And whether somebody stopped it. Being cancelled once ends the agents, twice everything."""
+async def _run_interruptible(batch: Batch) -> tuple[BatchResult, bool]:
+    """Run a batch to its end. Returns its result and whether it was interrupted.
+
+    The first cancellation ends the agents, and grading goes on; the second one ends everything.
+    """
     running = asyncio.create_task(batch.run())
     try:
         try:
@@ -176,94 +191,94 @@ async def _to_its_end(batch: Batch) -> tuple[BatchResult, bool]:
         except asyncio.CancelledError:
             if running.done():
                 raise
-            heeded()
+            absorb_cancellation()
             await batch.wind_up()
             return await asyncio.shield(running), True
     except asyncio.CancelledError:
         running.cancel()
-        await run_to_completion(_ended(running))
+        await run_to_completion(_wait_for_end(running))
         raise
 
 
-async def _ended(running: asyncio.Task[BatchResult]) -> None:
+async def _wait_for_end(running: asyncio.Task[BatchResult]) -> None:
     await asyncio.wait([running])
     if not running.cancelled():
-        running.exception()  # what stopped it is told already
+        running.exception()  # already reported
 
 
-def _left(result: BatchResult) -> str:
-    left = result.summary.overall.wanted - result.summary.overall.finished
-    return "1 rollout is" if left == 1 else f"{left} rollouts are"
+def _describe_remaining(result: BatchResult) -> str:
+    remaining = result.summary.overall.wanted - result.summary.overall.finished
+    return "1 rollout is" if remaining == 1 else f"{remaining} rollouts are"
 
 
-def _kept(result: BatchResult, console: Console) -> list[str]:
-    """The summary and the picture as files. That they cannot be written does not make the batch undone."""
+def _write_files(result: BatchResult, console: Console) -> list[str]:
+    """Write the summary and the plot. Returns a line per file; a failure is printed and does not fail the batch."""
     files: dict[str, bytes] = {
         "summary.json": msgspec.json.format(msgspec.json.encode(result.summary)),
         "plot.svg": plot.svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),
     }
-    kept = []
+    lines = []
     for name, data in files.items():
         try:
             (result.folder / name).write_bytes(data)
-            kept.append(f"  {name:13} {result.folder / name}")
+            lines.append(f"  {name:13} {result.folder / name}")
         except OSError as error:
-            say(console, f"{result.folder / name} could not be written: {error.strerror}", "yellow")
-    return [*kept, f"  {LEDGER_NAME:13} {result.folder / LEDGER_NAME}"]
+            say(console, f"{result.folder / name} could not be written ({error.strerror})", "yellow")
+    return [*lines, f"  {LEDGER_NAME:13} {result.folder / LEDGER_NAME}"]
 
 
 # ── while it runs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Watching(Showing):
-    """Live progress: a few lines that change on a terminal, plain lines elsewhere."""
+class BatchDisplay(LiveDisplay):
+    """Progress of a batch: a few live lines on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console, total: int) -> None:
         super().__init__(console)
         self._tally = BatchProgress(total=total)
-        self._noted = 0
-        self._told = time.monotonic()
+        self._notes_printed = 0
+        self._printed = time.monotonic()
 
-    def see(self, tally: BatchProgress) -> None:
+    def update(self, tally: BatchProgress) -> None:
         self._tally = tally
-        for note in tally.notes[self._noted :]:
+        for note in tally.notes[self._notes_printed :]:
             say(self._console, sanitize_line(note), "yellow")
-        self._noted = len(tally.notes)
-        if self._live is None and time.monotonic() - self._told > _OFTEN:
-            self._told = time.monotonic()
+        self._notes_printed = len(tally.notes)
+        if self._live is None and time.monotonic() - self._printed > _LINE_EVERY_S:
+            self._printed = time.monotonic()
             say(self._console, self._line())
 
     def _line(self) -> str:
-        return "  ".join([self._how_far(), *self._so_far(), self._classes(), self._where()])
+        return "  ".join([self._progress(), *self._rates(), self._outcomes(), self._stages()])
 
-    def _picture(self) -> Group:
+    def _render(self) -> Group:
         tally = self._tally
         head = Table.grid(padding=(0, 2))
-        head.add_row(ProgressBar(total=max(tally.total, 1), completed=tally.done, width=40), self._how_far())
-        lines = [Text("  ".join(self._so_far())), Text(self._classes()), Text(self._where(), style="dim")]
+        head.add_row(ProgressBar(total=max(tally.total, 1), completed=tally.done, width=40), self._progress())
+        lines = [Text("  ".join(self._rates())), Text(self._outcomes()), Text(self._stages(), style="dim")]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(head, *lines)
 
-    def _how_far(self) -> str:
+    def _progress(self) -> str:
         tally = self._tally
         left = tally.remaining_s
         eta = "" if left is None else f", {_clock(left)} left"
         return f"{_clock(time.monotonic() - tally.started)}  {tally.done}/{tally.total} rollouts{eta}"
 
-    def _so_far(self) -> list[str]:
+    def _rates(self) -> list[str]:
         tally = self._tally
         facts = [] if tally.pass_rate is None else [f"pass rate {tally.pass_rate:.1%}"]
         facts += [] if tally.mean_reward is None else [f"mean reward {tally.mean_reward:.3f}"]
         return [*facts, f"{tally.tokens_per_s:,.0f} tokens/s"]
 
-    def _classes(self) -> str:
+    def _outcomes(self) -> str:
         return " · ".join(f"{self._tally.kinds[kind]} {kind}" for kind in ROLLOUT_CLASSES if self._tally.kinds[kind])
 
-    def _where(self) -> str:
+    def _stages(self) -> str:
         tally = self._tally
         places = [f"{tally.states[place]} {name}" for place, name in _PLACES.items() if tally.states[place]]
-        return ", ".join([*places, *([f"{tally.retrying} to be tried again"] if tally.retrying else [])])
+        return ", ".join([*places, *([f"{tally.retrying} to be retried"] if tally.retrying else [])])
 
 
 def _clock(seconds: float) -> str:
@@ -275,21 +290,23 @@ def _clock(seconds: float) -> str:
 # ── at the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def tell(result: BatchResult, console: Console) -> None:
-    """The table, the groups to look at, the pictures."""
+def print_result(result: BatchResult, console: Console) -> None:
+    """Print the table, the groups worth a look, and the plots."""
     summary = result.summary
-    console.print(_table(summary, wide=console.width >= _WIDE))
+    console.print(_task_table(summary, wide=console.width >= _WIDE))
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.overall.phases.items())
     if summary.rounds:
-        console.print(_rounds(summary))
+        console.print(_round_table(summary))
     say(
         console, f"  mean seconds: {phases or 'none'}; {summary.overall.attempts} attempts in {_clock(summary.seconds)}"
     )
-    for kind, said in summary.messages.items():
-        for message, count in said:
+    for kind, messages in summary.messages.items():
+        for message, count in messages:
             say(console, f"  {count} × {kind}: {sanitize_line(message)}", _STYLES.get(kind, ""))
-    _odd(console, "without signal (every reward is the same)", summary.no_signal, lambda g: f"{g.reward:g}")
-    _odd(console, "shrunken (fewer rewards than rollouts)", summary.shrunken, lambda g: f"{g.graded} of {g.wanted}")
+    _print_groups(console, "without signal (all rewards are equal)", summary.no_signal, lambda g: f"{g.reward:g}")
+    _print_groups(
+        console, "incomplete (fewer rewards than rollouts)", summary.shrunken, lambda g: f"{g.graded} of {g.wanted}"
+    )
     console.print()
     for panel in plot.panels(summary, result.finished):
         head, *bars = plot.lines(panel)
@@ -300,30 +317,30 @@ def tell(result: BatchResult, console: Console) -> None:
         say(console, f"stopped early: {sanitize_line(result.stopped)}", "red")
 
 
-def _table(summary: Summary, *, wide: bool) -> Table:
+def _task_table(summary: Summary, *, wide: bool) -> Table:
     ks = sorted({1, summary.n})
     table = Table(title=f"Batch {summary.batch}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("task", overflow="fold", min_width=10)
     phases = ("start s", "run s", "grade s") if wide else ()
     for heading in ("graded", "reward", *(f"pass@{k}" for k in ks), "turns", "tokens", *phases):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("without a reward", overflow="fold")
-    for task in summary.tasks[:_MOST_TASKS]:
+    table.add_column("not graded", overflow="fold")
+    for task in summary.tasks[:_MAX_TASKS]:
         table.add_row(sanitize_line(task.task), *_cells(task, ks, wide=wide))
-    if (more := len(summary.tasks) - _MOST_TASKS) > 0:
+    if (more := len(summary.tasks) - _MAX_TASKS) > 0:
         table.add_row(Text(f"… and {more} more, in summary.json", style="dim"))
     table.add_section()
     table.add_row(Text("all", style="bold"), *_cells(summary.overall, ks, wide=wide))
     return table
 
 
-def _rounds(summary: Summary) -> Table:
-    """How it went on from round to round."""
+def _round_table(summary: Summary) -> Table:
+    """One line per round."""
     ks = sorted({1, summary.n})
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("round", "graded", "reward", *(f"pass@{k}" for k in ks), "turns", "tokens"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("without a reward", overflow="fold")
+    table.add_column("not graded", overflow="fold")
     for numbers in summary.rounds:
         table.add_row(str(numbers.round), *_cells(numbers, ks, wide=False))
     return table
@@ -345,7 +362,7 @@ def _cells(numbers: RolloutStats, ks: Sequence[int], *, wide: bool) -> list[str 
         _number(numbers.mean_turns, ".1f"),
         _number(numbers.mean_tokens, ",.0f"),
         *(_number(seconds, ".1f") for seconds in (phases if wide else ())),
-        Text(", ").join([*others, *([Text(f"{missing} to be done", style="dim")] if missing else [])]),
+        Text(", ").join([*others, *([Text(f"{missing} to do", style="dim")] if missing else [])]),
     ]
 
 
@@ -353,12 +370,14 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _odd(console: Console, what: str, groups: Sequence[Odd], shown: Callable[[Odd], str]) -> None:
+def _print_groups(
+    console: Console, what: str, groups: Sequence[GroupStats], describe: Callable[[GroupStats], str]
+) -> None:
     if not groups:
         return
-    named: Iterable[str] = (
-        f"{sanitize_line(group.task)}{f'@{group.round}' if group.round else ''} ({shown(group)})"
-        for group in groups[:_MOST_ODD]
+    names: Iterable[str] = (
+        f"{sanitize_line(group.task)}{f'@{group.round}' if group.round else ''} ({describe(group)})"
+        for group in groups[:_MAX_GROUPS]
     )
-    more = f" and {len(groups) - _MOST_ODD} more" if len(groups) > _MOST_ODD else ""
-    say(console, f"  groups {what}: {', '.join(named)}{more}", "yellow")
+    more = f" and {len(groups) - _MAX_GROUPS} more" if len(groups) > _MAX_GROUPS else ""
+    say(console, f"  groups {what}: {', '.join(names)}{more}", "yellow")

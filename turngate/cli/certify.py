@@ -1,4 +1,4 @@
-"""What `turngate certify` prints."""
+"""`turngate certify`: probe a chat template and print the verdicts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.table import Table
 
 from turngate.render import find_tokenizer, load_renderer
 
-_WORDS = {
+_LABELS = {
     "same": "[green]same[/]",
-    "thinking": "[cyan]same but thinking[/]",
+    "thinking": "[cyan]same except thinking[/]",
     "differs": "[red]differs[/]",
-    "refused": "[yellow]refused by template[/]",
+    "refused": "[yellow]rejected by template[/]",
 }
 
 
-def report(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
-    """Print the verdicts; True if the bridge may be used."""
+def certify_tokenizer(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
+    """Print the verdicts. Returns whether sampled ids may be extended."""
     folder = find_tokenizer(tokenizer)
     renderer, certificate = load_renderer(
         folder,
@@ -46,13 +46,13 @@ def report(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
     for heading in ("case", "verdict", "detail"):
         table.add_column(heading, overflow="fold")
     for finding in certificate.findings:
-        table.add_row(finding.case, _WORDS[finding.verdict], finding.detail)
+        table.add_row(finding.case, _LABELS[finding.verdict], finding.detail)
     console = Console()
     console.print(table)
     if certificate.passed:
         console.print("[green]Certified:[/] turns extend the sampled ids; an unchanged history never forks.")
     else:
         console.print(
-            "[red]Not certified:[/] every turn is rendered whole; the trace forks wherever the template rewrites history."
+            "[red]Not certified:[/] every turn renders the whole conversation; the trace forks wherever the template rewrites history."
         )
     return certificate.passed

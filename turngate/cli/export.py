@@ -1,13 +1,14 @@
-"""What `turngate export` does around an export: what the flags mean, and what is told afterwards."""
+"""`turngate export`: check the flags, write the files, and print a summary."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 
+from turngate.cli.options import ExportOptions
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize_line, say
 from turngate.errors import ConfigError
@@ -21,58 +22,59 @@ _LITERALS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def ordered(given: Mapping[str, Any]) -> None:
-    """Write what the flags ask for."""
-    for name, known in _LITERALS.items():
-        if given[name] not in known:
-            raise ConfigError(f"{name}: {given[name]!r} is none of {', '.join(known)}", param=name)
-    for name in ("min_reward", "margin"):
-        if given[name] is not None and not math.isfinite(given[name]):
-            raise ConfigError(f"{name}: {given[name]} is no finite number", param=name)
-    choices = Choices(
-        format=given["format"],
+def export_rollouts(options: ExportOptions) -> None:
+    """Write the files that the flags ask for, and print a summary."""
+    choices = {"unscored": options.unscored, "advantage": options.advantage, "keep": options.keep}
+    for name, value in choices.items():
+        if value not in _LITERALS[name]:
+            raise ConfigError(f"{name}: {value!r} is none of {', '.join(_LITERALS[name])}", param=name)
+    for name, number in (("min_reward", options.min_reward), ("margin", options.margin)):
+        if number is not None and not math.isfinite(number):
+            raise ConfigError(f"{name}: {number} is not a finite number", param=name)
+    request = Choices(
+        format=options.format,
         wanted=Wanted(
-            groups=tuple(given["group"] or ()),
-            tasks=tuple(given["task"] or ()),
-            sessions=tuple(given["session"] or ()),
-            min_reward=given["min_reward"],
-            resolved=given["resolved"],
-            unscored=given["unscored"],
-            unfinished=given["unfinished"],
+            groups=tuple(options.group or ()),
+            tasks=tuple(options.task or ()),
+            sessions=tuple(options.session or ()),
+            min_reward=options.min_reward,
+            resolved=options.resolved,
+            unscored=cast(Any, options.unscored),
+            unfinished=options.unfinished,
         ),
-        form=given["form"],
-        advantage=given["advantage"],
-        imitate=given["imitate"],
-        keep=given["keep"],
-        margin=given["margin"],
-        pairs=given["pairs"],
-        prompt_ids=given["prompt_ids"],
+        form=cast(Any, options.form),
+        advantage=cast(Any, options.advantage),
+        imitate=options.imitate,
+        keep=cast(Any, options.keep),
+        margin=options.margin,
+        pairs=options.pairs,
+        prompt_ids=options.prompt_ids,
     )
-    done = export(given["data"], given["out"], choices)
-    if given["as_json"]:
+    done = export(options.data, options.out, request)
+    if options.as_json:
         print(msgspec.json.encode(done, enc_hook=str).decode())
     else:
-        tell(done)
+        print_summary(done)
 
 
-def tell(done: Exported) -> None:
+def print_summary(done: Exported) -> None:
     console = new_console()
     of = f"{_count(done.rollouts, 'rollout')} in {_count(done.groups, 'group')}"
-    say(console, f"{_count(done.records, 'record')} of {of} → {done.out}{_before(done)}")
+    say(console, f"{_count(done.records, 'record')} of {of} → {done.out}{_describe_replaced(done)}")
     for note in done.notes:
         say(console, f"  note      {note}", "yellow")
-    for why, count in done.left_out.items():
-        say(console, f"  left out  {count} × {sanitize_line(why)}", "yellow")
+    for reason, count in done.left_out.items():
+        say(console, f"  left out  {count} × {sanitize_line(reason)}", "yellow")
     for what in done.lost:
         say(console, f"  lost      {what}", "dim")
 
 
-def _before(done: Exported) -> str:
-    """What was there already."""
+def _describe_replaced(done: Exported) -> str:
+    """Describe the files that were there before."""
     if not done.out.is_dir():
-        return " (what was there is replaced)" if done.replaced else ""
-    facts = [f"{_count(done.replaced_files, 'file')} there replaced"] if done.replaced_files else []
-    facts += [f"{_count(done.other_files, 'other file')} there before, and kept"] if done.other_files else []
+        return " (replaced the existing file)" if done.replaced else ""
+    facts = [f"{_count(done.replaced_files, 'file')} replaced"] if done.replaced_files else []
+    facts += [f"{_count(done.other_files, 'other file')} kept"] if done.other_files else []
     return f" ({'; '.join(facts)})" if facts else ""
 
 

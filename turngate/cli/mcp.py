@@ -1,17 +1,17 @@
-"""What `turngate mcp` does around the server: settings, key, the loop, and a clean stop."""
+"""`turngate mcp`: load settings and key, run the server, and stop it cleanly."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
-from turngate.cli.run import stoppable
+from turngate.cli.options import McpOptions
+from turngate.cli.signals import cancel_on_signal
 from turngate.cli.terminal import console, say
 from turngate.client.keys import read_key
 from turngate.errors import ConfigError, DataFolderInUse, TurngateError
@@ -25,54 +25,54 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"mcp: needs {error.name}: pip install 'turngate[mcp]'", param="mcp") from None
 
-STOPPING = "Stopping: what runs is aborted and its sandboxes are removed; what was recorded stays …"
-_SETTINGS = ("data", "sandbox", "running")
+STOPPING = "Stopping: aborting rollouts and removing their sandboxes; the recordings are kept …"
 
 
-def ordered(given: Mapping[str, Any]) -> None:
-    """Serve what the flags of `turngate mcp` ask for, until the client or a signal ends it."""
-    config = load(given["config"], {name: given[name] for name in _SETTINGS})
+def serve_mcp(options: McpOptions) -> None:
+    """Serve MCP until the client or a signal ends it."""
+    overrides = {"data": options.data, "sandbox": options.sandbox, "running": options.running}
+    config = load(options.config, overrides)
     if not config.endpoints and not config.allowed_hosts:
         raise ConfigError(
-            'endpoints: there are none; list some in a TOML file, [endpoints."vllm://Qwen3-8B"], and give it as --config',
+            'endpoints: none are configured; list some in a TOML file, [endpoints."vllm://Qwen3-8B"], and give it as --config',
             param="endpoints",
         )
-    place = None if given["http"] is None else _place(config, given)
+    place = None if options.http is None else _http_place(config, options.http, options.allow_host or ())
     rollouts = Rollouts(config)
     raise_file_limit()
     to = console(stderr=True)
     if place is None and sys.stdin.isatty():
         say(
             to,
-            "This speaks MCP on stdin and stdout, to a client that starts it; for others there is --http. Ctrl-D ends it.",
+            "Serving MCP on stdin and stdout, for a client that starts this command. Use --http for other clients. Ctrl-D ends it.",
             "dim",
         )
     if place is not None and not read_key(http.KEY):
         say(to, f"Clients need the key in {Path(config.data) / http.KEY_FILE} (or set {http.KEY})", "dim")
-    # Who is told to end ends well: that is no failure.
+    # Being stopped by a signal is not a failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = stdio.serve(rollouts) if place is None else http.serve(rollouts, place)
         try:
-            runner.run(stoppable(serving, to, STOPPING))
-        except BaseExceptionGroup as group:  # of the SDK's task groups
-            raise _why(group) from None
+            runner.run(cancel_on_signal(serving, to, STOPPING))
+        except BaseExceptionGroup as group:  # from the SDK's task groups
+            raise _unwrap(group) from None
     say(to, "turngate mcp has stopped", "dim")
 
 
-def _why(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error that it was about, if it was one of ours."""
+def _unwrap(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the one error of ours in a group, or the group itself."""
     found: list[BaseException] = [group]
     while isinstance(found[0], BaseExceptionGroup):
         found[:1] = found[0].exceptions
     if isinstance(found[0], DataFolderInUse):
         return ConfigError(
-            f"{found[0].message}; stdio is for one client, which starts a server of its own: several share one that runs with --http",
+            f"{found[0].message}; on stdio every client starts its own server; start one with --http for several clients to share",
             param="data",
         )
     return found[0] if len(found) == 1 and isinstance(found[0], TurngateError) else group
 
 
-def _place(config: ServiceConfig, given: Mapping[str, Any]) -> http.Place:
+def _http_place(config: ServiceConfig, address: str, hosts: Sequence[str]) -> http.Place:
     data = Path(config.data)
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return http.Place.parse(given["http"], own_key(data, http.KEY, http.KEY_FILE), given["allow_host"] or ())
+    return http.Place.parse(address, own_key(data, http.KEY, http.KEY_FILE), hosts)

@@ -1,4 +1,4 @@
-"""What `turngate show` prints: the conversation of a session with its roles and branches, its rows, and its tokens."""
+"""`turngate show`: print a session's conversation with its roles and branches, its rows, and its tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from turngate.views.session import encode_array, read
 from turngate.views.session_directory import describe_session
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
-_LONG = 1200  # characters of a message that are shown; --full shows all
+_LONG = 1200  # characters; a longer message is shortened without --full
 
 
 class NodeView(msgspec.Struct):
@@ -70,42 +70,42 @@ class RowView(msgspec.Struct):
     spans: list[SpanView]
 
 
-class View(msgspec.Struct):
-    """Everything that is shown of a session."""
+class ShownSession(msgspec.Struct):
+    """The parts of a session that `show` prints."""
 
     summary: Json
     nodes: list[NodeView]
     rows: list[RowView]
 
 
-def of_folder(data: Path, wanted: str) -> tuple[View, str | None]:
-    """A session of a data folder, whether a gateway serves it at present or not, and the tokenizer it was recorded with."""
+def load_from_folder(data: Path, wanted: str) -> tuple[ShownSession, str | None]:
+    """Load a session from a data folder, served or not. Also returns the tokenizer it was recorded with."""
     store = Store.reading(data)
     try:
         known = store.find(wanted)
-        session_id = wanted if known else _chosen(wanted, store.ids(10_000))
+        session_id = wanted if known else _find_session(wanted, store.ids(10_000))
         shown = read(store, session_id)
         trace = shown.trace()
-        view = _view(
-            _plain(describe_session(store, shown.session)), _plain(trace), _plain(shown.samples(keep_empty=True))
+        view = _build_view(
+            _to_json(describe_session(store, shown.session)), _to_json(trace), _to_json(shown.samples(keep_empty=True))
         )
         return view, store.setting(f"tokenizer:{trace['vocabulary']}")
     finally:
         store.close()
 
 
-async def of_gateway(gateway: GatewayClient, wanted: str) -> View:
-    """A session of a running gateway."""
+async def load_from_gateway(gateway: GatewayClient, wanted: str) -> ShownSession:
+    """Load a session from a running gateway."""
     async with gateway:
-        session_id = wanted if await _is_there(gateway, wanted) else _chosen(wanted, await gateway.sessions())
-        return _view(
+        session_id = wanted if await _exists(gateway, wanted) else _find_session(wanted, await gateway.sessions())
+        return _build_view(
             await gateway.show(session_id),
             await gateway.trace(session_id),
             await gateway.samples(session_id, everything=True),
         )
 
 
-async def _is_there(gateway: GatewayClient, session: str) -> bool:
+async def _exists(gateway: GatewayClient, session: str) -> bool:
     try:
         await gateway.show(session)
     except Refused as refused:
@@ -115,66 +115,66 @@ async def _is_there(gateway: GatewayClient, session: str) -> bool:
     return True
 
 
-def _chosen(wanted: str, known: list[str]) -> str:
-    """A session by its id, by the beginning of it, or `last`."""
+def _find_session(wanted: str, known: list[str]) -> str:
+    """Find a session by its id, a prefix of it, or `last`."""
     if not known:
         raise NotFound("session: none has been recorded here")
     if wanted == "last":
         return known[0]
-    fitting = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
-    if len(fitting) == 1:
-        return fitting[0]
+    matches = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
+    if len(matches) == 1:
+        return matches[0]
     raise NotFound(
-        f"session: {wanted!r} is the beginning of {len(fitting)} ids; give more of it"
-        if fitting
+        f"session: {wanted!r} matches {len(matches)} sessions; give more of the id"
+        if matches
         else f"session: there is no {wanted!r} here; the newest is {known[0]}"
     )
 
 
-def _plain(value: object) -> Json:
-    """As it reads over HTTP."""
+def _to_json(value: object) -> Json:
+    """Convert to plain JSON, as over HTTP."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=encode_array))
 
 
-def _view(summary: Json, trace: Json, samples: Json) -> View:
-    # Raw messages stay raw: they are read in their own dialect.
+def _build_view(summary: Json, trace: Json, samples: Json) -> ShownSession:
+    # Messages stay raw: they are decoded in their own dialect.
     return msgspec.json.decode(
-        msgspec.json.encode({"summary": summary, "nodes": trace["nodes"], "rows": samples}), type=View
+        msgspec.json.encode({"summary": summary, "nodes": trace["nodes"], "rows": samples}), type=ShownSession
     )
 
 
-def report(wanted: str, data: str, gateway: str, tokens: bool, tokenizer: str, full: bool, as_json: bool) -> None:
-    known: str | None = None
+def show_session(wanted: str, data: str, gateway: str, tokens: bool, tokenizer: str, full: bool, as_json: bool) -> None:
+    recorded_with: str | None = None
     if gateway:
-        view = asyncio.run(of_gateway(GatewayClient(gateway, read_admin_key()), wanted))
+        view = asyncio.run(load_from_gateway(GatewayClient(gateway, read_admin_key()), wanted))
     else:
-        view, known = of_folder(Path(data), wanted)
+        view, recorded_with = load_from_folder(Path(data), wanted)
     if as_json:
         print(msgspec.json.encode(view).decode())
         return
-    reader = read_with(tokenizer, known) if tokens else None
-    show(view, tokenizer=reader, full=full, console=new_console())
+    decoder = load_tokenizer(tokenizer, recorded_with) if tokens else None
+    print_session(view, tokenizer=decoder, full=full, console=new_console())
 
 
-def show(view: View, *, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
-    """`tokenizer`: show tokens instead of text."""
-    _head(view, console)
-    _Printer(view, tokenizer, full, console).print()
-    _rows(view, console)
+def print_session(view: ShownSession, *, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
+    """Print a session; with a tokenizer, its tokens instead of text."""
+    _print_head(view, console)
+    _TreePrinter(view, tokenizer, full, console).print()
+    _print_rows(view, console)
 
 
-def read_with(tokenizer: str, known: str | None) -> Tokenizer:
-    """The tokenizer that ids are read with: the one named, or the one that the session was recorded with."""
+def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
+    """Load the named tokenizer, or the one that the session was recorded with."""
     if tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
-    if not known or not Path(known).is_dir():
+    if not recorded_with or not Path(recorded_with).is_dir():
         raise ConfigError(
-            "tokenizer: the one it was recorded with is not here; give --tokenizer PATH", param="tokenizer"
+            "tokenizer: the one of the recording is not on this machine; give --tokenizer PATH", param="tokenizer"
         )
-    return Tokenizer(Path(known))
+    return Tokenizer(Path(recorded_with))
 
 
-def _head(view: View, console: Console) -> None:
+def _print_head(view: ShownSession, console: Console) -> None:
     summary = view.summary
     config = summary["config"]
     metadata = config.get("metadata", {})
@@ -198,15 +198,15 @@ def _head(view: View, console: Console) -> None:
         ("model", config.get("model", "") or "any"),
         ("turns", f"{summary['turns']} ({roles})" if roles else "0"),
         ("tokens", f"{summary['tokens']} stored, {summary['sampled_tokens']} sampled"),
-        ("outcome", summary.get("damaged") or _outcome(summary.get("outcome"))),
+        ("outcome", summary.get("damaged") or _describe_outcome(summary.get("outcome"))),
     ]
     for name, value in lines:
         if value:
             say(console, Text.assemble((f"{name:8}", "dim"), sanitize_line(str(value))))
 
 
-def _outcome(outcome: Json) -> str:
-    """How the rollout ended; nothing where nobody has recorded that. A reward that is not known is not 0."""
+def _describe_outcome(outcome: Json) -> str:
+    """Describe how the rollout ended; empty if no outcome is recorded. An unknown reward is not 0."""
     if not outcome:
         return ""
     reward = "no reward" if outcome["reward"] is None else f"reward {outcome['reward']:g}"
@@ -214,15 +214,17 @@ def _outcome(outcome: Json) -> str:
     return " · ".join(fact for fact in (outcome["kind"], reward, resolved, outcome["message"]) if fact)
 
 
-class _Printer:
-    def __init__(self, view: View, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
+class _TreePrinter:
+    """Prints a trace branch by branch, the longest path first."""
+
+    def __init__(self, view: ShownSession, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
         self._nodes = {node.id: node for node in view.nodes}
         self._children: dict[int | None, list[NodeView]] = {}
         for node in view.nodes:
             self._children.setdefault(node.parent, []).append(node)
-        self._depth: dict[int, int] = {}  # nodes below each, itself included; a child's id is larger than its parent's
+        self._size: dict[int, int] = {}  # nodes of each subtree; a child's id is larger than its parent's
         for node in reversed(view.nodes):
-            self._depth[node.id] = 1 + sum(self._depth[child.id] for child in self._children.get(node.id, []))
+            self._size[node.id] = 1 + sum(self._size[child.id] for child in self._children.get(node.id, []))
         self._numbers = {node.id: n for n, node in enumerate((n for n in view.nodes if n.kind == "sampled"), 1)}
         self._tokenizer = tokenizer
         self._full = full
@@ -231,28 +233,28 @@ class _Printer:
     def print(self) -> None:
         waiting = list(self._children.get(None, []))
         while waiting:
-            waiting = self._branch(waiting[0]) + waiting[1:]
+            waiting = self._print_branch(waiting[0]) + waiting[1:]
 
-    def _branch(self, start: NodeView) -> list[NodeView]:
-        """Print from `start` along its longest way; what branches off is given back, to be printed after it."""
-        self._rule(start)
-        apart: list[NodeView] = []
+    def _print_branch(self, start: NodeView) -> list[NodeView]:
+        """Print from `start` along the heaviest path. Returns the branches that leave it, to be printed next."""
+        self._print_title(start)
+        branches: list[NodeView] = []
         node: NodeView | None = start
         while node is not None:
-            self._node(node)
+            self._print_node(node)
             children = sorted(self._children.get(node.id, []), key=self._weight, reverse=True)
-            apart = children[1:] + apart
+            branches = children[1:] + branches
             node = children[0] if children else None
-        return apart
+        return branches
 
     def _weight(self, node: NodeView) -> tuple[bool, int]:
-        """Of several ways to go on, the heaviest is followed first: one that counts, and the longest of those."""
-        return node.role not in ("superseded", "aborted"), self._depth[node.id]
+        """Rank a child: trained roles before superseded and aborted ones, then the larger subtree."""
+        return node.role not in ("superseded", "aborted"), self._size[node.id]
 
-    def _rule(self, start: NodeView) -> None:
-        first = next((n for n in self._along(start) if n.kind == "sampled"), None)
+    def _print_title(self, start: NodeView) -> None:
+        first = next((n for n in self._walk(start) if n.kind == "sampled"), None)
         role = first.role if first is not None else "unanswered"
-        cause = _told(start.cause, role)
+        cause = _describe_cause(start.cause, role)
         if start.parent is None:
             title = f"{role} · conversation{cause}"
         else:
@@ -263,28 +265,28 @@ class _Printer:
         self._console.print()
         self._console.rule(Text(sanitize(title), style="bold"), align="left", style="dim")
 
-    def _node(self, node: NodeView) -> None:
+    def _print_node(self, node: NodeView) -> None:
         if node.kind == "sampled":
-            say(self._console, self._turn_head(node))
+            say(self._console, self._turn_title(node))
         if self._tokenizer is not None:
-            say(self._console, self._tokens(node, self._tokenizer))
+            say(self._console, self._colour_tokens(node, self._tokenizer))
         elif node.message is not None:
-            self._say(node.message)
+            self._print_message(node.message)
         elif node.kind == "context":
             for message in decode_stored_messages(node.dialect, bytes(node.messages)):
                 say(self._console, Text(message.role, style=f"bold {_STYLE[message.role]}"))
-                self._say(message)
+                self._print_message(message)
 
-    def _say(self, message: Message) -> None:
+    def _print_message(self, message: Message) -> None:
         if message.reasoning:
-            say(self._console, Text(self._short(message.reasoning), style="dim italic"))
+            say(self._console, Text(self._shorten(message.reasoning), style="dim italic"))
         if message.content:
-            say(self._console, Text(self._short(message.content)))
+            say(self._console, Text(self._shorten(message.content)))
         for call in message.tool_calls:
-            name, arguments = sanitize_line(call.name), self._short(call.arguments)
+            name, arguments = sanitize_line(call.name), self._shorten(call.arguments)
             say(self._console, Text.assemble(("→ ", "cyan"), (name, "bold cyan"), f" {arguments}"))
 
-    def _turn_head(self, node: NodeView) -> Text:
+    def _turn_title(self, node: NodeView) -> Text:
         known = [p for p in node.logprobs or () if p is not None]
         facts = [f"{len(node.ids)} tokens", node.finish, node.role]
         if known:
@@ -298,18 +300,18 @@ class _Printer:
         facts += [fact for fact in marks if fact]
         if node.capture != "tokens":
             facts.append(f"captured as {node.capture}")
-        line = " · ".join(facts) + _told(node.cause, node.role)
+        line = " · ".join(facts) + _describe_cause(node.cause, node.role)
         return Text.assemble(
             (f"assistant, turn {self._numbers[node.id]}", "bold green"), (f"  {sanitize_line(line)}", "dim")
         )
 
-    def _tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
+    def _colour_tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
         """Sampled tokens coloured from green (likely) to red; context in grey."""
         text = Text()
         logprobs = node.logprobs or [None] * len(node.ids)
         plain = not self._console.is_terminal
         for token, (piece, logprob) in zip(
-            node.ids, zip(_pieces(tokenizer, node.ids), logprobs, strict=True), strict=True
+            node.ids, zip(_decode_each(tokenizer, node.ids), logprobs, strict=True), strict=True
         ):
             shown = sanitize(piece) if piece else f"⟨{token}⟩"
             if node.kind == "context":
@@ -320,7 +322,7 @@ class _Printer:
                 text.append(shown, style=_shade(logprob))
         return text
 
-    def _short(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         text = sanitize(text)
         if self._full or len(text) <= _LONG:
             return text
@@ -328,20 +330,23 @@ class _Printer:
             f"{text[: _LONG * 3 // 4]}\n… {len(text) - _LONG} characters (--full shows them) …\n{text[-_LONG // 4 :]}"
         )
 
-    def _along(self, node: NodeView) -> Iterator[NodeView]:
-        at: NodeView | None = node
-        while at is not None:
-            yield at
-            at = max(self._children.get(at.id, []), key=self._weight, default=None)
+    def _walk(self, node: NodeView) -> Iterator[NodeView]:
+        current: NodeView | None = node
+        while current is not None:
+            yield current
+            current = max(self._children.get(current.id, []), key=self._weight, default=None)
 
 
-def _told(cause: str | None, role: str) -> str:
-    """Why a branch is one, where its role does not say so. (A first look may take the main conversation for a sub-agent's.)"""
+def _describe_cause(cause: str | None, role: str) -> str:
+    """Describe why a branch exists, where its role does not say so already.
+
+    The main conversation may first have been taken for a sub-agent's, so that those two causes are not shown.
+    """
     return f" · {cause}" if cause and cause not in (role, "subagent", "side") else ""
 
 
-def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The text that each token adds. A character that several tokens make up appears at the last of them."""
+def _decode_each(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Decode each token. A character that spans several tokens appears at the last of them."""
     decoder = tokenizer.decoder()
     return [decoder.feed([token]) for token in ids]
 
@@ -354,10 +359,10 @@ def _shade(logprob: float | None) -> str:
     return f"white on rgb({red},{green},30)"
 
 
-def _rows(view: View, console: Console) -> None:
+def _print_rows(view: ShownSession, console: Console) -> None:
     console.print()
     if not view.rows:
-        say(console, "No row: nothing of this trace is trained.", "yellow")
+        say(console, "No rows: nothing of this trace is trained on.", "yellow")
         return
     table = Table(title="Rows", title_justify="left")
     for heading in ("row", "tokens", "trained", "turns", "not trained"):

@@ -1,4 +1,4 @@
-"""What all commands print with: nothing that others wrote is taken for markup, and nothing of it can command a terminal."""
+"""Printing: text from agents and models is never taken for markup, and cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from turngate.common.safe_text import sanitize, sanitize_line
 
-__all__ = ["Showing", "console", "sanitize", "sanitize_line", "say"]
+__all__ = ["LiveDisplay", "console", "sanitize", "sanitize_line", "say"]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -19,24 +19,24 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def say(to: Console, text: str | Text, style: str = "") -> None:
-    """Print what may be longer than a line: never broken up by us, so that it can be copied and searched."""
+    """Print a line of any length without wrapping it, so that it can be copied and searched."""
     to.print(text, style=style or None, soft_wrap=True)
 
 
-class Showing(ABC):
-    """Live progress: a picture that changes, on a terminal; elsewhere whoever shows it says plain lines."""
+class LiveDisplay(ABC):
+    """Live progress on a terminal. Elsewhere, subclasses print plain lines instead."""
 
     def __init__(self, to: Console) -> None:
         self._console = to
         self._live: Live | None = None
 
     @abstractmethod
-    def _picture(self) -> RenderableType: ...
+    def _render(self) -> RenderableType: ...
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            # Asked for again at each refresh, so that clocks go on.
-            self._live = Live(console=self._console, refresh_per_second=4, transient=True, get_renderable=self._picture)
+            # Rendered again at each refresh, so that clocks advance.
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True, get_renderable=self._render)
             self._live.start()
         return self
 

@@ -1,4 +1,4 @@
-"""What `turngate train` does around a training run: put it together, show how far it is, and tell at the end what came of it."""
+"""`turngate train`: build a training run, show its progress, and print its result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate import tasks
-from turngate.cli.run import INTERRUPTED, Chosen, chosen_agent, heeded, positive, stoppable, writable
-from turngate.cli.terminal import Showing, say
+from turngate.cli.options import TrainOptions
+from turngate.cli.prepare import prepare_agent, require_positive, require_writable
+from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
+from turngate.cli.terminal import LiveDisplay, say
 from turngate.cli.terminal import console as new_console
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, TaskError
@@ -31,7 +33,7 @@ from turngate.rollout.progress import BatchProgress
 from turngate.sandboxes import get_backend
 from turngate.tasks.task import Task
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads would spin while agents want the cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads would spin while agents need the cores
 try:
     from turngate.trainers.local import checkpoint, report
     from turngate.trainers.local.grpo import Settings, Step
@@ -50,13 +52,13 @@ except ModuleNotFoundError as error:
         f"turngate train needs {error.name}: pip install 'turngate[local]' (without a GPU, torch's CPU build first)"
     ) from None
 
-STOPPING = "Stopping: agents are ended and their sandboxes removed; the same command goes on from the last checkpoint …"
-_OFTEN = 10.0  # seconds between plain lines
-_NOTHING_GRADED = 3  # the exit code that `turngate run` has for it
+STOPPING = "Stopping: ending agents and removing their sandboxes; the same command resumes from the last checkpoint …"
+_LINE_EVERY_S = 10.0  # between plain lines
+_NOTHING_GRADED = 3  # exit code
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One training run, with its evaluations where there are held-out tasks."""
+class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A training run, with an evaluation before and after it if there are held-out tasks."""
 
     goal: Goal
     folder: Path
@@ -70,8 +72,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         if self.held_out_n < 1:
             raise ConfigError(f"held_out_n: {self.held_out_n} must be at least 1", param="held_out_n")
 
-    def evaluation(self) -> BatchPlan | None:
-        """Of the held-out tasks, if there are any. It is done in two folders: before and after."""
+    def evaluation_plan(self) -> BatchPlan | None:
+        """Plan the rollouts of the held-out tasks, if there are any. The caller sets the folder: before or after."""
         if not self.held_out:
             return None
         return msgspec.structs.replace(self.goal.batch, tasks=self.held_out, n=self.held_out_n, name="held-out")
@@ -85,11 +87,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / f"after-{self.goal.steps}"
 
 
-class Came(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training run achieved."""
 
     steps: tuple[Step, ...]
-    shares: tuple[Shares, ...]  # of the steps of this run
+    shares: tuple[Shares, ...]  # only of the steps of this process
     before: BatchResult | None
     after: BatchResult | None
     seconds: float
@@ -99,11 +101,12 @@ class Came(msgspec.Struct, frozen=True, kw_only=True):
         return [step.reward for step in self.steps]
 
     @property
-    def made(self) -> tuple[Step, ...]:
-        """The steps of this run, without those that a checkpoint told of."""
+    def new_steps(self) -> tuple[Step, ...]:
+        """The steps of this process, without those of the checkpoint."""
         return self.steps[len(self.steps) - len(self.shares) :]
 
-    def compared(self) -> list[report.Compared]:
+    def compare(self) -> list[report.Compared]:
+        """Compare rewards at the beginning and the end of training, and of the two evaluations."""
         found = [report.gain(self.rewards)]
         if self.before is not None and self.after is not None:
             first, last = self.before.summary.overall, self.after.summary.overall
@@ -115,35 +118,38 @@ class Came(msgspec.Struct, frozen=True, kw_only=True):
         return [one for one in found if one is not None]
 
 
-async def carried_out(run: Run, place: Place, watching: Watching) -> Came:
+async def train_and_evaluate(run: TrainingRun, place: Place, display: TrainingDisplay) -> TrainingResult:
+    """Train, with an evaluation before and after if there are held-out tasks."""
     began = time.monotonic()
     before = after = None
     shares: list[Shares] = []
-    held_out = run.evaluation()
+    held_out = run.evaluation_plan()
 
-    def stepped(step: Step, share: Shares) -> None:
+    def on_step(step: Step, share: Shares) -> None:
         shares.append(share)
-        watching.step(step, share)
+        display.print_step(step, share)
 
     if held_out is not None:
-        watching.phase("held-out tasks, before", held_out.total)
+        display.start_phase("held-out tasks, before", held_out.total)
         plan = msgspec.structs.replace(held_out, folder=run.before)
-        before = await evaluate(place, plan, watching.see)
-        watching.say(f"held-out tasks, before: {_score(before)}")
-    watching.phase("training", run.goal.steps * run.goal.settings.groups * run.goal.batch.n)
-    told = TrainingCallbacks(rollouts=watching.see, step=stepped, note=partial(watching.say, style="yellow"))
-    steps = await train(place, run.goal, run.folder, run.model_folder, told)
+        before = await evaluate(place, plan, display.update)
+        display.say(f"held-out tasks, before: {_score(before)}")
+    display.start_phase("training", run.goal.steps * run.goal.settings.groups * run.goal.batch.n)
+    callbacks = TrainingCallbacks(rollouts=display.update, step=on_step, note=partial(display.say, style="yellow"))
+    steps = await train(place, run.goal, run.folder, run.model_folder, callbacks)
     if not shares:
-        watching.say(
-            f"the run has made {len(steps)} steps already, so nothing is trained, whatever else was changed; ask for more --steps to go on",
+        display.say(
+            f"the run has already made {len(steps)} steps, so nothing is trained; give more --steps to continue",
             "yellow",
         )
     if held_out is not None:
-        watching.phase("held-out tasks, after", held_out.total)
+        display.start_phase("held-out tasks, after", held_out.total)
         plan = msgspec.structs.replace(held_out, folder=run.after)
-        after = await evaluate(place, plan, watching.see)
-        watching.say(f"held-out tasks, after:  {_score(after)}")
-    return Came(steps=tuple(steps), shares=tuple(shares), before=before, after=after, seconds=time.monotonic() - began)
+        after = await evaluate(place, plan, display.update)
+        display.say(f"held-out tasks, after:  {_score(after)}")
+    return TrainingResult(
+        steps=tuple(steps), shares=tuple(shares), before=before, after=after, seconds=time.monotonic() - began
+    )
 
 
 def _score(result: BatchResult) -> str:
@@ -152,8 +158,8 @@ def _score(result: BatchResult) -> str:
     return f"{overall.passed} of {overall.graded} passed, mean reward {reward}"
 
 
-class Watching(Showing):
-    """Live progress: where it is, on a terminal; one line per step anywhere."""
+class TrainingDisplay(LiveDisplay):
+    """Progress of a training run: live on a terminal, and one line per step anywhere."""
 
     def __init__(self, console: Console, steps: int) -> None:
         super().__init__(console)
@@ -161,34 +167,34 @@ class Watching(Showing):
         self._done = 0
         self._phase, self._total = "starting", 1
         self._tally: BatchProgress | None = None
-        self._began = self._told = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
-    def phase(self, name: str, total: int) -> None:
+    def start_phase(self, name: str, total: int) -> None:
         self._phase, self._total, self._tally = name, total, None
 
-    def see(self, tally: BatchProgress) -> None:
+    def update(self, tally: BatchProgress) -> None:
         self._tally = tally
-        if self._live is None and time.monotonic() - self._told > _OFTEN:
-            self._told = time.monotonic()
+        if self._live is None and time.monotonic() - self._printed > _LINE_EVERY_S:
+            self._printed = time.monotonic()
             self.say(self._line())
 
     def say(self, text: str, style: str = "") -> None:
         say(self._console, text, style)
 
-    def step(self, step: Step, share: Shares) -> None:
+    def print_step(self, step: Step, share: Shares) -> None:
         self._done = step.step
-        self._told = time.monotonic()
-        self.say(told(step, share))
+        self._printed = time.monotonic()
+        self.say(describe_step(step, share))
 
     def _line(self) -> str:
         seconds = int(time.monotonic() - self._began)
         done = 0 if self._tally is None else self._tally.done
-        where = "" if self._tally is None else _where(self._tally)
+        stages = "" if self._tally is None else _describe_stages(self._tally)
         return f"{seconds // 60}:{seconds % 60:02d}  {self._phase}: {done}/{self._total} rollouts" + (
-            f" ({where})" if where else ""
+            f" ({stages})" if stages else ""
         )
 
-    def _picture(self) -> Group:
+    def _render(self) -> Group:
         head = Table.grid(padding=(0, 2))
         training = self._phase == "training"
         done = self._done if training else 0 if self._tally is None else self._tally.done
@@ -197,141 +203,152 @@ class Watching(Showing):
         return Group(head)
 
 
-def _where(tally: BatchProgress) -> str:
+def _describe_stages(tally: BatchProgress) -> str:
     counts = {"starting": tally.states["start"], "running": tally.states["run"], "grading": tally.states["grade"]}
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def told(step: Step, share: Shares) -> str:
-    """One step in one line."""
+def describe_step(step: Step, share: Shares) -> str:
+    """Describe a step in one line."""
     measured = step.measured
-    exact = "not compared" if measured.difference is None else f"log-probabilities within {measured.difference:.0e}"
+    note = "not compared" if measured.difference is None else f"log-probabilities within {measured.difference:.0e}"
     bar = "█" * round(20 * (step.reward or 0.0))
     if step.reward is None:
-        exact = f"nothing was graded: {'; '.join(step.why)[:300]}"
+        note = f"nothing was graded: {'; '.join(step.why)[:300]}"
     elif not measured.signal:
-        exact = "no signal: within each group all rewards are alike"
+        note = "no signal: all rewards of a group are equal"
     return (
         f"step {step.step:3}  reward {'none' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
-        f"passed {step.passed or 0.0:4.0%}  entropy {measured.entropy:.2f}  {exact}"
-        + (f"  {len(measured.refused)} rows refused" if measured.refused else "")
+        f"passed {step.passed or 0.0:4.0%}  entropy {measured.entropy:.2f}  {note}"
+        + (f"  {len(measured.refused)} rows rejected" if measured.refused else "")
         + f"  {share.whole:.0f} s (agents {share.agents:.0f}, sampling {share.sampling:.0f}, training {share.training:.0f}, "
         f"turngate {share.turngate:.1f})"
     )
 
 
-def summed_up(came: Came, console: Console) -> None:
-    """The curve, what was compared, and where the time went."""
+def print_result(result: TrainingResult, console: Console) -> None:
+    """Print the reward curve, the comparisons, and where the time went."""
     console.print()
-    head, *bars = report.curve(came.rewards)
+    head, *bars = report.curve(result.rewards)
     say(console, head, "bold")
     for line in bars:
         say(console, line)
     console.print()
-    for one in came.compared():
-        style = "green" if one.after > one.before else "yellow"
-        say(console, f"{one.name}: {one.before:.2f} → {one.after:.2f}", style)
-    apart = [step.measured.difference for step in came.steps if step.measured.difference is not None]
-    rows = sum(step.measured.compared for step in came.steps)
-    if apart:
-        refused = sum(len(step.measured.refused) for step in came.steps)
+    for change in result.compare():
+        style = "green" if change.after > change.before else "yellow"
+        say(console, f"{change.name}: {change.before:.2f} → {change.after:.2f}", style)
+    gaps = [step.measured.difference for step in result.steps if step.measured.difference is not None]
+    rows = sum(step.measured.compared for step in result.steps)
+    if gaps:
+        rejected = sum(len(step.measured.refused) for step in result.steps)
         say(
             console,
-            f"{rows} rows recomputed with the weights that sampled them: log-probabilities differ by {sum(apart) / len(apart):.1e} on "
-            f"average; {refused} refused",
+            f"{rows} rows recomputed with the weights that sampled them: log-probabilities differ by {sum(gaps) / len(gaps):.1e} on "
+            f"average; {rejected} rejected",
         )
-    if not any(step.measured.signal for step in came.steps):
+    if not any(step.measured.signal for step in result.steps):
         say(
             console,
-            "No step had a signal, so nothing was learnt: tasks that are sometimes solved are needed.",
+            "No step had a signal, so nothing was learned: use tasks that the agent solves sometimes.",
             "yellow",
         )
-    whole = sum(share.whole for share in came.shares)
+    whole = sum(share.whole for share in result.shares)
     if whole:
-        spent = ", ".join(
-            f"{name} {sum(getattr(share, name) for share in came.shares) / whole:.0%}"
+        split = ", ".join(
+            f"{name} {sum(getattr(share, name) for share in result.shares) / whole:.0%}"
             for name in ("agents", "sampling", "training", "turngate")
         )
-        tokens = sum(step.sampled_tokens for step in came.made)
-        say(console, f"time of the steps: {spent}; {tokens:,} sampled tokens, {tokens / whole:.0f} per second", "dim")
+        tokens = sum(step.sampled_tokens for step in result.new_steps)
+        say(console, f"time of the steps: {split}; {tokens:,} sampled tokens, {tokens / whole:.0f} per second", "dim")
 
 
-def kept(came: Came, folder: Path, title: str) -> Path:
-    """The picture and the numbers as files. Where the picture is."""
-    note = f"{len(came.steps)} steps, {sum(len(step.rewards) for step in came.steps)} rollouts"
-    if came.made:
-        since = "" if came.made == came.steps else f" from step {came.made[0].step} on"
-        note += f", {came.seconds / 60:.1f} minutes{since}"
-    picture = folder / "reward.svg"
-    picture.write_text(report.svg(title, came.rewards, came.compared(), note))
-    (folder / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(came.steps)))
-    return picture
+def write_files(result: TrainingResult, folder: Path, title: str) -> Path:
+    """Write the reward curve and the numbers. Returns the path of the curve."""
+    note = f"{len(result.steps)} steps, {sum(len(step.rewards) for step in result.steps)} rollouts"
+    if result.new_steps:
+        since = "" if result.new_steps == result.steps else f" from step {result.new_steps[0].step} on"
+        note += f", {result.seconds / 60:.1f} minutes{since}"
+    curve = folder / "reward.svg"
+    curve.write_text(report.svg(title, result.rewards, result.compare(), note))
+    (folder / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(result.steps)))
+    return curve
 
 
 # ── from flags ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def ordered(given: Mapping[str, Any]) -> int:
-    """Train what the flags of `turngate train` ask for. The exit code."""
-    run = _run(given)
-    _goes_on(run)
+def train_model(options: TrainOptions) -> int:
+    """Train as the flags ask for, and return the exit code."""
+    run = _build_run(options)
+    _check_resumable(run)
     console = new_console()
-    came = asyncio.run(stoppable(_opened(run, console, given["data"]), console, STOPPING))
-    if came is None:
-        say(console, "stopped; the same command goes on from the last checkpoint", "yellow")
+    result = asyncio.run(cancel_on_signal(_train(run, console, options.data), console, STOPPING))
+    if result is None:
+        say(console, "stopped; the same command resumes from the last checkpoint", "yellow")
         return INTERRUPTED
-    summed_up(came, console)
-    picture = kept(came, run.folder, f"{run.goal.batch.agent.name}, {run.model_folder.name}")
-    say(console, f"  picture      {picture}", "dim")
+    print_result(result, console)
+    plot = write_files(result, run.folder, f"{run.goal.batch.agent.name}, {run.model_folder.name}")
+    say(console, f"  plot         {plot}", "dim")
     say(console, f"  checkpoint   {run.folder / 'checkpoints'}", "dim")
-    return 0 if any(reward is not None for reward in came.rewards) else _NOTHING_GRADED
+    return 0 if any(reward is not None for reward in result.rewards) else _NOTHING_GRADED
 
 
-def _run(given: Mapping[str, Any]) -> Run:
-    wanted = _tasks(given, "tasks")
-    held_out = _tasks(given, "held_out") if given["held_out"] else ()
-    model_folder = Path(given["model_folder"])
+def _build_run(options: TrainOptions) -> TrainingRun:
+    selected = _read_tasks("tasks", options.tasks)
+    held_out = _read_tasks("held_out", options.held_out) if options.held_out else ()
+    model_folder = Path(options.model_folder)
     if not (model_folder / "config.json").is_file():
         raise ConfigError(f"model_folder: {model_folder} holds no model (config.json)", param="model_folder")
-    chosen: Chosen = chosen_agent(given, max((task.instruction for task in wanted), key=len))
-    folder = writable(given["out"])
-    temperature = positive(given, "temperature")
-    limits: dict[str, Any] = {} if given["max_turns"] is None else {"limits": {"turns": positive(given, "max_turns")}}
+    agent = prepare_agent(
+        options.agent,
+        options=options.option,
+        context_tokens=options.context_tokens,
+        instruction=max((task.instruction for task in selected), key=len),
+    )
+    folder = require_writable(options.out)
+    temperature = require_positive("temperature", options.temperature)
+    limits: dict[str, Any] = {}
+    if options.max_turns is not None:
+        limits = {"limits": {"turns": require_positive("max_turns", options.max_turns)}}
     plan = BatchPlan(
-        tasks=wanted,
-        agent=chosen.spec,
-        installed=chosen.installed,
-        backend=get_backend(given["sandbox"]),
+        tasks=selected,
+        agent=agent.spec,
+        installed=agent.installed,
+        backend=get_backend(options.sandbox),
         model=model_folder.name,
         folder=folder / "rollouts",
-        n=given["n"],
-        bounds=Bounds(running=given["concurrency"]),
-        seed=given["seed"],
-        timeout_s=positive(given, "timeout"),
+        n=options.n,
+        bounds=Bounds(running=options.concurrency),
+        seed=options.seed,
+        timeout_s=require_positive("timeout", options.timeout),
         session={"sampling": {"temperature": temperature}, **limits},
-        model_limits=chosen.told,
-        options=chosen.options,
+        model_limits=agent.limits,
+        options=agent.options,
     )
-    settings = Settings(groups=given["groups"], learning_rate=positive(given, "learning_rate"), temperature=temperature)
-    return Run(
-        goal=Goal(batch=plan, steps=given["steps"], settings=settings, every=given["every"]),
+    settings = Settings(
+        groups=options.groups,
+        learning_rate=require_positive("learning_rate", options.learning_rate),
+        temperature=temperature,
+    )
+    return TrainingRun(
+        goal=Goal(batch=plan, steps=options.steps, settings=settings, every=options.every),
         folder=folder,
         model_folder=model_folder,
-        tokenizer=Path(given["tokenizer"] or model_folder),
-        max_context=given["context_tokens"],
+        tokenizer=Path(options.tokenizer or model_folder),
+        max_context=options.context_tokens,
         held_out=held_out,
-        held_out_n=given["held_out_n"],
+        held_out_n=options.held_out_n,
     )
 
 
-def _tasks(given: Mapping[str, Any], option: str) -> tuple[Task, ...]:
+def _read_tasks(option: str, where: str) -> tuple[Task, ...]:
     try:
-        return tuple(tasks.read_tasks(given[option]))
+        return tuple(tasks.read_tasks(where))
     except TaskError as error:
         raise TaskError(f"{option}: {error.message.removeprefix('task: ')}", param=option) from None
 
 
-# By what the ledger of a batch calls it, the option of `turngate train` that it comes from.
+# The option of `turngate train` behind each name in the ledger of a batch.
 _OPTIONS = {
     "agent's description": "agent",
     "model": "model-folder",
@@ -341,30 +358,30 @@ _OPTIONS = {
 _HELD_OUT = {**_OPTIONS, "tasks": "held-out", "n": "held-out-n"}
 
 
-def _goes_on(run: Run) -> None:
-    """What cannot be gone on with is told before anything is started."""
-    evaluation = run.evaluation()
+def _check_resumable(run: TrainingRun) -> None:
+    """Reject a run that does not fit the one in its folder, before anything is started."""
+    evaluation = run.evaluation_plan()
     if evaluation is not None:
         for folder in (run.before, run.after):
-            _begun(msgspec.structs.replace(evaluation, folder=folder), _HELD_OUT, run.folder)
+            _count_rounds(msgspec.structs.replace(evaluation, folder=folder), _HELD_OUT, run.folder)
     goal, found = run.goal, checkpoint.newest(run.folder / "checkpoints")
     trained = 0 if found is None else found.state.step
-    if trained >= goal.steps:  # nothing will be
+    if trained >= goal.steps:  # nothing to train
         return
     plan = goal.plan()
-    rounds = _begun(plan, _OPTIONS, run.folder)
+    rounds = _count_rounds(plan, _OPTIONS, run.folder)
     if rounds > plan.rounds:
         least = (rounds - 1) * len(plan.tasks) // goal.settings.groups + 1
         there = "has no checkpoint" if found is None else f"has only step {trained}"
         raise ConfigError(
-            f"steps: {goal.steps} is too few: {plan.folder} holds the rollouts of more, and {run.folder / 'checkpoints'} {there}; bring "
-            f"back what is missing there, go on with --steps {least} or more, or choose another --out folder",
+            f"steps: {goal.steps} is too few: {plan.folder} holds the rollouts of more steps, and {run.folder / 'checkpoints'} {there}; "
+            f"restore the missing checkpoint, give --steps {least} or more, or choose another --out folder",
             param="steps",
         )
 
 
-def _begun(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
-    """How many rounds of it have begun. Refused where its folder holds another batch."""
+def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
+    """Count the rounds that a batch has started. Fails if its folder holds another batch."""
     if not (plan.folder / ledger.LEDGER_NAME).exists():
         return 0
     known = ledger.read_ledger(plan.folder)
@@ -372,28 +389,29 @@ def _begun(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
         return 0
     changed = [one.partition(": ") for one in describe_changes(known.head, plan.terms(), plan.digests())]
     if changed:
-        told = [(options.get(name, name), how) for name, _, how in changed]
+        flags = [(options.get(name, name), how) for name, _, how in changed]
         raise ConfigError(
-            f"{'; '.join(f'--{name}: {how}' for name, how in told)}. {out} holds a run that was begun otherwise: go on with its "
-            f"{' and '.join(f'--{name}' for name in dict(told))}, or choose another --out folder",
+            f"{'; '.join(f'--{name}: {how}' for name, how in flags)}. {out} holds a run with other options: continue with its "
+            f"{' and '.join(f'--{name}' for name in dict(flags))}, or choose another --out folder",
             param="out",
         )
     finished = (*known.finished.values(), *(late.finished for late in known.unrecorded.values()))
     return 1 + max((one.round for one in finished), default=0)
 
 
-async def _opened(run: Run, console: Console, data: str) -> Came | None:
+async def _train(run: TrainingRun, console: Console, data: str) -> TrainingResult | None:
+    """Run the training with a gateway and an engine of its own. Returns None if it was interrupted."""
     try:
-        with Watching(console, run.goal.steps) as watching:
-            async with ready(run, data) as place:
-                return await carried_out(run, place, watching)
+        with TrainingDisplay(console, run.goal.steps) as display:
+            async with start_training(run, data) as place:
+                return await train_and_evaluate(run, place, display)
     except asyncio.CancelledError:
-        heeded()
+        absorb_cancellation()
         return None
 
 
-def ready(run: Run, data: str | Path = "") -> AbstractAsyncContextManager[Place]:
-    """Gateway and engine for a run, in this process."""
+def start_training(run: TrainingRun, data: str | Path = "") -> AbstractAsyncContextManager[Place]:
+    """Start the gateway and the engine of a run in this process."""
     config = ServeConfig(
         host="127.0.0.1",
         port=0,
@@ -409,7 +427,7 @@ def ready(run: Run, data: str | Path = "") -> AbstractAsyncContextManager[Place]
 
 
 def side_by_side(left: str, right: str, rows: Sequence[tuple[str, str]]) -> Table:
-    """Two transcripts."""
+    """Lay out two transcripts in columns."""
     table = Table(show_lines=False, expand=True)
     table.add_column(left, ratio=1, overflow="fold")
     table.add_column(right, ratio=1, overflow="fold")

@@ -1,6 +1,6 @@
-"""What `turngate verify` prints: a verdict per session, with its forks and what they cost.
+"""`turngate verify`: verify sessions and print a verdict for each, with its forks and their cost.
 
-Exit code 1 if anything is wrong, 2 if something that was asked for could not be done.
+The exit code is 1 if anything is wrong, and 2 if a requested check could not be made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from turngate.agents.spec import find_agent as find_agent
+from turngate.agents.spec import find_agent
+from turngate.cli.options import VerifyCommandOptions
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.common.validation import reject_credentials
@@ -47,220 +48,212 @@ from turngate.views.verdict import open_row_source
 
 _LONG = 30  # characters of an excerpt
 _BEFORE = 12  # of them before the first difference
-_UNDER = " " * 10  # what is said of a fork stands under its cause
+_INDENT = " " * 10  # of lines below a fork's cause
 _PARTS: tuple[Part, ...] = ("structure", "rows", "render", "replay", "transcript")
-_BELOW = ("rollouts", "*/rollouts", "batches/*/rollouts")
-_DONE = {  # what an option asked for, if it was not done at all
+_ROLLOUT_FOLDERS = ("rollouts", "*/rollouts", "batches/*/rollouts")
+_NOT_DONE = {  # by the part that an option requested
     "render": "nothing was rendered",
     "replay": "nothing was scored",
     "transcript": "nothing was compared with --rollouts",
 }
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command."""
-
-    session: str = "last"
-    every: bool = False
-    data: str = "turngate-data"
-    engine: str = ""
-    engine_url: str = ""
-    engine_key_env: str = ""
-    model: str = ""
-    version: int | None = None
-    tolerance: float = TOLERANCE
-    tokenizer: str = ""
-    family: str = ""
-    rollouts: str = ""
-    as_json: bool = False
-
-    @property
-    def requested(self) -> tuple[Part, ...]:
-        """Parts that were asked for by an option."""
-        asked: dict[Part, bool] = {
-            "render": bool(self.tokenizer or self.family),
-            "replay": bool(self.engine),
-            "transcript": bool(self.rollouts),
-        }
-        return tuple(part for part in asked if asked[part])
+def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
+    """Return the parts that an option asks for."""
+    requested: dict[Part, bool] = {
+        "render": bool(options.tokenizer or options.family),
+        "replay": bool(options.engine),
+        "transcript": bool(options.rollouts),
+    }
+    return tuple(part for part in requested if requested[part])
 
 
-def report(asked: Asked) -> bool:
-    """Print the verdicts; True if nothing is wrong. Raises where something that was asked for could not be done at all."""
-    console = None if asked.as_json else new_console()
+def verify_sessions(options: VerifyCommandOptions) -> bool:
+    """Print the verdicts. Returns whether nothing is wrong; raises if a requested check could not be made at all."""
+    requested = list_requested_parts(options)
+    console = None if options.as_json else new_console()
     verdicts: list[Verdict] = []
     try:
-        for verdict in _verdicts(asked):
+        for verdict in _iterate_verdicts(options):
             verdicts.append(verdict)
             if console is not None:
-                show(verdict, console, brief=asked.every and verdict.ok, requested=asked.requested)
+                print_verdict(verdict, console, brief=options.every and verdict.ok, requested=requested)
     except TurngateError as error:
-        if _ended(verdicts, console, [error.message]):
+        if _finish(verdicts, console, [error.message]):
             raise
         return False
-    undone = [f"{_DONE[part]}: {why}" for part in asked.requested if (why := _undone(part, verdicts))]
-    if console is not None and asked.every:
-        _totals(verdicts, console)
-    fine = _ended(verdicts, console, undone)
+    undone = [f"{_NOT_DONE[part]}: {why}" for part in requested if (why := _reason_not_done(part, verdicts))]
+    if console is not None and options.every:
+        _print_totals(verdicts, console)
+    fine = _finish(verdicts, console, undone)
     if undone and fine:
         raise ConfigError("; ".join(undone))
     return fine
 
 
-def _verdicts(asked: Asked) -> Iterator[Verdict]:
-    data = Path(asked.data)
-    _refuse(asked)
-    scorer, renderers = _scorer(asked), _renderers(asked)
+def _iterate_verdicts(options: VerifyCommandOptions) -> Iterator[Verdict]:
+    data = Path(options.data)
+    _check_options(options)
+    scorer, renderers = _build_scorer(options), _build_renderers(options)
     with StoreReader(data) as folder, open_row_source(data) as rows:
         means = VerifyOptions(
             rows=rows,
             renderers=renderers,
             scorer=scorer,
-            tolerance=asked.tolerance,
-            version=asked.version,
-            transcript=transcripts(Path(asked.rollouts) if asked.rollouts else data),
+            tolerance=options.tolerance,
+            version=options.policy_version,
+            transcript=compare_transcripts(Path(options.rollouts) if options.rollouts else data),
         )
-        yield from _looked(folder, asked, means)
+        yield from _verify_selected(folder, options, means)
 
 
-def _looked(folder: StoreReader, asked: Asked, means: VerifyOptions) -> Iterator[Verdict]:
-    if not asked.every:
-        yield verify(folder, folder.resolve_id(asked.session), means)
+def _verify_selected(folder: StoreReader, options: VerifyCommandOptions, means: VerifyOptions) -> Iterator[Verdict]:
+    if not options.every:
+        yield verify(folder, folder.resolve_id(options.session), means)
         return
     for session_id in folder.sessions():
         try:
             yield verify(folder, session_id, means)
         except NotFound as error:
-            if session_id in folder.sessions():  # else it was deleted meanwhile
+            if session_id in folder.sessions():  # else it was deleted in the meantime
                 yield unreadable_verdict(session_id, error.message)
         except EngineError:
             raise
-        except Exception as error:  # what makes us fall over one session must not hide the others
-            yield unreadable_verdict(session_id, f"verify falls over it: {type(error).__name__}: {error}")
+        except Exception as error:  # a bug that one session triggers must not hide the others
+            yield unreadable_verdict(session_id, f"verify fails on it: {type(error).__name__}: {error}")
 
 
-def _ended(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """What there is to say at the end of all; True if nothing is wrong. Whoever asked for JSON gets it, whatever came of it."""
+def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
+    """Print the end of the report. Returns whether nothing is wrong. JSON is printed in any case."""
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:
         print(msgspec.json.encode({"ok": fine and not undone, "sessions": verdicts, "undone": undone}).decode())
-    elif not fine:  # else it is the error
+    elif not fine:  # else the error says it
         for what in undone:
             say(console, what, "red")
     return fine
 
 
-def _undone(part: str, verdicts: list[Verdict]) -> str:
-    """Why a part was looked at in no session; empty if it was in one."""
+def _reason_not_done(part: str, verdicts: list[Verdict]) -> str:
+    """Return why a part was checked in no session; empty if it was in one."""
     if any(finding.part == part for verdict in verdicts for finding in verdict.findings):
         return ""
-    reasons = Counter(_why(u, verdict) for verdict in verdicts for u in verdict.unchecked if u.part == part)
-    return _one_of(reasons) or "there is no session that can be read"
+    reasons = Counter(
+        _normalize_reason(u, verdict) for verdict in verdicts for u in verdict.unchecked if u.part == part
+    )
+    return _summarize_reasons(reasons) or "no session can be read"
 
 
-def _why(missing: SkippedCheck, verdict: Verdict) -> str:
-    """A reason without the session's own name, so that sessions can share it."""
+def _normalize_reason(missing: SkippedCheck, verdict: Verdict) -> str:
+    """Return a reason without the session's id, so that equal reasons can be counted."""
     return missing.why.replace(verdict.session, "…") if verdict.session else missing.why
 
 
-def _one_of(reasons: Counter[str]) -> str:
-    """The most common reason, and how many others there are."""
+def _summarize_reasons(reasons: Counter[str]) -> str:
+    """Return the most common reason, and how many others there are."""
     if not reasons:
         return ""
     [(why, _)] = reasons.most_common(1)
     more = len(reasons) - 1
-    return f"{sanitize_line(why)} (and {_n(more, 'other reason')})" if more else sanitize_line(why)
+    return f"{sanitize_line(why)} (and {_count(more, 'other reason')})" if more else sanitize_line(why)
 
 
-def _totals(verdicts: list[Verdict], console: Console) -> None:
+def _print_totals(verdicts: list[Verdict], console: Console) -> None:
     wrong = sum(not verdict.ok for verdict in verdicts)
-    counted = f"{_n(len(verdicts), 'session')}, {wrong or 'none'} with something wrong"
+    counted = f"{_count(len(verdicts), 'session')}, {wrong or 'none'} wrong"
     say(console, counted, "red" if wrong else "green")
     for part in _PARTS:
-        reasons = [next(_why(u, v) for u in v.unchecked if u.part == part) for v in verdicts if part in _missing(v)]
+        reasons = [
+            next(_normalize_reason(u, v) for u in v.unchecked if u.part == part)
+            for v in verdicts
+            if part in _list_unchecked_parts(v)
+        ]
         if reasons:
-            say(console, f"  – {_n(len(reasons), 'session')} with {part} not looked at: {_one_of(Counter(reasons))}")
+            say(
+                console,
+                f"  – {_count(len(reasons), 'session')} with {part} not checked: {_summarize_reasons(Counter(reasons))}",
+            )
     scored = [verdict.replay for verdict in verdicts if verdict.replay is not None]
     if scored:
         turns, tokens, outliers = map(sum, zip(*((r.turns, r.tokens, r.outliers) for r in scored), strict=True))
         say(
             console,
-            f"  {_n(tokens, 'token')} of {_n(turns, 'turn')} scored again by {scored[0].engine}: "
+            f"  {_count(tokens, 'token')} of {_count(turns, 'turn')} scored again by {scored[0].engine}: "
             f"difference at most {_largest(scored):.2g}, {outliers} beyond {scored[0].tolerance:g}",
         )
 
 
 def _largest(scored: list[Replay]) -> float:
-    """One that is no number is larger than all."""
+    """Return the largest difference; NaN is larger than all."""
     return float(np.max([replay.largest for replay in scored]))
 
 
-def transcripts(folder: Path) -> TranscriptComparison:
-    """Compares what the agent left in `folder`, or in a folder of rollouts below it, with a trace."""
-    places = _places(folder)
+def compare_transcripts(folder: Path) -> TranscriptComparison:
+    """Return a function that compares an agent's logs in `folder`, or in a rollouts folder below it, with a trace."""
+    places = _find_rollout_folders(folder)
 
     def compare(session: StoredSession, trace: Json) -> tuple[list[str] | None, str]:
         name = session.config.metadata.get("agent")
         if not isinstance(name, str):
             return None, "no agent is recorded"
-        left = next((place / session.id for place in places if (place / session.id).is_dir()), None)
-        if left is None:
-            return None, f"there is no log of the agent below {folder}; say where it is with --rollouts FOLDER"
+        logs = next((place / session.id for place in places if (place / session.id).is_dir()), None)
+        if logs is None:
+            return None, f"no log of the agent is below {folder}; give its folder with --rollouts"
         try:
             transcript = find_agent(name).spec.transcript
             if transcript is None:
                 return None, f"{name} keeps no transcript"
-            return compare_transcript(transcript, left, trace)[1], ""
+            return compare_transcript(transcript, logs, trace)[1], ""
         except TurngateError as error:
             return None, error.message
 
     return compare
 
 
-def _places(folder: Path) -> list[Path]:
-    """Where runs, batches (`--out`, or in the data folder) and training leave a folder for each session."""
-    below = [place for pattern in _BELOW for place in sorted(folder.glob(pattern)) if place.is_dir()]
+def _find_rollout_folders(folder: Path) -> list[Path]:
+    """List where runs, batches (`--out`, or in the data folder) and training leave a folder for each session."""
+    below = [place for pattern in _ROLLOUT_FOLDERS for place in sorted(folder.glob(pattern)) if place.is_dir()]
     return [folder, *below]
 
 
-def _refuse(asked: Asked) -> None:
-    """Raise for options that do not go together, or mean nothing."""
-    if asked.every and asked.session != "last":
+def _check_options(options: VerifyCommandOptions) -> None:
+    """Reject options that contradict each other or have no effect."""
+    if options.every and options.session != "last":
         raise ConfigError("session: give an id or --all, not both", param="session")
-    if not (math.isfinite(asked.tolerance) and asked.tolerance >= 0):
-        raise ConfigError(f"tolerance: {asked.tolerance:g} must be 0 or more", param="tolerance")
-    if asked.rollouts and not Path(asked.rollouts).is_dir():
-        raise ConfigError(f"rollouts: there is no folder {asked.rollouts}", param="rollouts")
+    if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
+        raise ConfigError(f"tolerance: {options.tolerance:g} must be 0 or more", param="tolerance")
+    if options.rollouts and not Path(options.rollouts).is_dir():
+        raise ConfigError(f"rollouts: there is no folder {options.rollouts}", param="rollouts")
     scoring = {
-        "engine_url": bool(asked.engine_url),
-        "engine_key_env": bool(asked.engine_key_env),
-        "model": bool(asked.model),
-        "policy_version": asked.version is not None,
-        "tolerance": asked.tolerance != TOLERANCE,
+        "engine_url": bool(options.engine_url),
+        "engine_key_env": bool(options.engine_key_env),
+        "model": bool(options.model),
+        "policy_version": options.policy_version is not None,
+        "tolerance": options.tolerance != TOLERANCE,
     }
-    for name in scoring if not asked.engine else ():
+    for name in scoring if not options.engine else ():
         if scoring[name]:
             option = name.replace("_", "-")
-            raise ConfigError(f"{name}: --{option} is for scoring; say with what: --engine vllm", param=name)
+            raise ConfigError(f"{name}: --{option} is for scoring; also give --engine vllm", param=name)
 
 
-def _renderers(asked: Asked) -> Renderers:
-    return Renderers(tokenizer=find_tokenizer(asked.tokenizer) if asked.tokenizer else None, family=asked.family)
+def _build_renderers(options: VerifyCommandOptions) -> Renderers:
+    return Renderers(tokenizer=find_tokenizer(options.tokenizer) if options.tokenizer else None, family=options.family)
 
 
-def _scorer(asked: Asked) -> Scorer | None:
-    match asked.engine:
+def _build_scorer(options: VerifyCommandOptions) -> Scorer | None:
+    match options.engine:
         case "":
             return None
         case "scripted":
             return ScriptedScorer()
         case "vllm":
-            if not asked.engine_url or not asked.model:
+            if not options.engine_url or not options.model:
                 raise ConfigError("engine: vllm needs --engine-url and --model", param="engine_url")
-            reject_credentials(asked.engine_url, "engine_url", "name an environment variable with --engine-key-env")
-            if not _is_url(asked.engine_url):
-                raise ConfigError(f"engine_url: {asked.engine_url!r} is not an http(s) URL", param="engine_url")
-            return VLLMScorer(asked.engine_url, asked.model, key=_key(asked.engine_key_env))
+            reject_credentials(options.engine_url, "engine_url", "name an environment variable with --engine-key-env")
+            if not _is_url(options.engine_url):
+                raise ConfigError(f"engine_url: {options.engine_url!r} is not an http(s) URL", param="engine_url")
+            return VLLMScorer(options.engine_url, options.model, key=_read_key(options.engine_key_env))
         case other:
             raise ConfigError(f"engine: {other!r} cannot score a prompt; vllm and scripted can", param="engine")
 
@@ -269,25 +262,25 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port or an address that is none
+    except ValueError:  # invalid port or address
         return False
 
 
-def _key(variable: str) -> str:
+def _read_key(variable: str) -> str:
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
         raise ConfigError(f"engine_key_env: the environment variable {variable} is not set", param="engine_key_env")
     return key
 
 
-def show(verdict: Verdict, console: Console, *, brief: bool = False, requested: Collection[str] = ()) -> None:
-    """`brief`: one line. `requested`: parts that were asked for, besides those that every session has."""
+def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, requested: Collection[str] = ()) -> None:
+    """Print a verdict. `brief`: in one line. `requested`: parts that were requested, besides those of every session."""
     counts = verdict.counts
     facts = (
-        f"{_n(counts.turns, 'turn')}, {_n(counts.sampled_tokens, 'sampled token')}, {_n(counts.rows, 'row')}, "
-        f"{_n(counts.trained_tokens, 'token')} to train"
+        f"{_count(counts.turns, 'turn')}, {_count(counts.sampled_tokens, 'sampled token')}, {_count(counts.rows, 'row')}, "
+        f"{_count(counts.trained_tokens, 'token')} to train"
     )
-    mark = (f"✓ {_word(verdict, requested)}", "bold green") if verdict.ok else ("✗ wrong", "bold red")
+    mark = (f"✓ {_verdict_word(verdict, requested)}", "bold green") if verdict.ok else ("✗ wrong", "bold red")
     say(
         console,
         Text.assemble(
@@ -296,7 +289,7 @@ def show(verdict: Verdict, console: Console, *, brief: bool = False, requested: 
     )
     if brief:
         return
-    _parts(verdict, console)
+    _print_parts(verdict, console)
     for finding in verdict.wrong:
         where = f" ({finding.where})" if finding.where else ""
         say(
@@ -308,96 +301,96 @@ def show(verdict: Verdict, console: Console, *, brief: bool = False, requested: 
         say(
             console, Text.assemble(("  ! ", "yellow"), (f"{note.check}  ", "bold"), sanitize(note.what), (where, "dim"))
         )
-    _forks(verdict, console)
-    _differences(verdict, console)
+    _print_forks(verdict, console)
+    _print_differences(verdict, console)
 
 
-def _word(verdict: Verdict, requested: Collection[str]) -> str:
-    """What a session without fault may be called: exact only if all of it was looked at."""
-    owed = [part for part in _missing(verdict) if part != "transcript" or part in requested]
-    return f"sound ({', '.join(owed)} not looked at)" if owed else "exact"
+def _verdict_word(verdict: Verdict, requested: Collection[str]) -> str:
+    """Return the word for a session without errors: exact only if all of it was checked."""
+    open_parts = [part for part in _list_unchecked_parts(verdict) if part != "transcript" or part in requested]
+    return f"sound ({', '.join(open_parts)} not checked)" if open_parts else "exact"
 
 
-def _missing(verdict: Verdict) -> list[str]:
-    """Parts of which no check was made."""
-    made = {finding.part for finding in verdict.findings}
-    return list(dict.fromkeys(u.part for u in verdict.unchecked if u.part not in made))
+def _list_unchecked_parts(verdict: Verdict) -> list[str]:
+    """Return the parts of which no check was made."""
+    checked = {finding.part for finding in verdict.findings}
+    return list(dict.fromkeys(u.part for u in verdict.unchecked if u.part not in checked))
 
 
-def _n(count: int, noun: str) -> str:
+def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _parts(verdict: Verdict, console: Console) -> None:
+def _print_parts(verdict: Verdict, console: Console) -> None:
     lines: dict[str, Text] = {}
     for (part, check), ok in _outcomes(verdict).items():
         line = lines.setdefault(part, Text(f"  {part:11}"))
         line.append(f" {check}" if ok else f" ✗{check}", "green" if ok else "red")
     for line in lines.values():
         say(console, line)
-    whole = _missing(verdict)
-    for name, why in dict.fromkeys((u.part if u.part in whole else u.check, u.why) for u in verdict.unchecked):
-        say(console, Text(f"  – {name} was not looked at: {sanitize_line(why)}", "dim"))
+    unchecked = _list_unchecked_parts(verdict)
+    for name, why in dict.fromkeys((u.part if u.part in unchecked else u.check, u.why) for u in verdict.unchecked):
+        say(console, Text(f"  – {name} was not checked: {sanitize_line(why)}", "dim"))
     if verdict.replay is not None:
         r = verdict.replay
         say(
             console,
-            f"    {_n(r.tokens, 'token')} of {r.turns} of {_n(verdict.counts.turns, 'turn')} scored again by {r.engine}: "
+            f"    {_count(r.tokens, 'token')} of {r.turns} of {_count(verdict.counts.turns, 'turn')} scored again by {r.engine}: "
             f"difference at most {r.largest:.2g}, mean {r.mean:.2g}, {r.outliers} beyond {r.tolerance:g}",
         )
 
 
 def _outcomes(verdict: Verdict) -> dict[tuple[str, str], bool]:
-    """Of each check that was made, whether it holds."""
+    """Map each check that was made to whether it passed."""
     return {(f.part, f.check): f.ok for f in verdict.findings}
 
 
-def _forks(verdict: Verdict, console: Console) -> None:
+def _print_forks(verdict: Verdict, console: Console) -> None:
     if not verdict.forks:
         return
     say(console, "  Forks")
     for fork in verdict.forks:
         cause = fork.cause + (f" ({fork.detail})" if fork.detail else "")
         left = "" if fork.left is None else f"left node {fork.left} "
-        before = _short(fork.before, end=True)
+        before = _shorten(fork.before, end=True)
         say(console, Text.assemble(f"  {f'node {fork.node}':<7} ", (sanitize_line(cause), "bold")))
-        say(console, f"{_UNDER}{left}at token {fork.token} · {_price((fork,))}")
-        say(console, Text.assemble(_UNDER, ("was ", "dim"), (before, "dim"), "▸", _short(fork.was)))
-        say(console, Text.assemble(_UNDER, ("now ", "dim"), (before, "dim"), "▸", _short(fork.now)))
+        say(console, f"{_INDENT}{left}at token {fork.token} · {_describe_cost((fork,))}")
+        say(console, Text.assemble(_INDENT, ("was ", "dim"), (before, "dim"), "▸", _shorten(fork.was)))
+        say(console, Text.assemble(_INDENT, ("now ", "dim"), (before, "dim"), "▸", _shorten(fork.now)))
     causes = Counter(fork.cause for fork in verdict.forks)
     counted = ", ".join(f"{count} × {cause}" for cause, count in causes.most_common())
-    say(console, Text(f"  In all: {counted}: {_price(verdict.forks)}", "dim"))
+    say(console, Text(f"  In all: {counted}: {_describe_cost(verdict.forks)}", "dim"))
 
 
-def _price(forks: Sequence[Fork]) -> str:
+def _describe_cost(forks: Sequence[Fork]) -> str:
     sent, shared, wasted = map(sum, zip(*((f.sent, f.shared, f.wasted) for f in forks), strict=True))
     return f"sent {sent} · shared {shared} · wasted {wasted}"
 
 
-def _differences(verdict: Verdict, console: Console) -> None:
-    for found in verdict.differences:
+def _print_differences(verdict: Verdict, console: Console) -> None:
+    for difference in verdict.differences:
         say(
             console,
             Text.assemble(
                 ("  · ", "cyan"),
-                f"the template would write branch {found.branch} otherwise from token {found.token} on (node {found.node}): ",
-                (found.why, "bold"),
-                (f"  {_apart(found.sent, found.template)}", "dim"),
+                f"the template renders branch {difference.branch} differently from token {difference.token} on (node {difference.node}): ",
+                (difference.why, "bold"),
+                (f"  {_show_difference(difference.sent, difference.template)}", "dim"),
             ),
         )
 
 
-def _apart(sent: str, template: str) -> str:
-    """Both, cut around the first character in which they differ."""
+def _show_difference(sent: str, template: str) -> str:
+    """Excerpt both texts around the first character in which they differ."""
     sent, template = sanitize_line(sent), sanitize_line(template)
     if sent == template:
-        return f"both {_short(sent)}"  # other ids for the same words
+        return f"both {_shorten(sent)}"  # other ids for the same text
     shorter = min(len(sent), len(template))
     at = next((n for n in range(shorter) if sent[n] != template[n]), shorter)
     before = f"…{sent[at - _BEFORE : at]}" if at > _BEFORE else sent[:at]
-    return f"sent {before}▸{_short(sent[at:])} · template {before}▸{_short(template[at:])}"
+    return f"sent {before}▸{_shorten(sent[at:])} · template {before}▸{_shorten(template[at:])}"
 
 
-def _short(text: str, *, end: bool = False) -> str:
+def _shorten(text: str, *, end: bool = False) -> str:
     text = sanitize_line(text)
     return text if len(text) <= _LONG else (f"…{text[-_LONG:]}" if end else f"{text[:_LONG]}…")

@@ -1,0 +1,115 @@
+"""The gateway that a command uses: one that is named, one that already serves the data folder, or one of its own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from turngate.cli.options import RolloutOptions
+from turngate.cli.terminal import say
+from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
+from turngate.config import ServeConfig, load_config
+from turngate.errors import ConfigError, DataFolderInUse, Unauthorized
+from turngate.server.bind import find_running_gateway
+from turngate.server.run import GatewayAddress, run_embedded
+
+# Flags that only apply to a gateway of the command's own.
+_OWN_SETTINGS = ("engine", "engine_url", "engine_key_env", "tokenizer", "script", "max_context")
+
+
+class GatewayChoice(msgspec.Struct, frozen=True):
+    """The gateway that the flags ask for. Without a URL: the one that serves the data folder, or else one of our own."""
+
+    url: str = ""
+    own_flags: tuple[str, ...] = ()  # given, and only valid for a gateway of our own
+
+
+class RemoteAccess(msgspec.Struct, frozen=True):
+    """How remote sandboxes reach the gateway."""
+
+    public_url: str = ""
+    tunnel: str = ""
+
+
+def choose_gateway(options: RolloutOptions) -> GatewayChoice:
+    own = ["config"] if options.config else []
+    own += [name for name in _OWN_SETTINGS if options.settings.get(name)]
+    return GatewayChoice(options.gateway, tuple(own))
+
+
+def load_gateway_config(options: RolloutOptions) -> ServeConfig:
+    """Load the settings of a gateway of our own. Flags that contradict a named gateway are rejected."""
+    if options.gateway:
+        _reject_own_flags(choose_gateway(options).own_flags, options.gateway)
+        GatewayClient(options.gateway, read_admin_key())  # rejects a malformed URL before anything is created
+    settings = {name: value or None for name, value in options.settings.items()}
+    # A gateway of our own listens on a free port; --port is for `turngate serve`.
+    return load_config(options.config, {**settings, "host": "127.0.0.1", "port": 0})
+
+
+@asynccontextmanager
+async def connect_gateway(
+    config: ServeConfig, choice: GatewayChoice, console: Console
+) -> AsyncIterator[tuple[GatewayClient, bool]]:
+    """Connect to the chosen gateway, starting one if there is none. Yields its client, and whether it is our own."""
+    data = Path(config.data)
+    if choice.url:
+        async with GatewayClient(choice.url, read_admin_key()) as client:
+            await client.check()  # reports a wrong key before anything is created
+            yield client, False
+        return
+    if (found := find_running_gateway(data)) is not None:
+        key = read_key(ADMIN_KEY) or read_stored_admin_key(data) or ""
+        async with GatewayClient(found.url, key) as client:
+            if await _is_alive(client, config.data):
+                # The config file may be the one that this gateway was started with.
+                flags = [name for name in choice.own_flags if name != "config"]
+                _reject_own_flags(flags, f"{found.url}, which serves {config.data},")
+                say(
+                    console, f"Using the gateway that already serves {config.data}: {found.url}, with its engine", "dim"
+                )
+                yield client, False
+                return
+    async with _start_gateway(config) as address, GatewayClient(address.url, address.admin_key) as client:
+        yield client, True
+
+
+async def _is_alive(client: GatewayClient, data: str) -> bool:
+    """Check that the gateway of a data folder still answers: one that was killed may have left its address behind."""
+    try:
+        await client.check()
+    except Unreachable:
+        return False
+    except Unauthorized:
+        raise ConfigError(
+            f"data: {client.url} serves {data}; set {ADMIN_KEY} to its admin key, or choose another --data folder",
+            param="data",
+        ) from None
+    return True
+
+
+@asynccontextmanager
+async def _start_gateway(config: ServeConfig) -> AsyncIterator[GatewayAddress]:
+    async with AsyncExitStack() as stack:
+        try:
+            address = await stack.enter_async_context(run_embedded(config))
+        except DataFolderInUse:
+            raise ConfigError(
+                f"data: {config.data} is in use by another turngate; for several runs at once start "
+                f"`turngate serve --data {shlex.quote(config.data)}` first, or choose another --data folder",
+                param="data",
+            ) from None
+        yield address
+
+
+def _reject_own_flags(flags: Iterable[str], gateway: str) -> None:
+    for name in flags:
+        raise ConfigError(
+            f"{name}: the gateway at {gateway} has its own; leave out --{name.replace('_', '-')}", param=name
+        )

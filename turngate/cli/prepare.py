@@ -1,0 +1,110 @@
+"""From flags to the parts of a rollout: the agent, its limits, the end policy and the output folder.
+
+Everything here fails before a gateway or a sandbox is started.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar, cast, get_args
+
+import msgspec
+
+from turngate.agents.install import Installation, ensure_installed
+from turngate.agents.launch import ModelLimits, plan_launch
+from turngate.agents.spec import AgentSpec, find_agent
+from turngate.cli.options import RolloutOptions
+from turngate.errors import ConfigError
+from turngate.rollout.spec import EndAction, EndPolicy
+from turngate.types import Json
+
+Number = TypeVar("Number", int, float, int | None, float | None)
+
+
+class PreparedAgent(msgspec.Struct, frozen=True):
+    """An agent that is ready to run."""
+
+    spec: AgentSpec
+    installed: Installation
+    limits: ModelLimits
+    options: Mapping[str, str]
+
+
+def prepare_agent(
+    name: str, *, options: Sequence[str] | None, context_tokens: int | None, instruction: str
+) -> PreparedAgent:
+    """Find and install an agent, and check that it accepts the options and the instruction."""
+    found = find_agent(name)
+    if found.shadows is not None:
+        print(f"agent {found.spec.name}: {found.file} takes the place of {found.shadows}", file=sys.stderr)
+    limits = ModelLimits()
+    if context_tokens is not None:
+        limits = ModelLimits(context_tokens=require_positive("context_tokens", context_tokens))
+    installed = ensure_installed(found.spec, lambda line: print(line, file=sys.stderr))
+    parsed = _parse_agent_options(options or ())
+    dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
+    plan_launch(found.spec, installed, prompt=instruction, limits=limits, options=parsed, **dry)
+    return PreparedAgent(found.spec, installed, limits, parsed)
+
+
+def _parse_agent_options(pairs: Iterable[str]) -> dict[str, str]:
+    options = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"set: {pair!r} is not NAME=VALUE", param="set")
+        options[name] = value
+    return options
+
+
+def parse_network(value: str) -> Literal["none", "open"]:
+    if value not in ("none", "open"):
+        raise ConfigError(f"network: {value!r} is neither none nor open", param="network")
+    return cast(Literal["none", "open"], value)
+
+
+def build_end_policy(options: RolloutOptions) -> EndPolicy:
+    """Build the policy for agents that did not finish by themselves."""
+    choices = {"on_timeout": options.on_timeout, "on_failure": options.on_failure, "on_limit": options.on_limit}
+    for flag, choice in choices.items():
+        if choice not in get_args(EndAction):
+            raise ConfigError(f"{flag}: {choice!r} is none of {', '.join(get_args(EndAction))}", param=flag)
+    if options.on_lost not in ("exclude", "zero"):
+        raise ConfigError(f"on_lost: {options.on_lost!r} is neither exclude nor zero", param="on_lost")
+    return msgspec.convert(
+        {
+            "timed_out": options.on_timeout,
+            "failed": options.on_failure,
+            "limit": options.on_limit,
+            "lost": options.on_lost,
+        },
+        EndPolicy,
+    )
+
+
+def build_session_settings(options: RolloutOptions) -> dict[str, Json]:
+    limits = {
+        "turns": require_positive("max_turns", options.max_turns),
+        "sampled_tokens": require_positive("max_tokens", options.max_tokens),
+    }
+    limits = {name: value for name, value in limits.items() if value is not None}
+    return {"limits": limits} if limits else {}
+
+
+def require_writable(folder: Path) -> Path:
+    """Check that a folder exists or can be created. Fails now, not when the agent is done."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"out: {folder} cannot be written; choose another --out folder", param="out")
+    return folder
+
+
+def require_positive(name: str, value: Number) -> Number:
+    """Check an option that has to be more than 0 if it is given."""
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{name}: {value} must be more than 0", param=name)
+    return value
