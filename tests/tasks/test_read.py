@@ -300,7 +300,7 @@ def test_the_commands_say_what_is_there_and_what_is_wrong(tmp_path: Path) -> Non
     good = lines(tmp_path / "good.jsonl", own("a"), swe_row())
     bad = lines(tmp_path / "bad.jsonl", own("a"), own("b", files=7))
     done = run(app, ["tasks", "list", good])
-    assert done.exit_code == 0 and "Org__repo-1" in done.output and "1 to mend, 2 to keep" in done.output
+    assert done.exit_code == 0 and "Org__repo-1" in done.output and "1 to fix, 2 to keep" in done.output
     assert run(app, ["tasks", "list", bad]).exit_code == 1
     done = run(app, ["tasks", "check", good, "--no-prove", "--json"])
     assert done.exit_code == 0
@@ -312,6 +312,6 @@ def test_the_commands_say_what_is_there_and_what_is_wrong(tmp_path: Path) -> Non
     assert done.exit_code == 1
     assert json.loads(done.stdout)[1]["verdict"] == "wrong" and "files" in json.loads(done.stdout)[1]["message"]
     done = run(app, ["tasks", "check", bad, "--no-prove", "--only", "a"])
-    assert done.exit_code == 0 and "All 1 in order" in done.output and "nothing to prove" in done.output
+    assert done.exit_code == 0 and "All 1 passed" in done.output and "nothing can be proven" in done.output
     for wrong in (["nowhere"], [good, "--limit", "0"], [good, "--concurrency", "0"], [good, "--sandbox", "moon"]):
         assert run(app, ["tasks", "check", *wrong]).exit_code == 2, wrong

@@ -60,7 +60,7 @@ def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
             raise ConfigError(f"only: {name!r} checks a running gateway; also give --gateway URL", param="only")
         if checks[name].where == "here" and options.gateway:
             raise ConfigError(
-                f"only: {name!r} checks the machine that serves; run it there, without --gateway", param="only"
+                f"only: {name!r} checks the machine that serves; leave out --gateway and run it there", param="only"
             )
     return tuple(options.only or ())
 
