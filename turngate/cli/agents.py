@@ -38,7 +38,7 @@ def list_agents() -> None:
     console.print(table)
     for note in notes:
         say(console, note, "yellow")
-    say(console, "turngate agents check LEDGER_NAME runs an agent and checks that all of it was recorded.", "dim")
+    say(console, "turngate agents check NAME runs an agent and checks that all of it was recorded.", "dim")
 
 
 def _installation(spec: AgentSpec) -> str:

@@ -56,7 +56,7 @@ _LINE_EVERY_S = 10.0  # between plain lines
 _WIDE = 110  # columns from which the phases fit into the table
 _MAX_TASKS = 40  # in the table
 _MAX_GROUPS = 10  # named in a line
-_PLACES: Mapping[SlotState, str] = {
+_STATES: Mapping[SlotState, str] = {
     "waiting": "waiting",
     "start": "starting",
     "ready": "warm",
@@ -277,8 +277,8 @@ class BatchDisplay(LiveDisplay):
 
     def _stages(self) -> str:
         tally = self._tally
-        places = [f"{tally.states[place]} {name}" for place, name in _PLACES.items() if tally.states[place]]
-        return ", ".join([*places, *([f"{tally.retrying} to be retried"] if tally.retrying else [])])
+        counts = [f"{tally.states[state]} {label}" for state, label in _STATES.items() if tally.states[state]]
+        return ", ".join([*counts, *([f"{tally.retrying} to be retried"] if tally.retrying else [])])
 
 
 def _clock(seconds: float) -> str:
