@@ -28,7 +28,7 @@ import httpx
 import openai
 import uvicorn
 
-import turngate.server.app
+import turngate.server.engine_factory
 from tests.needs import require, uses
 from tests.speed import scaled
 from tools import parts
@@ -45,7 +45,7 @@ REAL_TOKENIZERS = ("qwen3", "qwen2_5", "llama3_1", "deepseek_v3")  # `python too
 MEMORY = os.environ.get("TURNGATE_TEST_MEMORY") or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 # Loading a tokenizer and certifying its template takes half a second and more, always comes to the same, and the result has no state.
-_load = turngate.server.app.load_renderer = cache(load_renderer)  # type: ignore[attr-defined]
+_load = turngate.server.engine_factory.load_renderer = cache(load_renderer)  # type: ignore[attr-defined]
 
 
 # ── what the model says ─────────────────────────────────────────────────────────────────────────────────────────────

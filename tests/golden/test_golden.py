@@ -19,7 +19,7 @@ from tests.golden.replay import Played, play, said, shape
 from turngate.agents.spec import load_catalog
 from turngate.dialects import DIALECTS, WireRequest
 from turngate.errors import BadRequest
-from turngate.server.model_calls import DialectRoutes, RouteMatch
+from turngate.server.routing import DialectRoutes, RouteMatch
 from turngate.types import Call, Done, Message, Usage
 
 # The role of each call, in the order in which the agent made them.
@@ -75,7 +75,7 @@ def exchanges(name: str) -> list[Json]:
 
 
 def route(request: Json) -> RouteMatch:
-    found = _paths.find(request["path"].partition("?")[0])
+    found = _paths.match(request["path"].partition("?")[0])
     assert found is not None, f"nobody listens at {request['path']}"
     return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from turngate.client.gateway import GatewayClient
 from turngate.errors import BadRequest, ConfigError
-from turngate.server.app import read_engine_key
+from turngate.server.engine_factory import read_engine_key
 from turngate.service.catalog import Catalog, Choice, Endpoint
 from turngate.service.config import load
 from turngate.service.gateways import Gateways

@@ -21,7 +21,7 @@ from turngate.config import ServeConfig, load_config
 from turngate.doctor import CHECKS, Finding, State, Subject, examine
 from turngate.errors import ConfigError
 from turngate.sandboxes import BACKENDS
-from turngate.server.app import read_engine_key
+from turngate.server.engine_factory import read_engine_key
 from turngate.telemetry import logs
 
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}

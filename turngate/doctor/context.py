@@ -9,7 +9,7 @@ import msgspec
 from turngate.config import OBSERVED_ENGINES, ServeConfig
 from turngate.engines.base import Engine, Health, Relay
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
-from turngate.server.app import build_engine
+from turngate.server.engine_factory import build_engine
 
 EXACT = ("vllm", "sglang", "scripted")  # engines that a small call can be made to, at no cost
 

@@ -19,7 +19,7 @@ from turngate.engines.http import Client
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Renderer, TemplateRenderer
 from turngate.render.certify import CASES, ProbeCase
-from turngate.server.app import read_engine_key
+from turngate.server.engine_factory import read_engine_key
 from turngate.types import Message
 
 _WITHIN_S = 10.0

@@ -1,7 +1,6 @@
-"""`GET /metrics`, for Prometheus: what this worker counted, what can only be looked up, and the same of the other workers.
+"""`GET /metrics` for Prometheus: the values of this worker and, with several workers, of the others.
 
-Behind the admin key, or a key that opens nothing else (`TURNGATE_METRICS_KEY`). `Gateway` owns the one `Probe`; `together.py` asks the
-other workers for theirs.
+Needs the admin key, or the key in `TURNGATE_METRICS_KEY`, which opens nothing else.
 """
 
 from __future__ import annotations
@@ -13,93 +12,113 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate import __version__
+from turngate.common.sharding import Shard
+from turngate.engines.base import Engine
 from turngate.errors import StoreError, TurngateError
+from turngate.gateway.feeds import Feeds
+from turngate.gateway.fence import Fence
+from turngate.gateway.sessions import Sessions
+from turngate.server.auth import Auth
 from turngate.server.http import bearer_key, error_response
 from turngate.telemetry.metrics import (
     CONTENT_TYPE,
     Labels,
+    Metrics,
     MetricsSnapshot,
     label_by_worker,
     merge_snapshots,
     to_prometheus,
 )
 
-if TYPE_CHECKING:
-    from turngate.server.app import Gateway
-
-LAG_INTERVAL_S = 0.5  # how often the event loop is asked whether it is late
-_MAX_FEEDS = 100  # that are told of, the newest
+LAG_INTERVAL_S = 0.5  # between two measurements of the event loop's delay
+_MAX_FEEDS = 100  # the newest
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 Gauges = dict[str, Iterable[tuple[Labels, float]]]
 CollectOthers = Callable[[], Awaitable[dict[int, MetricsSnapshot | None]]]
 
 
 class MetricsEndpoint:
-    """Looks at one gateway when it is asked, and at the lateness of its event loop all the time."""
+    """Serves one gateway's metrics, and measures the delay of its event loop between `start` and `stop`."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._watching: asyncio.Task[None] | None = None
+    def __init__(
+        self,
+        metrics: Metrics,
+        sessions: Sessions,
+        feeds: Feeds,
+        fence: Fence,
+        engine: Engine | None,
+        auth: Auth,
+        *,
+        engine_name: str,
+        shard: Shard,
+    ) -> None:
+        self._metrics = metrics
+        self._sessions = sessions
+        self._feeds = feeds
+        self._fence = fence
+        self._engine = engine
+        self._auth = auth
+        self._engine_name = engine_name
+        self._shard = shard
+        self._lag_task: asyncio.Task[None] | None = None
         self._started = time.time()
 
     def start(self) -> None:
-        self._watching = asyncio.create_task(self._watch())
+        self._lag_task = asyncio.create_task(self._measure_lag())
 
     async def stop(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._lag_task is not None:
+            self._lag_task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._watching
+                await self._lag_task
 
-    async def _watch(self) -> None:
-        loop, lag = asyncio.get_running_loop(), self._gateway.metrics.lag
+    async def _measure_lag(self) -> None:
+        loop, lag = asyncio.get_running_loop(), self._metrics.lag
         while True:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
             lag.observe(max(0.0, loop.time() - due))
 
-    async def own(self) -> MetricsSnapshot:
-        """Of this worker alone."""
-        gateway = self._gateway
-        # As last seen. A hosted endpoint is not asked for this: it is not ours to be asked every few seconds.
-        health = [] if gateway.engine is None else await gateway.engine.health()
+    async def snapshot(self) -> MetricsSnapshot:
+        """Return the values of this worker."""
+        # The last health check of our own engines. Hosted endpoints are left out: scraping must not send them requests.
+        health = [] if self._engine is None else await self._engine.health()
         up = sum(replica.ok for replica in health)
-        looked: Gauges = {
+        gauges: Gauges = {
             "turngate_workers": [((), 1)],
-            "turngate_sessions_open": [((), gateway.sessions.open_count)],
-            "turngate_sessions_resting": [((), gateway.sessions.evicted_count)],
+            "turngate_sessions_open": [((), self._sessions.open_count)],
+            "turngate_sessions_resting": [((), self._sessions.evicted_count)],
             "turngate_engines": [(("up",), up), (("down",), len(health) - up)] if health else [],
-            "turngate_fence_version": [((), gateway.fence.version)],
-            "turngate_fence_paused": [((), int(gateway.fence.paused))],
+            "turngate_fence_version": [((), self._fence.version)],
+            "turngate_fence_paused": [((), int(self._fence.paused))],
             **_process_gauges(self._started),
         }
-        return gateway.metrics.snapshot(looked)
+        return self._metrics.snapshot(gauges)
 
-    async def own_and_shared(self, silent: int = 0) -> MetricsSnapshot:
-        """With what is of the store, and so of all workers."""
-        own = await self.own()
-        shared = self._gateway.metrics.snapshot(
+    async def _snapshot_with_shared(self, silent_workers: int) -> MetricsSnapshot:
+        """Return the values of this worker, and those that come from the store and are the same for all workers."""
+        own = await self.snapshot()
+        shared = self._metrics.snapshot(
             {
-                "turngate_info": [((__version__, self._gateway.config.engine), 1)],
-                "turngate_workers_silent": [((), silent)],
-                **self._feeds(),
+                "turngate_info": [((__version__, self._engine_name), 1)],
+                "turngate_workers_silent": [((), silent_workers)],
+                **self._feed_gauges(),
             }
         )
         return MetricsSnapshot({**shared.families, **own.families})
 
-    def _feeds(self) -> Gauges:
-        feeds = self._gateway.feeds
+    def _feed_gauges(self) -> Gauges:
+        feeds = self._feeds
         try:
             listed, waiting = feeds.listing()[-_MAX_FEEDS:], feeds.waiting()
         except StoreError:
-            return {}  # whatever else there is to tell is told all the same
+            return {}  # the other metrics are still served
         none = (0, 0)
         return {
             "turngate_feed_newest": [((feed.name,), feed.newest) for feed in listed],
@@ -109,32 +128,33 @@ class MetricsEndpoint:
             "turngate_feed_waiting_rollouts": [((feed.name,), waiting.get(feed.name, none)[1]) for feed in listed],
         }
 
-    def route(self, others: CollectOthers | None = None) -> Route:
-        """`others`: the numbers of the other workers, None for one that does not answer."""
+    def route(self, collect_others: CollectOthers | None = None) -> Route:
+        """Return the route. `collect_others` reads the snapshots of the other workers, with None for one that does not answer."""
 
-        async def served(request: Request) -> Response:
+        async def serve(request: Request) -> Response:
             try:
-                self._gateway.auth.require_metrics(bearer_key(request))
-                apart = request.query_params.get("by") == "worker"
-                body = await self._text(await others() if others is not None else {}, apart)
+                self._auth.require_metrics(bearer_key(request))
+                per_worker = request.query_params.get("by") == "worker"
+                others = await collect_others() if collect_others is not None else {}
+                text = await self._render(others, per_worker)
             except TurngateError as error:
                 return error_response(error)
-            return Response(body, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
+            return Response(text, headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
 
-        return Route("/metrics", served, methods=["GET"])
+        return Route("/metrics", serve, methods=["GET"])
 
-    async def _text(self, others: dict[int, MetricsSnapshot | None], apart: bool) -> bytes:
-        found = {number: snapshot for number, snapshot in others.items() if snapshot is not None}
-        own = await self.own_and_shared(silent=len(others) - len(found))
-        if apart:
-            return to_prometheus(label_by_worker({self._gateway.shard.number: own, **found}))
-        return to_prometheus([((), merge_snapshots([own, *found.values()]))])
+    async def _render(self, others: dict[int, MetricsSnapshot | None], per_worker: bool) -> bytes:
+        answered = {number: snapshot for number, snapshot in others.items() if snapshot is not None}
+        own = await self._snapshot_with_shared(silent_workers=len(others) - len(answered))
+        if per_worker:
+            return to_prometheus(label_by_worker({self._shard.number: own, **answered}))
+        return to_prometheus([((), merge_snapshots([own, *answered.values()]))])
 
 
 def _process_gauges(started: float) -> Gauges:
-    """This process, as Prometheus' own clients tell of theirs. Nothing where there is no /proc."""
+    """Return the standard process metrics of Prometheus clients. Memory and open files need /proc."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    looked: Gauges = {
+    gauges: Gauges = {
         "process_cpu_seconds_total": [((), usage.ru_utime + usage.ru_stime)],
         "process_max_fds": [((), resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         "process_start_time_seconds": [((), started)],
@@ -143,5 +163,5 @@ def _process_gauges(started: float) -> Gauges:
         resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE_BYTES
         files = sum(1 for _ in Path("/proc/self/fd").iterdir())
     except OSError:
-        return looked
-    return {**looked, "process_resident_memory_bytes": [((), resident)], "process_open_fds": [((), files)]}
+        return gauges
+    return {**gauges, "process_resident_memory_bytes": [((), resident)], "process_open_fds": [((), files)]}

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import msgspec
 
-from turngate.dialects import Dialect, Verb, WireRequest
+from turngate.dialects import Dialect, WireRequest
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, Stopping, StoreError, TurngateError
 from turngate.gateway.sessions import Sessions
@@ -33,6 +32,7 @@ from turngate.server.asgi import (
     respond,
 )
 from turngate.server.auth import Auth
+from turngate.server.routing import RouteMatch, client_host
 from turngate.telemetry.logs import set_log_context
 from turngate.telemetry.metrics import CallTiming, Metrics
 from turngate.telemetry.spans import current_tracer
@@ -42,38 +42,6 @@ from turngate.trace.tree import Trace
 from turngate.types import Call, Done, KeepAlive, ReplyEvent
 
 log = logging.getLogger("turngate")
-
-
-class RouteMatch(msgspec.Struct, frozen=True):
-    """What a path asks for."""
-
-    dialect: Dialect
-    verb: Verb
-    model: str = ""
-
-
-class DialectRoutes:
-    """The routes of all dialects."""
-
-    def __init__(self, dialects: Sequence[Dialect]) -> None:
-        routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
-        self._plain = {
-            route.path: RouteMatch(dialect, route.verb) for dialect, route in routes if "{" not in route.path
-        }
-        self._patterns = [
-            (re.compile(re.escape(route.path).replace(r"\{model\}", "(.+)")), RouteMatch(dialect, route.verb))
-            for dialect, route in routes
-            if "{" in route.path
-        ]
-
-    def find(self, path: str) -> RouteMatch | None:
-        found = self._plain.get(path)
-        if found is not None:
-            return found
-        for pattern, found in self._patterns:
-            if match := pattern.fullmatch(path):
-                return msgspec.structs.replace(found, model=match[1])
-        return None
 
 
 class ModelCalls:
@@ -276,8 +244,3 @@ def _request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
         if dialect.request_id_header
         else []
     )
-
-
-def client_host(scope: Scope) -> str:
-    client = scope.get("client")
-    return client[0] if client else ""

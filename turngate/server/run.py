@@ -20,10 +20,11 @@ from turngate.config import ServeConfig
 from turngate.engines.base import Engine
 from turngate.errors import ConfigError, Stopping
 from turngate.render import Certificate, Renderer
-from turngate.server.app import Gateway, dialect_of
+from turngate.server.app import Gateway
 from turngate.server.asgi import App, Receive, Scope, Send
 from turngate.server.bind import local_url, open_listener, publish_address, raise_file_limit, startup_message
 from turngate.server.model_calls import respond_error
+from turngate.server.routing import dialect_of
 from turngate.telemetry.spans import is_enabled, start_tracing, stop_tracing
 
 log = logging.getLogger("turngate")

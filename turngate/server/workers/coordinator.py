@@ -51,7 +51,10 @@ class Coordinator:
         self.updates = WeightUpdates(gateway.fence, gateway.fence_state, gateway.events, gateway.replicas, self)
 
     def routes(self) -> list[Route]:
-        return [*FenceRoutes(self.updates, self._gateway.auth).routes(), self._gateway.probe.route(self._metrics)]
+        return [
+            *FenceRoutes(self.updates, self._gateway.auth).routes(),
+            self._gateway.metrics_endpoint.route(self._metrics),
+        ]
 
     def worker_routes(self) -> list[Route]:
         return [
@@ -170,7 +173,7 @@ class Coordinator:
         return self._state()
 
     async def worker_metrics(self, request: Request) -> Response:
-        return json_response(await self._gateway.probe.own())
+        return json_response(await self._gateway.metrics_endpoint.snapshot())
 
     def _state(self) -> Response:
         fence = self._gateway.fence

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from yarl import URL
 from turngate.common.sharding import SESSION_PATH, Shard
 from turngate.dialects import DIALECTS
 from turngate.errors import Stopping, TooLarge, TurngateError
-from turngate.server.app import Gateway, dialect_of
+from turngate.server.app import Gateway
 from turngate.server.asgi import (
     App,
     ClientDisconnected,
@@ -38,7 +37,8 @@ from turngate.server.asgi import (
     send_or_give_up,
 )
 from turngate.server.http import MAX_BODY
-from turngate.server.model_calls import DialectRoutes, client_host, respond_error
+from turngate.server.model_calls import respond_error
+from turngate.server.routing import SESSION_PREFIX, DialectRoutes, client_host, dialect_of
 from turngate.server.web.files import add_security_headers, is_page_path
 from turngate.server.web.login import COOKIE
 
@@ -53,7 +53,6 @@ _CONNECTION_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upg
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 # That name a session in their body, or none.
 _ROUTED_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
-_SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
 FENCE_ROUTES = {
     ("GET", "/admin/fence"),
     ("POST", "/admin/fence/pause"),
@@ -142,7 +141,7 @@ class ForwardingApp:
         """By the path, else by the key. Whoever speaks for no session is served here."""
         if named := SESSION_PATH.match(scope["path"].encode("utf-8", "surrogatepass")):
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
-        found = self._paths.find(scope["path"])
+        found = self._paths.match(scope["path"])
         dialect = found.dialect if found is not None else dialect_of(Request(scope))
         key = dialect.key(parse_headers(scope), parse_query(scope))
         session_id = self._gateway.sessions.find_id_by_secret(key) if key else None
@@ -152,7 +151,7 @@ class ForwardingApp:
         """Whether somebody with this key may ask for anything at all, or with this cookie for what the page asks."""
         if is_page_path(scope["path"]):
             return self._gateway.page.login.opens(Request(scope).cookies.get(COOKIE, "")) is not None
-        found = self._paths.find(_SESSION_PREFIX.sub("", scope["path"]))
+        found = self._paths.match(SESSION_PREFIX.sub("", scope["path"]))
         dialect = found.dialect if found is not None else dialect_of(Request(scope))
         key = dialect.key(parse_headers(scope), parse_query(scope))
         auth = self._gateway.auth

@@ -1,0 +1,127 @@
+"""Build the engine or relay, and the renderer, that a configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from turngate.client.keys import read_key
+from turngate.config import OBSERVED_ENGINES, ServeConfig
+from turngate.engines.base import Engine, Relay
+from turngate.engines.gate import Gate
+from turngate.engines.observe.anthropic import AnthropicRelay
+from turngate.engines.observe.gemini import GeminiRelay
+from turngate.engines.observe.openai import OpenAIRelay
+from turngate.engines.observe.responses import ResponsesRelay
+from turngate.engines.pool import Pool
+from turngate.engines.scripted import Script, Scripted, Turn
+from turngate.engines.sglang import SGLang
+from turngate.engines.vllm import VLLM
+from turngate.errors import ConfigError
+from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
+
+
+def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
+    """Load the renderer of the configured tokenizer. Observe mode has none."""
+    if config.engine in OBSERVED_ENGINES:
+        return None, None
+    name = config.tokenizer or (config.model_folder if config.engine == "local" else "")
+    folder = find_tokenizer(name) if name else BUILTIN_TOKENIZER
+    return load_renderer(folder, model=config.model, family=config.family)
+
+
+def build_engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
+    """Build the engine, or the relay of observe mode."""
+    key = read_engine_key(config)
+    match config.engine:
+        case "vllm":
+            return Pool(
+                [
+                    VLLM(
+                        url,
+                        config.model,
+                        api=config.engine_api,
+                        key=key,
+                        ranks=config.engine_ranks,
+                        silence_s=config.engine_silence_s,
+                    )
+                    for url in config.engine_url
+                ]
+            ), None
+        case "sglang":
+            return Pool(
+                [
+                    SGLang(url, config.model, key=key, ranks=config.engine_ranks, silence_s=config.engine_silence_s)
+                    for url in config.engine_url
+                ]
+            ), None
+        case "openai":
+            url, silence = config.engine_url[0], config.engine_silence_s
+            return None, OpenAIRelay(url, key, capture=config.capture, silence_s=silence)
+        case "anthropic":
+            return None, AnthropicRelay(config.engine_url[0], key, silence_s=config.engine_silence_s)
+        case "gemini":
+            url, silence = config.engine_url[0], config.engine_silence_s
+            return None, GeminiRelay(url, key, capture=config.capture, silence_s=silence)
+        case "responses":
+            url, silence = config.engine_url[0], config.engine_silence_s
+            return None, ResponsesRelay(url, key, capture=config.capture, silence_s=silence)
+        case "local":
+            return _build_local_engine(config), None
+        case "gate":
+            return Gate(model=config.model, max_context=config.max_context, silence_s=config.engine_silence_s), None
+        case "scripted":
+            assert renderer is not None
+            return Scripted(
+                _load_script(config.script, renderer),
+                model=config.model or "scripted",
+                max_context=config.max_context or 131_072,
+            ), None
+
+
+def _build_local_engine(config: ServeConfig) -> Engine:
+    try:
+        from turngate.engines.local import LocalEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine: 'local' needs {error.name}: pip install 'turngate[local]' (without a GPU, first: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu)",
+            param="engine",
+        ) from None
+    return LocalEngine(
+        find_tokenizer(config.model_folder or config.tokenizer),
+        device=config.engine_device,
+        dtype=config.engine_dtype,
+        slots=config.engine_slots,
+        max_context=config.max_context,
+        served=config.model,
+    )
+
+
+def read_engine_key(config: ServeConfig) -> str | None:
+    """Read the engine's API key from the environment variable that the configuration names."""
+    if not config.engine_key_env:
+        return None
+    key = read_key(config.engine_key_env)
+    if not key:
+        raise ConfigError(
+            f"engine_key_env: the environment variable {config.engine_key_env} is not set", param="engine_key_env"
+        )
+    return key
+
+
+def _load_script(path: str, renderer: Renderer) -> Script:
+    """Load the scripted engine's replies from a JSON file. A session gets one per turn, and starts over after the last."""
+    texts = ["This is the scripted engine. Start with --script FILE (a JSON list of replies) to choose what it says."]
+    if path:
+        try:
+            texts = msgspec.json.decode(Path(path).read_bytes(), type=list[str])
+        except OSError as error:
+            raise ConfigError(f"script: {path} cannot be read ({error.strerror})", param="script") from None
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"script: {path} is not a JSON list of strings ({error})", param="script") from None
+        if not texts:
+            raise ConfigError(f"script: {path} contains no replies", param="script")
+    turns = [Turn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]]) for text in texts]
+    return lambda request, index: turns[index % len(turns)]

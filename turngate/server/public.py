@@ -1,0 +1,94 @@
+"""Routes without the admin key: the health check, the start page, and the list of models."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from turngate.engines.base import Engine, Health, Relay
+from turngate.errors import NotFound, TurngateError
+from turngate.server.auth import Auth
+from turngate.server.http import json_response, route
+from turngate.server.routing import dialect_of
+from turngate.server.web.files import SECURITY_HEADERS
+
+_HEALTH_CACHE_S = 2.0
+_MODEL_BASES = (
+    "/v1",
+    "/s/{id}/v1",
+    "/rollout/{id}/v1",
+    "/v1/rollouts/{id}",
+    "/v1/rollouts/{id}/v1",
+    "/v1beta",
+    "/s/{id}/v1beta",
+)
+
+
+class PublicRoutes:
+    """`model` is the configured model name; without one, the engines are asked."""
+
+    def __init__(self, engine: Engine | None, relay: Relay | None, auth: Auth, model: str) -> None:
+        self._engine = engine
+        self._relay = relay
+        self._auth = auth
+        self._model = model
+        self._started = int(time.time())
+        self._health_cache: tuple[float, list[Health]] = (float("-inf"), [])
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/health", "GET", self.health, None),
+            Route("/", self.start_page),
+            Route("/s/{id}", self.start_page),
+            *(Route(base + path, self.models) for base in _MODEL_BASES for path in ("/models", "/models/{model:path}")),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """Tell a load balancer whether calls can be served."""
+        health = await self._engine_health()
+        ok = any(engine.ok for engine in health)
+        return json_response(
+            {
+                "status": "ok" if ok else "engine unavailable",
+                "engines": sum(engine.ok for engine in health),
+                "engines_total": len(health),
+            },
+            200 if ok else 503,
+        )
+
+    async def _engine_health(self) -> list[Health]:
+        """Return the engines' health. It is cached, because the route is public and must not flood a provider."""
+        now = time.monotonic()
+        if now - self._health_cache[0] > _HEALTH_CACHE_S:
+            parts = [part for part in (self._engine, self._relay) if part is not None]
+            self._health_cache = now, [health for part in parts for health in await part.health()]
+        return self._health_cache[1]
+
+    async def start_page(self, request: Request) -> Response:
+        """Answer agents that check the base URL before they start. Redirect browsers to the web page."""
+        if request.url.path == "/" and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/page/", 307, headers=SECURITY_HEADERS)
+        return json_response({"turngate": "model calls are served here"})
+
+    async def models(self, request: Request) -> Response:
+        dialect = dialect_of(request)
+        try:
+            names = await self._model_names(dialect.key(request.headers, request.query_params), request)
+            name = request.path_params.get("model")
+            if name is not None:
+                if name not in names:
+                    raise NotFound(f"The model {name!r} does not exist", param="model")
+                return Response(dialect.model(name, self._started), media_type="application/json")
+            listing = dialect.models(list(dict.fromkeys(names)), self._started)
+            return Response(listing, media_type="application/json")
+        except TurngateError as error:
+            return Response(dialect.error(error), status_code=dialect.status(error), media_type="application/json")
+
+    async def _model_names(self, key: str, request: Request) -> list[str]:
+        name = self._model
+        if not self._auth.is_admin(key):
+            name = self._auth.session(key, request.path_params.get("id")).config.model or name
+        return [name] if name else [health.model for health in await self._engine_health() if health.model]

@@ -1,0 +1,75 @@
+"""Find out what a request asks for: the dialect and operation of its path, and the session it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+
+from turngate.dialects import DIALECTS, Dialect, Verb
+from turngate.server.asgi import Scope
+
+SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
+# Headers that only clients of one dialect send. Paths such as /v1/models are common to several dialects.
+_DIALECT_HEADERS = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
+
+
+class RouteMatch(msgspec.Struct, frozen=True):
+    """The dialect, operation and model that a path stands for."""
+
+    dialect: Dialect
+    verb: Verb
+    model: str = ""
+
+
+class DialectRoutes:
+    """The model-call routes of all dialects."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        routes = [(dialect, route) for dialect in dialects for route in dialect.routes]
+        self._plain = {
+            route.path: RouteMatch(dialect, route.verb) for dialect, route in routes if "{" not in route.path
+        }
+        self._patterns = [
+            (re.compile(re.escape(route.path).replace(r"\{model\}", "(.+)")), RouteMatch(dialect, route.verb))
+            for dialect, route in routes
+            if "{" in route.path
+        ]
+
+    def match(self, path: str) -> RouteMatch | None:
+        route = self._plain.get(path)
+        if route is not None:
+            return route
+        for pattern, route in self._patterns:
+            if match := pattern.fullmatch(path):
+                return msgspec.structs.replace(route, model=match[1])
+        return None
+
+
+def dialect_of(request: Request) -> Dialect:
+    """Return the dialect in which to answer a request that is not a model call: by its headers, else by its path."""
+    path = SESSION_PREFIX.sub("", request.url.path) or "/"
+    for header, name in _DIALECT_HEADERS.items():
+        for dialect in DIALECTS:
+            if dialect.name == name and header in request.headers:
+                return dialect
+    candidates = [dialect for dialect in DIALECTS if path.startswith(dialect.path_prefix)]
+    return max(candidates, key=lambda dialect: len(dialect.path_prefix))
+
+
+def hint_for(request: Request) -> str:
+    """Return a hint for a request to a path that does not exist; empty if there is none."""
+    if request.url.path.endswith("/v1/completions"):
+        return "; text completions are not served, only chat: POST /v1/chat/completions"
+    if request.method != "POST" and request.url.path.endswith(
+        ("/seal", "/cancel", "/pause", "/resume", "/register", "/unregister")
+    ):
+        return "; use POST"
+    return ""
+
+
+def client_host(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else ""
