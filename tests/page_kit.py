@@ -27,7 +27,7 @@ from turngate.engines.scripted import Script, Turn
 from turngate.store.beside import NewEvent, insert_event
 from turngate.store.outcome import Recorded
 from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_SAMPLED, Store, _node_row
-from turngate.trace.message_equality import DIGEST
+from turngate.trace.message_equality import DIGEST_SIZE
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Cause, Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, CallSignals, Limits
@@ -147,7 +147,7 @@ class Talk:
         number = self._trace.reserve()
         roles = "".join(m["role"][0] for m in messages)
         info = ContextInfo(
-            b"p" * DIGEST, bytes([number % 251]) * DIGEST * len(messages), roles, tools, cause, "chat", told
+            b"p" * DIGEST_SIZE, bytes([number % 251]) * DIGEST_SIZE * len(messages), roles, tools, cause, "chat", told
         )
         node = Context(number, parent, np.array(ids, ID_DTYPE), info)
         self._trace.add_context(node)
@@ -173,7 +173,7 @@ class Talk:
             ids = [*kit.tokenizer().encode(text), kit.renderer().stop_ids[0]]
         known = [-((i * 37 + token) % 97) / 32 for i, token in enumerate(ids)] if logprobs is True else logprobs or None
         number = self._trace.reserve()
-        meaning = bytes([number % 251]) * DIGEST
+        meaning = bytes([number % 251]) * DIGEST_SIZE
         facts = SampledInfo(
             meaning,
             b"",

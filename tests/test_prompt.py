@@ -9,7 +9,7 @@ import msgspec
 
 from turngate.dialects.base import WireRequest
 from turngate.dialects.messages import Messages
-from turngate.gateway.prompt import Prompts
+from turngate.gateway.prompt import PromptBuilder
 from turngate.render import Renderer
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Call
@@ -33,7 +33,7 @@ def call(**body: Any) -> Call:
     return Messages().decode(WireRequest(json.dumps(asked).encode(), {}))
 
 
-def kwargs(prompts: Prompts, made: Call, renderer: Renderer | None, **config: Any) -> dict[str, object]:
+def kwargs(prompts: PromptBuilder, made: Call, renderer: Renderer | None, **config: Any) -> dict[str, object]:
     session = Session("s", 1, SessionConfig(**config), 0.0)
     _, preamble, _ = prompts.locate(session, made, renderer)
     assert json.loads(preamble.raw_kwargs) == preamble.kwargs
@@ -41,7 +41,7 @@ def kwargs(prompts: Prompts, made: Call, renderer: Renderer | None, **config: An
 
 
 def test_the_same_hints_say_what_the_renderer_understands_of_them() -> None:
-    prompts, asked = Prompts(), call(thinking={"type": "disabled"})
+    prompts, asked = PromptBuilder(), call(thinking={"type": "disabled"})
     for _ in range(2):
         assert kwargs(prompts, asked, THINKS) == {"enable_thinking": False}
         assert kwargs(prompts, asked, None) == {}
@@ -49,7 +49,7 @@ def test_the_same_hints_say_what_the_renderer_understands_of_them() -> None:
 
 
 def test_sessions_and_calls_with_their_own_arguments_leave_others_alone() -> None:
-    prompts, asked = Prompts(), call(thinking={"type": "disabled"})
+    prompts, asked = PromptBuilder(), call(thinking={"type": "disabled"})
     for _ in range(2):
         assert kwargs(prompts, asked, THINKS) == {"enable_thinking": False}
         assert kwargs(prompts, asked, THINKS, template_kwargs={"mood": "calm"}) == {

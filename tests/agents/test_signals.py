@@ -10,7 +10,7 @@ import pytest
 from turngate.agents import spec
 from turngate.agents.launch import resolve_signals
 from turngate.dialects.chat import ChatHistory, ChatTools
-from turngate.trace.signals import read
+from turngate.trace.signals import read_signals
 from turngate.types import Call, CallSignals
 
 
@@ -82,10 +82,13 @@ def codex(kind: str, **headers: str) -> Request:
     ],
 )
 def test_requests_tell_their_conversation(agent: str, request_: Request, told: CallSignals) -> None:
-    assert read(resolve_signals(spec.find_agent(agent).spec.signals, "m"), request_.headers, request_.call()) == told
+    assert (
+        read_signals(resolve_signals(spec.find_agent(agent).spec.signals, "m"), request_.headers, request_.call())
+        == told
+    )
 
 
 def test_what_is_no_json_tells_nothing() -> None:
     signals = spec.find_agent("codex").spec.signals
     request = Request(headers={"x-codex-turn-metadata": "{"}, body={"client_metadata": [1]})
-    assert read(signals, request.headers, request.call()) == CallSignals()
+    assert read_signals(signals, request.headers, request.call()) == CallSignals()

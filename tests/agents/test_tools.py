@@ -106,7 +106,7 @@ async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, 
         session = await opened(g, tmp_path, interpreter, wait_s=600)
         key = (tmp_path / "key").read_text().strip()
         running = g.start(run(tmp_path, '{"text": "x"}', GATE_URL=g.root))
-        await until(lambda: g.app.sessions.find(session).asking, 15)
+        await until(lambda: g.app.sessions.find(session).pending_tool_calls, 15)
         for process in Path("/proc").glob("[0-9]*"):
             for file in ("cmdline", "environ"):
                 try:

@@ -33,7 +33,7 @@ from turngate.errors import (
     Unauthorized,
     Unprocessable,
 )
-from turngate.trace.message_equality import Reading, meaning
+from turngate.trace.message_equality import RequestMessages, meaning_digest
 from turngate.types import Call, CallDelta, Constraint, Delta, Done, KeepAlive, Message, ToolCall, Usage
 
 Json = Any
@@ -249,7 +249,7 @@ def test_answers_find_their_calls() -> None:
 def test_ids_make_no_difference_to_the_meaning() -> None:
     def digests(calls: list[Json], answers: list[Json]) -> list[bytes]:
         contents = [HI, {"role": "model", "parts": calls}, {"role": "user", "parts": answers}]
-        reading = Reading(decoded(contents=contents).history, b"")
+        reading = RequestMessages(decoded(contents=contents).history, b"")
         return [reading.meaning(n) for n in range(3)]
 
     named = digests([call("f", id="a"), call("f", id="b")], [result({}, "f", id="a"), result({}, "f", id="b")])
@@ -799,7 +799,7 @@ def test_arguments_are_passed_on_as_the_model_wrote_them(arguments: str) -> None
     data = gemini.whole(decoded(), Done("tool_calls", Message("assistant", tool_calls=(made,)), None))
     assert b"\n" not in data and arguments.replace("\n", " ").replace("\r", " ").encode() in data
     [back] = model(json.loads(data)["candidates"][0]["content"]["parts"][0]).tool_calls
-    assert meaning((Message("assistant", tool_calls=(back,)),), {}) == meaning(
+    assert meaning_digest((Message("assistant", tool_calls=(back,)),), {}) == meaning_digest(
         (Message("assistant", tool_calls=(made,)),), {}
     )
 

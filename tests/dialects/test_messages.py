@@ -31,7 +31,7 @@ from turngate.errors import (
     Unauthorized,
     Unprocessable,
 )
-from turngate.trace.message_equality import Reading
+from turngate.trace.message_equality import RequestMessages
 from turngate.types import Call, CallDelta, Constraint, Delta, Done, KeepAlive, Message, ToolCall, Usage
 
 Json = Any
@@ -362,7 +362,7 @@ def test_what_was_recorded_reads_as_it_did_when_it_came() -> None:
 def test_marks_for_a_cache_do_not_change_what_is_meant() -> None:
     plain = [HI, {"role": "assistant", "content": [tool_use({})]}, {"role": "user", "content": [result("ok")]}]
     marked = [HI, plain[1], {"role": "user", "content": [result([text("ok", **EPHEMERAL)], **EPHEMERAL)]}]
-    digests = [Reading(decoded(messages=m).history, b"").meanings(0, 3) for m in (plain, marked)]
+    digests = [RequestMessages(decoded(messages=m).history, b"").meanings(0, 3) for m in (plain, marked)]
     assert digests[0] == digests[1]
 
 

@@ -26,7 +26,7 @@ from turngate.errors import (
     TurngateError,
     Unauthorized,
 )
-from turngate.trace.message_equality import Reading
+from turngate.trace.message_equality import RequestMessages
 from turngate.types import (
     Call,
     CallDelta,
@@ -670,8 +670,8 @@ def same(*events: ReplyEvent, **body: Json) -> None:
             call = decoded(**{**body, "input": [{"role": "user", "content": "Hi"}, *kept]})
             assert len(call.history.raws) == 2
             [turn] = call.history.decode(1)
-            reading = Reading(call.history, b"")
-            assert reading.meaning(1) == Reading(_One(sampled), b"").meaning(0)
+            reading = RequestMessages(call.history, b"")
+            assert reading.meaning(1) == RequestMessages(_One(sampled), b"").meaning(0)
             assert turn.reasoning == sampled.reasoning and turn.seal == sampled.seal
             assert [c.id for c in turn.tool_calls] == [c.id for c in sampled.tool_calls]
 

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 
 from turngate.engines.scripted import derived_logprobs
-from turngate.trace.roles import roles
-from turngate.trace.sample import samples
+from turngate.trace.roles import assign_roles
+from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Sampled, path_ids
 
@@ -23,7 +23,7 @@ def check(session: Session, received: list[np.ndarray]) -> None:
         assert turn.logprobs is not None
         assert len(turn.logprobs) == len(turn.ids)
         assert turn.logprobs.tolist() == derived_logprobs(path_ids(turn.parent), turn.ids.tolist())
-    rows = samples(trace, keep_empty=True)
+    rows = build_samples(trace, keep_empty=True)
     trained: Counter[int] = Counter()
     for row in rows:
         # 3. Every row is a true prefix chain: each turn in it was sampled after exactly the ids before it.
@@ -41,7 +41,7 @@ def check(session: Session, received: list[np.ndarray]) -> None:
         assert not row.mask[~covered].any()
         assert np.isnan(row.logprobs[~covered]).all()
     # 4. Every sampled token is trainable at most once; what the policy trains, exactly once.
-    role_of = roles(trace)
+    role_of = assign_roles(trace)
     for turn in trace.turns():
         wanted = role_of[turn.id] in ("main", "subagent") and not turn.info.biases and not turn.info.fault
         assert trained[turn.id] == int(wanted), (turn.id, role_of[turn.id], trained[turn.id])

@@ -18,11 +18,11 @@ from tests.speed import scaled
 from turngate.engines.base import RelayChunk
 from turngate.engines.scripted import Turn
 from turngate.errors import StoreError
-from turngate.gateway.prompt import observed
+from turngate.gateway.prompt import observed_prompt
 from turngate.render import LastTurn, load_renderer
 from turngate.render.parse import DEEPSEEK, HERMES, Parser
-from turngate.trace.roles import roles
-from turngate.trace.sample import samples
+from turngate.trace.roles import assign_roles
+from turngate.trace.sample import build_samples
 from turngate.types import Delta, Limits, Message, Tool
 
 
@@ -99,12 +99,12 @@ async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_mea
     agent.messages = [SYSTEM, user("hi")]
     await talk(agent, "a")
     from turngate.dialects import Chat, WireRequest
-    from turngate.gateway.prompt import Prompts
+    from turngate.gateway.prompt import PromptBuilder
 
     body = b'{"messages": [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": "hi "}], "tools": []}'
     agent.tools = None
-    located, preamble, cause = Prompts().locate(agent.session, Chat().decode(WireRequest(body)))
-    prompt = observed(located, np.array([1, 2, 99, 3], np.int32), preamble, cause)
+    located, preamble, cause = PromptBuilder().locate(agent.session, Chat().decode(WireRequest(body)))
+    prompt = observed_prompt(located, np.array([1, 2, 99, 3], np.int32), preamble, cause)
     assert prompt.ids.tolist() == [1, 2, 99, 3]
     assert prompt.added.tolist() == [1, 2, 99, 3]
     assert prompt.located.context is None
@@ -325,7 +325,7 @@ async def test_an_observed_turn_with_holes_is_no_row(tmp_path: Path) -> None:
         assert status == 200
         (turn,) = session.trace.turns()
         assert turn.info.capture == "logprobs"
-        assert samples(session.trace) == []
-        assert roles(session.trace)[turn.id] == "main"
+        assert build_samples(session.trace) == []
+        assert assign_roles(session.trace)[turn.id] == "main"
     finally:
         await gateway.stop()

@@ -13,8 +13,8 @@ from tests.exact.invariants import check
 from tests.exact.test_property import follow, turn_of
 from tests.renderer_fixtures import renderer_params
 from turngate.engines.scripted import Turn
-from turngate.trace.roles import roles
-from turngate.trace.sample import samples
+from turngate.trace.roles import assign_roles
+from turngate.trace.sample import build_samples
 
 SYSTEM = {"role": "system", "content": "You are a coding agent."}
 
@@ -44,7 +44,7 @@ def causes(agent: Agent) -> list[str]:
 
 
 def role_list(agent: Agent) -> list[str]:
-    found = roles(agent.session.trace)
+    found = assign_roles(agent.session.trace)
     return [found[turn.id] for turn in agent.session.trace.turns()]
 
 
@@ -64,7 +64,7 @@ async def test_forty_turns_with_thinking_and_tools_are_one_row(name: str, render
                 agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw), stream=bool(n % 2)), f"output {n}"
             )
         check(agent.session, [g.prompt for g in world.engine.received])
-        (row,) = samples(agent.session.trace)
+        (row,) = build_samples(agent.session.trace)
         assert [span.trained for span in row.spans] == [True] * 40
         assert row.trained_tokens == sum(len(turn.ids) for turn in agent.session.trace.turns())
 
@@ -79,7 +79,7 @@ async def test_a_turn_with_what_can_be_no_log_probability_is_kept_and_not_traine
     await agent.call(msgspec.structs.replace(turn, logprobs=[-0.5, wrong, *[1e-7] * (len(turn.ids) - 2)]))
     (kept,) = agent.session.trace.turns()
     assert kept.logprobs is not None and np.isnan(kept.logprobs).tolist() == [n == 1 for n in range(kept.size)]
-    (row,) = samples(agent.session.trace, keep_empty=True)
+    (row,) = build_samples(agent.session.trace, keep_empty=True)
     assert not row.mask.any() and [span.reason for span in row.spans] == ["missing log-probabilities"]
     # Very low ones are how engines say that they have none: nothing to warn of.
     assert (f"the engine gave {wrong!r}, which is no log-probability" in caplog.text) == (wrong > 0)
@@ -93,7 +93,7 @@ async def test_a_retry_after_a_lost_reply_trains_only_the_answer_that_was_used(w
     await talk(agent, "end")
     assert causes(agent) == ["retry"]
     assert role_list(agent) == ["superseded", "main", "main"]
-    (row,) = samples(agent.session.trace)
+    (row,) = build_samples(agent.session.trace)
     assert [span.role for span in row.spans] == ["main", "main"]
 
 
@@ -103,7 +103,7 @@ async def test_the_same_question_asked_twice_on_purpose_is_two_rows(world: World
     await agent.call(say(world, "one"))
     await agent.call(say(world, "two"))
     assert causes(agent) == ["resample"]
-    assert len(samples(agent.session.trace)) == 2
+    assert len(build_samples(agent.session.trace)) == 2
 
 
 async def test_compaction_starts_a_new_row_of_the_main_line(world: World) -> None:
@@ -114,7 +114,7 @@ async def test_compaction_starts_a_new_row_of_the_main_line(world: World) -> Non
     await talk(agent, "d")
     assert causes(agent) == ["compaction"]
     assert role_list(agent) == ["main"] * 4
-    assert sorted(row.trained_tokens > 0 for row in samples(agent.session.trace)) == [True, True]
+    assert sorted(row.trained_tokens > 0 for row in build_samples(agent.session.trace)) == [True, True]
 
 
 async def test_changed_tools_and_system_prompt_fork_with_their_cause(world: World) -> None:
@@ -139,7 +139,7 @@ async def test_a_title_call_without_tools_is_a_side_call_and_not_trained(world: 
     await talk(agent, "a", "b")
     assert role_list(agent) == ["side", "main", "main"]
     assert causes(agent) == []
-    (row,) = samples(agent.session.trace)
+    (row,) = build_samples(agent.session.trace)
     assert {span.role for span in row.spans} == {"main"}
 
 
@@ -173,7 +173,7 @@ async def test_a_subagent_has_its_own_row(world: World) -> None:
     await talk(agent, "b")
     assert causes(agent) == ["subagent"]
     assert role_list(agent) == ["main", "subagent", "subagent", "main"]
-    assert len(samples(agent.session.trace)) == 2
+    assert len(build_samples(agent.session.trace)) == 2
 
 
 async def test_an_edited_first_question_is_an_edit_and_no_summary(world: World) -> None:
@@ -192,7 +192,7 @@ async def test_edited_words_of_the_model_fork_and_are_not_trained(world: World) 
     agent.messages[4] = {"role": "assistant", "content": "something the model never said"}
     await talk(agent, "c")
     assert causes(agent) == ["edited"]
-    rows = samples(agent.session.trace)
+    rows = build_samples(agent.session.trace)
     trained = sum(row.trained_tokens for row in rows)
     assert trained == sum(len(t.ids) for t in agent.session.trace.turns())
 
@@ -205,7 +205,7 @@ async def test_going_back_to_an_earlier_turn_branches_and_trains_shared_turns_on
     agent.messages = [*agent.messages[:3], user("another way")]
     await talk(agent, "d")
     assert causes(agent) == ["branch"]
-    rows = samples(agent.session.trace)
+    rows = build_samples(agent.session.trace)
     assert len(rows) == 2
     assert sum(row.trained_tokens for row in rows) == sum(len(t.ids) for t in agent.session.trace.turns())
     assert [s.reason for row in rows for s in row.spans if not s.trained] == ["trained in another row"]
@@ -237,7 +237,7 @@ async def test_a_truncated_turn_is_closed_as_context(world: World) -> None:
     assert reply.finish == "length"
     follow(agent, reply, "go on")
     await talk(agent, "done")
-    (row,) = samples(agent.session.trace)
+    (row,) = build_samples(agent.session.trace)
     first, second = row.spans
     assert first.end - first.start == 3
     between = world.gateway.renderer.tokenizer.decode(row.ids[first.end : second.start].tolist())

@@ -12,8 +12,8 @@ from tests.exact.invariants import check
 from tests.exact.test_rows import SYSTEM, role_list, say, user
 from tests.kit import tool
 from turngate.dialects.chat import ChatHistory, ChatTools
-from turngate.trace.sample import samples
-from turngate.trace.signals import Rule, Signals, alias, faults, read
+from turngate.trace.sample import build_samples
+from turngate.trace.signals import Rule, Signals, find_faults, is_model_alias, read_signals
 from turngate.types import Call, CallSignals
 
 TITLES = (
@@ -46,10 +46,10 @@ def test_sources_are_headers_and_paths_into_the_body() -> None:
     )
     inside = json.dumps({"session_id": "s1"})  # a JSON string, which some programs send
     body = json.dumps({"metadata": {"user_id": inside}, "prompt_cache_key": "k", "meta": {"parent": 7}}).encode()
-    assert read(signals, {"x-thread": "t"}, call(body)) == CallSignals("t", "7")
-    assert read(signals, {"x-meta": '{"thread": "u"}'}, call(body)).thread == "u"
-    assert read(signals, {"x-meta": "u"}, call(body)).thread == "s1"
-    assert read(signals, {}, call(b'{"prompt_cache_key": "k"}')).thread == "k"
+    assert read_signals(signals, {"x-thread": "t"}, call(body)) == CallSignals("t", "7")
+    assert read_signals(signals, {"x-meta": '{"thread": "u"}'}, call(body)).thread == "u"
+    assert read_signals(signals, {"x-meta": "u"}, call(body)).thread == "s1"
+    assert read_signals(signals, {}, call(b'{"prompt_cache_key": "k"}')).thread == "k"
 
 
 def test_rules_say_what_a_call_is_for_and_beat_the_models_name() -> None:
@@ -62,23 +62,23 @@ def test_rules_say_what_a_call_is_for_and_beat_the_models_name() -> None:
         ),
         models={"*-small": "side"},
     )
-    assert read(signals, {"x-kind": "title-1"}, call()) == CallSignals(role="side", why="title")
-    assert read(signals, {}, call(tools=[tool("complete_task")], model="m-small")).role == "subagent"
-    assert read(signals, {}, call(tools=[tool("read"), tool("complete_task_x")])).role == ""
-    assert read(signals, {}, call(said=("You are.", "Summarise it."))).role == "side"
-    assert read(signals, {}, call(said=("You write titles.", "Hi"))).role == "side"
-    assert read(signals, {}, call(model="m-small")) == CallSignals(role="side", why="model m-small")
-    assert read(signals, {}, call()) == CallSignals()
-    assert alias(signals, "m-small") and not alias(signals, "m")
+    assert read_signals(signals, {"x-kind": "title-1"}, call()) == CallSignals(role="side", why="title")
+    assert read_signals(signals, {}, call(tools=[tool("complete_task")], model="m-small")).role == "subagent"
+    assert read_signals(signals, {}, call(tools=[tool("read"), tool("complete_task_x")])).role == ""
+    assert read_signals(signals, {}, call(said=("You are.", "Summarise it."))).role == "side"
+    assert read_signals(signals, {}, call(said=("You write titles.", "Hi"))).role == "side"
+    assert read_signals(signals, {}, call(model="m-small")) == CallSignals(role="side", why="model m-small")
+    assert read_signals(signals, {}, call()) == CallSignals()
+    assert is_model_alias(signals, "m-small") and not is_model_alias(signals, "m")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"metadata": 3}', b'{"metadata": {"user_id": "{"}}', b"\xff"])
 def test_what_cannot_be_read_is_no_signal(body: bytes) -> None:
-    assert read(Signals(thread=("body:metadata.user_id.session_id",)), {}, call(body)) == CallSignals()
+    assert read_signals(Signals(thread=("body:metadata.user_id.session_id",)), {}, call(body)) == CallSignals()
 
 
 def test_a_source_of_another_kind_is_refused() -> None:
-    [(field, wrong)] = faults(Signals(thread=("header:x", "cookie:x"), rules=(Rule(role="side", source="last"),)))
+    [(field, wrong)] = find_faults(Signals(thread=("header:x", "cookie:x"), rules=(Rule(role="side", source="last"),)))
     assert field == "signals.thread[1]" and "'cookie:x' is not a source" in wrong
 
 
@@ -89,7 +89,7 @@ async def test_calls_to_the_small_model_are_side_calls_and_not_trained(world: Wo
     await agent.call(say(world, "A title"), messages=[user("Give it a title")], model="m-small")
     await agent.call(say(world, "Done."))
     assert role_list(agent) == ["side", "main"]
-    [row] = samples(agent.session.trace)
+    [row] = build_samples(agent.session.trace)
     assert [span.role for span in row.spans] == ["main"]
     refused = await agent.call(say(world, "x"), model="m-large")
     assert refused.status == 404
@@ -140,6 +140,6 @@ async def test_what_leaves_a_line_does_not_make_the_line_fork(world: World) -> N
     await agent.call(say(world, "Done."), thread="a", messages=[*here, user("The helper is at it.")])
     assert role_list(agent) == ["main", "side", "subagent", "main"]
     assert [turn.info.cause for turn in agent.session.trace.turns()] == [None, "side", "subagent", None]
-    [main] = [row for row in samples(agent.session.trace) if row.spans[-1].role == "main"]
+    [main] = [row for row in build_samples(agent.session.trace) if row.spans[-1].role == "main"]
     assert [span.trained for span in main.spans] == [True, True]
     check(agent.session, [g.prompt for g in agent.world.engine.received])

@@ -11,7 +11,7 @@ from tests.exact.agent import Agent, World
 from tests.exact.invariants import check
 from tests.exact.test_rows import SYSTEM, say, user
 from tests.kit import calls
-from turngate.trace.message_equality import Reading
+from turngate.trace.message_equality import RequestMessages
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ async def test_a_mark_that_moves_along_costs_only_the_end_of_the_history(
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
     read: list[int] = []
-    original = Reading.messages
-    monkeypatch.setattr(Reading, "messages", lambda self, at: read.append(at) or original(self, at))
+    original = RequestMessages.messages
+    monkeypatch.setattr(RequestMessages, "messages", lambda self, at: read.append(at) or original(self, at))
     for n in range(30):
         marked = [*agent.messages[:-1], {**agent.messages[-1], "cache": "here"}]
         reply = await agent.call(say(world, f"Step {n}."), messages=marked)

@@ -10,7 +10,7 @@ import pytest
 
 from turngate.agents.spec import find_agent
 from turngate.rollout.transcript_diff import compare_transcript
-from turngate.trace.session import farewell
+from turngate.trace.session import limit_message
 
 pytestmark = pytest.mark.process
 
@@ -65,6 +65,6 @@ def test_helpers_are_told_apart_by_what_they_did(compared: Any) -> None:
 
 
 def test_the_words_at_a_limit_were_never_sampled(compared: Any) -> None:
-    main = [said("Go."), said(farewell("turns"))]
+    main = [said("Go."), said(limit_message("turns"))]
     assert compared(recorded(("main", "a", "Go.", ()), stop="turns"), main) == []
     assert compared(recorded(("main", "a", "Go.", ())), main) != []

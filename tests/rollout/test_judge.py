@@ -185,7 +185,7 @@ async def test_a_call_at_the_very_end_is_no_excuse(tmp_path: Path) -> None:
 def test_only_time_in_which_a_call_waits_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    unheard = session.Unheard()
+    unheard = session.EngineSilence()
 
     def later(seconds: float) -> float:
         now[0] += seconds

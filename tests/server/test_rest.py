@@ -20,7 +20,7 @@ from tests.kit import Gated, Running, calls, gateway, result, say, tool, until, 
 from turngate.config import load_config
 from turngate.errors import ConfigError, NotFound
 from turngate.gateway.eviction import trim_memory
-from turngate.trace.host_tools import LONGEST_WAIT_S
+from turngate.trace.host_tools import MAX_WAIT_S
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
 
@@ -60,7 +60,7 @@ async def test_what_is_not_in_the_trace_stays() -> None:
     async with gateway([say("One."), say("Two.")]) as g:
         session = await g.open(limits={"turns": 1})
         await g.ask(session.key, HI)
-        live(g, session.id).unheard.begin()
+        live(g, session.id).engine_silence.begin()
         await rest(g)
         farewell = await g.ask(session.key, HI)
         assert "reached its limit (turns)" in farewell.content
@@ -82,11 +82,11 @@ async def test_nobody_is_put_to_rest_in_the_middle_of_a_call() -> None:
 async def test_nobody_is_put_to_rest_while_a_tool_of_the_host_is_asked() -> None:
     async with gateway() as g:
         session = await g.open(
-            tools=[{"name": "look", "description": "Look.", "schema": {"type": "object"}, "wait_s": LONGEST_WAIT_S}]
+            tools=[{"name": "look", "description": "Look.", "schema": {"type": "object"}, "wait_s": MAX_WAIT_S}]
         )
         agent = g.http(key=session.key)
         asked = g.start(agent.post("/v1/tools/look", json={}))
-        await until(lambda: live(g, session.id).asking)
+        await until(lambda: live(g, session.id).pending_tool_calls)
         assert await rest(g) == 0
         asked.cancel()
 
@@ -202,9 +202,9 @@ async def test_a_session_that_ends_while_a_tool_is_asked_leaves_memory_later() -
         await g.ask(session.key, HI)
         ended = live(g, session.id)
         await g.seal(session.id)
-        ended.asking[1] = asyncio.get_running_loop().create_future()
+        ended.pending_tool_calls[1] = asyncio.get_running_loop().create_future()
         assert await rest(g) == 0
-        del ended.asking[1]
+        del ended.pending_tool_calls[1]
         assert await rest(g) == 1 and ended.is_evicted
 
 

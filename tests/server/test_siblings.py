@@ -34,7 +34,7 @@ from turngate.server.workers import forwarding
 from turngate.server.workers.forwarding import socket_path
 from turngate.server.workers.worker import WorkerGateway
 from turngate.store.lock import lock
-from turngate.trace.host_tools import LONGEST_WAIT_S
+from turngate.trace.host_tools import MAX_WAIT_S
 
 HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -516,20 +516,20 @@ async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
 
 
 async def test_a_tool_call_and_its_answer_find_each_other_wherever_they_arrive() -> None:
-    ask = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": LONGEST_WAIT_S}
+    ask = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": MAX_WAIT_S}
     async with crew() as c:
         session = await c.open_at(1, tools=[ask])
         waiting = c[0].start(c[0].http(session.key).post("/v1/tools/ask", json={"n": 1}))
-        await until(lambda: c[1].app.sessions.find(session.id).asking)
+        await until(lambda: c[1].app.sessions.find(session.id).pending_tool_calls)
         [call] = (await c[0].admin.get(f"/admin/sessions/{session.id}/tools")).json()["calls"]
         assert call["waiting"] and call["arguments"] == {"n": 1}
         path = f"/admin/sessions/{session.id}/tools/{call['call']}/answer"
         assert (await c[0].admin.post(path, json={"reply": 7})).status_code == 200
         assert (await waiting).json() == 7
         gone = c[0].start(c[0].http(session.key).post(f"/rollout/{session.id}/v1/tools/ask", json={}))
-        await until(lambda: c[1].app.sessions.find(session.id).asking)
+        await until(lambda: c[1].app.sessions.find(session.id).pending_tool_calls)
         gone.cancel()
-        await until(lambda: not c[1].app.sessions.find(session.id).asking)
+        await until(lambda: not c[1].app.sessions.find(session.id).pending_tool_calls)
         await c[0].seal(session.id)
         outcome = {"kind": "graded", "reward": 1.0}
         assert (await c[0].admin.put(f"/admin/sessions/{session.id}/outcome", json=outcome)).status_code == 200

@@ -15,7 +15,7 @@ from tests.speed import scaled
 from turngate.client.gateway import GatewayClient, Refused
 from turngate.gateway import host_tools
 from turngate.server.host_tools import MAX_ARGUMENTS
-from turngate.trace.host_tools import LONGEST_WAIT_S
+from turngate.trace.host_tools import MAX_WAIT_S
 
 ANSWER = {
     "name": "answer",
@@ -27,7 +27,7 @@ ANSWER = {
         "additionalProperties": False,
     },
 }
-ASK = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": LONGEST_WAIT_S}
+ASK = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": MAX_WAIT_S}
 
 
 async def call(g: Running, session: Opened, arguments: Any, tool: str = "answer", **headers: str) -> httpx.Response:
@@ -46,7 +46,7 @@ async def answer(g: Running, session: Opened, number: int, reply: Any) -> httpx.
 
 
 def asking(g: Running, session: Opened) -> Any:
-    return g.app.sessions.find(session.id).asking
+    return g.app.sessions.find(session.id).pending_tool_calls
 
 
 def kinds(g: Running) -> list[str]:
@@ -156,7 +156,7 @@ async def test_what_there_is_not() -> None:
 
 
 async def test_a_session_makes_only_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tools, "MOST_CALLS", 3)
+    monkeypatch.setattr(host_tools, "MAX_CALLS", 3)
     async with gateway() as g:
         session, other = await g.open(tools=[ANSWER]), await g.open(tools=[ANSWER])
         for n in range(3):

@@ -117,7 +117,7 @@ async def test_an_agent_that_hangs_up_says_nothing_about_the_endpoint() -> None:
         await came.wait()
         call.cancel()
         await asyncio.wait([call])
-        await until(lambda: not forwarder.unheard._calls)
+        await until(lambda: not forwarder.engine_silence._calls)
         shown = await client.show("s")
     assert (shown["turns"], shown["last_error"]) == (0, None) and shown["unheard_s"] > 0
 

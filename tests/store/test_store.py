@@ -16,7 +16,7 @@ from tests.exact.test_rows import SYSTEM, say, talk, user
 from turngate.errors import ConfigError, StoreError
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn, Store
-from turngate.trace.sample import samples
+from turngate.trace.sample import build_samples
 from turngate.trace.session import SessionConfig
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
 from turngate.types import Limits
@@ -45,7 +45,7 @@ async def test_a_full_disk_refuses_calls_and_loses_nothing(world: World) -> None
     world.queue.clear()
     db.execute("PRAGMA max_page_count=1000000")
     await talk(agent, "c")
-    (row,) = samples(agent.session.trace)
+    (row,) = build_samples(agent.session.trace)
     assert len(row.spans) == 3
     stored = world.gateway.store.load(world.gateway.store.find(agent.session_id))
     assert [n.id for n in stored.trace.nodes] == [n.id for n in agent.session.trace.nodes]
@@ -93,7 +93,7 @@ async def test_a_restarted_gateway_carries_a_live_session_on(tmp_path: Path, ren
             agent.world = world
             await talk(agent, "<think>\nhm\n</think>\n\na", "b")
             assert agent.session.turns == 2 * (n + 1)
-            (row,) = samples(agent.session.trace)
+            (row,) = build_samples(agent.session.trace)
             assert len(row.spans) == 2 * (n + 1)
 
 

@@ -237,7 +237,7 @@ def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     yield from _option_faults(spec)
     yield from _placeholder_faults(spec)
     yield from _key_faults(spec)
-    yield from told.faults(spec.signals)
+    yield from told.find_faults(spec.signals)
     if spec.transcript:
         yield from _transcript_faults(spec.transcript)
 

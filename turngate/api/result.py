@@ -18,7 +18,7 @@ from turngate.common.safe_text import sanitize_line
 from turngate.errors import BadRequest
 from turngate.rollout.summary import pass_at_k
 from turngate.service.result import Trouble
-from turngate.trace.advantage import Choice, advantages, weight
+from turngate.trace.advantage import Choice, compute_advantages, row_weight
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import Sample
 from turngate.types import ID_DTYPE, Ids, Json, Logprobs, ToolCall
@@ -198,7 +198,7 @@ class Results(list[Result]):
         found: list[float | None] = [None] * len(self)
         for places in by_group.values():
             rewards = [self[place].reward if self[place].rows else None for place in places]
-            for place, advantage in zip(places, advantages(rewards, choice), strict=True):
+            for place, advantage in zip(places, compute_advantages(rewards, choice), strict=True):
                 found[place] = advantage
         return found
 
@@ -242,7 +242,7 @@ def _row(row: Sample, advantage: float, rows: int) -> Row:
         logprobs=row.logprobs,
         spans=row.spans,
         branch=row.branch,
-        weight=weight(rows),
+        weight=row_weight(rows),
         advantage=advantage,
     )
 

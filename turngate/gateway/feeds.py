@@ -35,8 +35,8 @@ from turngate.gateway.fence import Fence
 from turngate.store.feeds import FeedRow, Member, Waiting
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
-from turngate.trace.advantage import advantages, is_too_large, weight
-from turngate.trace.sample import Sample, samples
+from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
+from turngate.trace.sample import Sample, build_samples
 from turngate.trace.session import Session
 
 MOST = 64  # deliveries in one answer
@@ -224,7 +224,7 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
             turns=self.turns,
             sampled_tokens=self.sampled_tokens,
             data=msgspec.json.encode(outcome.data),
-            rows=() if excluded else tuple(_wire_row(row, weight(len(self.rows))) for row in self.rows),
+            rows=() if excluded else tuple(_wire_row(row, row_weight(len(self.rows))) for row in self.rows),
         )
 
 
@@ -235,7 +235,7 @@ def _delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
     if not members:
         raise _missing(row.name)  # it was deleted meanwhile
     made = [_rolled(store, member, config, version) for member in members]
-    found = advantages([one.reward for one in made], config.advantage)
+    found = compute_advantages([one.reward for one in made], config.advantage)
     delivery = WireDelivery(
         number=number,
         group=members[0].group,
@@ -256,7 +256,7 @@ def _rolled(store: Store, member: Member, config: FeedConfig, version: int) -> _
         return _Made(member=member, reward=None, excluded=error.message)  # damaged, and will be so tomorrow
     if session is None:
         return _Made(member=member, reward=None, excluded="its session was deleted")
-    rows = samples(session.trace, session.config.policy)
+    rows = build_samples(session.trace, session.config.policy)
     timed_out = _timed_out(session, member)
     truncated = not timed_out and _truncated(session, member, rows)
     baseline, why = _judged(member, rows, config, version, truncated=truncated, timed_out=timed_out)

@@ -16,7 +16,7 @@ from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.events import Events
 from turngate.store.beside import HostToolCall
 from turngate.store.sqlite import Store
-from turngate.trace.host_tools import MOST_CALLS, Checker, HostTool, checker
+from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, build_checker
 from turngate.trace.session import Session
 from turngate.types import Json
 
@@ -41,7 +41,7 @@ class HostTools:
         """The answer, as JSON. `repeat`: the caller's own mark; the same again is the same call, and gets the same answer."""
         session.require_open()
         tool = self.find(session, name)
-        arguments = await _arguments(tool, body)
+        arguments = await _check_arguments(tool, body)
         session.require_open()  # that may have taken a while
         session.last_used = time.time()
         mark = repeat[:MARK_LIMIT]
@@ -54,18 +54,18 @@ class HostTools:
         return await self._answered(session, tool, call)
 
     def _recorded(self, session: Session, tool: HostTool, arguments: bytes, mark: str) -> HostToolCall:
-        reply = msgspec.json.encode(tool.at_once()) if tool.wait_s is None else None
-        call = self._calls.add(session.key, session.id, tool.name, arguments, mark, reply, MOST_CALLS)
+        reply = msgspec.json.encode(tool.immediate_reply()) if tool.wait_s is None else None
+        call = self._calls.add(session.key, session.id, tool.name, arguments, mark, reply, MAX_CALLS)
         if call is None:
-            raise Conflict(f"this session has made {MOST_CALLS} tool calls, which is the most; no more are taken")
+            raise Conflict(f"this session has made {MAX_CALLS} tool calls, which is the most; no more are taken")
         self._events.wake(session.id)
         return call
 
     async def _answered(self, session: Session, tool: HostTool, call: HostToolCall) -> bytes:
         """What the host says, or nobody. A call that came again waits beside its first."""
-        asked = session.asking.get(call.call)
+        asked = session.pending_tool_calls.get(call.call)
         if asked is None:
-            asked = session.asking[call.call] = asyncio.get_running_loop().create_future()
+            asked = session.pending_tool_calls[call.call] = asyncio.get_running_loop().create_future()
         self._waiting[asked] = self._waiting.get(asked, 0) + 1
         end = call.called + (tool.wait_s or 0)
         deadline = session.deadline()
@@ -76,12 +76,12 @@ class HostTools:
             self._waiting[asked] -= 1
             if not self._waiting[asked]:  # from now on a host's answer comes too late
                 del self._waiting[asked]
-                session.asking.pop(call.call, None)
+                session.pending_tool_calls.pop(call.call, None)
         if asked.done() and not asked.cancelled():
             return asked.result()
         if asked.cancelled():
             session.require_open()  # says why
-        reply = msgspec.json.encode(tool.unanswered())
+        reply = msgspec.json.encode(tool.default_reply())
         self._calls.answer(session.key, session.id, call, reply, "time")
         if not asked.done():
             asked.set_result(reply)
@@ -96,7 +96,7 @@ class HostTools:
         if call.reply is not None:
             told = {"tool": "at once", "time": "when its time was up"}.get(call.answered_by, "already")
             raise Conflict(f"tool call {number} was answered {told}")
-        asked = session.asking.get(number)
+        asked = session.pending_tool_calls.get(number)
         if asked is None or asked.done():
             raise Conflict(f"nobody waits for an answer to tool call {number} any more")
         written = msgspec.json.encode(reply)
@@ -109,10 +109,10 @@ class HostTools:
 
     def listing(self, session: Session, after: int = 0, limit: int = 100) -> list[dict[str, Json]]:
         """Oldest first."""
-        return [seen(session, call) for call in self._calls.page(session.key, after, limit)]
+        return [describe_call(session, call) for call in self._calls.page(session.key, after, limit)]
 
 
-def seen(session: Session, call: HostToolCall) -> dict[str, Json]:
+def describe_call(session: Session, call: HostToolCall) -> dict[str, Json]:
     return {
         "call": call.call,
         "tool": call.tool,
@@ -121,11 +121,11 @@ def seen(session: Session, call: HostToolCall) -> dict[str, Json]:
         "reply": call.reply,
         "answered": call.answered,
         "answered_by": call.answered_by,
-        "waiting": call.call in session.asking,
+        "waiting": call.call in session.pending_tool_calls,
     }
 
 
-async def _arguments(tool: HostTool, body: bytes) -> bytes:
+async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
     """The arguments of a call, in one spelling. Checked in a thread: what a schema asks for may take long, and others are waiting."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
@@ -135,13 +135,13 @@ async def _arguments(tool: HostTool, body: bytes) -> bytes:
         raise BadRequest("the body must be a JSON object: the arguments of the tool")
     try:
         async with asyncio.timeout(_CHECK_S):
-            await asyncio.to_thread(_checker(msgspec.json.encode(tool.schema)), arguments)
+            await asyncio.to_thread(_cached_checker(msgspec.json.encode(tool.schema)), arguments)
     except TimeoutError:
         raise BadRequest(f"the arguments take longer than {_CHECK_S:.0f} s to check; send fewer") from None
     return msgspec.json.encode(arguments)
 
 
 @lru_cache(maxsize=64)
-def _checker(schema: bytes) -> Checker:
+def _cached_checker(schema: bytes) -> ArgumentChecker:
     """Rollouts of one task have the same tools."""
-    return checker(msgspec.json.decode(schema))
+    return build_checker(msgspec.json.decode(schema))

@@ -17,9 +17,9 @@ import numpy as np
 from turngate.errors import BadRequest
 from turngate.render import LastTurn, Renderer
 from turngate.trace import fork_cause
-from turngate.trace.message_equality import DIGEST, Reading, tools_meaning
+from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages, tools_digest
 from turngate.trace.session import Session
-from turngate.trace.tree import Cause, ContextInfo, Located, Sampled, path_ids, prompt_ids
+from turngate.trace.tree import Cause, ContextInfo, Location, Sampled, path_ids, prompt_ids
 from turngate.types import NO_IDS, Call, Ids, Json, Message, PromptIds, Tool
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
@@ -43,7 +43,7 @@ class Preamble(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A rendered call: where it hangs in the tree and what it adds there."""
 
-    located: Located
+    located: Location
     parent: Sampled | None
     added: Ids
     ids: Ids | PromptIds  # everything: what the engine gets
@@ -67,7 +67,7 @@ class _Tools(msgspec.Struct):
     renderer: Renderer | None = None
 
 
-class Prompts:
+class PromptBuilder:
     """Renders calls. Keeps tools decoded, since agents send the same ones with every call."""
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class Prompts:
 
     def locate(
         self, session: Session, call: Call, renderer: Renderer | None = None
-    ) -> tuple[Located, Preamble, Cause | None]:
+    ) -> tuple[Location, Preamble, Cause | None]:
         """The deepest known point that this call extends, and why it forks there, if it does."""
         preamble = self._preamble(session, call, renderer)
         with _followed(call):
-            located = session.trace.locate(Reading(call.history, preamble.digest))
-        cause = fork_cause.cause(
+            located = session.trace.locate(RequestMessages(call.history, preamble.digest))
+        cause = fork_cause.find_fork_cause(
             session.trace,
             located,
             has_tools=bool(preamble.tools),
@@ -107,7 +107,7 @@ class Prompts:
         known = self._tools.get(key)
         if known is None:
             tools = call.tools.decode() if call.tools is not None else ()
-            known = _Tools(tools, tools_meaning([tool.wire for tool in tools]))
+            known = _Tools(tools, tools_digest([tool.wire for tool in tools]))
             if len(raw) <= _LARGE_TOOLS:  # an agent must not be able to fill our memory with its tools
                 if len(self._tools) >= _KNOWN_TOOLS:
                     self._tools.pop(next(iter(self._tools)))
@@ -120,7 +120,7 @@ class Prompts:
         implied = {k: v for k, v in call.template_hints.items() if renderer is not None and renderer.knows(k)}
         arguments = {**implied, **call.template_kwargs, **session.config.template_kwargs}
         kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
-        digest = blake2b(known.meaning + kwargs, digest_size=DIGEST).digest()
+        digest = blake2b(known.meaning + kwargs, digest_size=DIGEST_SIZE).digest()
         preamble = Preamble(digest, known.tools, raw, kwargs, json.loads(kwargs))
         if not outright:
             known.preamble, known.hints, known.renderer = preamble, call.template_hints, renderer
@@ -144,7 +144,7 @@ class _followed:  # used like a function
             raise BadRequest(f"{field}: something in it is nested too deep", param=field) from None
 
 
-def observed(located: Located, seen: Ids | None, preamble: Preamble, cause: Cause | None) -> Prompt:
+def observed_prompt(located: Location, seen: Ids | None, preamble: Preamble, cause: Cause | None) -> Prompt:
     """Where a relayed call hangs: by its ids if the endpoint told them, by meaning alone if not."""
     node, context = located.node, located.context
     if seen is None:
@@ -152,12 +152,12 @@ def observed(located: Located, seen: Ids | None, preamble: Preamble, cause: Caus
     if context is not None and np.array_equal(path_ids(context), seen):
         return Prompt(located, node, context.ids, seen, preamble, cause)
     # Equal in meaning is not equal in ids: the endpoint renders as it likes.
-    apart = Located(node, located.start, None, located.reading)
+    apart = Location(node, located.start, None, located.reading)
     if node is None:
         return Prompt(apart, None, seen, seen, preamble, cause)
     if len(seen) > node.length and np.array_equal(seen[: node.length], path_ids(node)):
         return Prompt(apart, node, seen[node.length :], seen, preamble, cause)
-    return Prompt(Located(None, 0, None, located.reading), None, seen, seen, preamble, "template")
+    return Prompt(Location(None, 0, None, located.reading), None, seen, seen, preamble, "template")
 
 
 def context_info(prompt: Prompt, cause: Cause | None, call: Call) -> ContextInfo:
@@ -174,7 +174,7 @@ def context_info(prompt: Prompt, cause: Cause | None, call: Call) -> ContextInfo
     )
 
 
-def _render(session: Session, located: Located, preamble: Preamble, cause: Cause | None, renderer: Renderer) -> Prompt:
+def _render(session: Session, located: Location, preamble: Preamble, cause: Cause | None, renderer: Renderer) -> Prompt:
     if located.context is not None:
         added = located.context.ids
         return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
@@ -192,7 +192,7 @@ def _render(session: Session, located: Located, preamble: Preamble, cause: Cause
 
 
 def _bridge(
-    session: Session, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object], renderer: Renderer
+    session: Session, located: Location, tools: tuple[Tool, ...], kwargs: dict[str, object], renderer: Renderer
 ) -> Ids | None:
     """The new messages alone, where they go on from a sampled turn and nothing forbids it."""
     node = located.node
@@ -205,10 +205,10 @@ def _bridge(
     assert message is not None, "a located turn is an assistant's message"
     system = next((m.content for m in located.reading.messages(0) if m.role == "system"), "")
     last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open, system)
-    return renderer.bridge_ids(last, in_call_order([message, *new])[1:], tools, kwargs)
+    return renderer.bridge_ids(last, order_tool_results([message, *new])[1:], tools, kwargs)
 
 
-def in_call_order(messages: Sequence[Message]) -> list[Message]:
+def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     """Results of calls that were made at once, in the order of the calls. Agents send them as they came; most templates show no
     ids, so that to the model their order is all that tells which is which."""
     ordered: list[Message] = []
@@ -227,10 +227,10 @@ def in_call_order(messages: Sequence[Message]) -> list[Message]:
 
 
 def _whole(
-    renderer: Renderer, located: Located, tools: tuple[Tool, ...], kwargs: dict[str, object]
+    renderer: Renderer, located: Location, tools: tuple[Tool, ...], kwargs: dict[str, object]
 ) -> tuple[Sampled | None, Ids]:
     """Everything rendered anew. It still extends the located turn if that is a prefix of it, token for token."""
-    ids = renderer.render_ids(in_call_order(located.reading.all()), tools, kwargs)
+    ids = renderer.render_ids(order_tool_results(located.reading.all()), tools, kwargs)
     node = located.node
     if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):
         return node, ids[node.length :]

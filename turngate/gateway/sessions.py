@@ -22,9 +22,9 @@ from turngate.store.beside import happened
 from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
-from turngate.trace.host_tools import checked
+from turngate.trace.host_tools import check_tools
 from turngate.trace.session import SESSION_ID, Session, SessionConfig, Status
-from turngate.trace.signals import faults
+from turngate.trace.signals import find_faults
 from turngate.types import STALE, Mode, Sampling
 
 
@@ -120,9 +120,9 @@ class Sessions:
         except msgspec.ValidationError as error:
             message, field = explain_error(error, Sampling)
             raise BadRequest(f"sampling.{message}", param=f"sampling.{field}") from None
-        for field, wrong in faults(config.signals):
+        for field, wrong in find_faults(config.signals):
             raise BadRequest(f"{field}: {wrong}", param=field)
-        checked(config.tools)
+        check_tools(config.tools)
 
     # ── find ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,8 +14,8 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
-from turngate.trace.roles import roles
-from turngate.trace.sample import untrainable
+from turngate.trace.roles import assign_roles
+from turngate.trace.sample import untrainable_reason
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Sampled
 from turngate.types import STALE, Json
@@ -110,10 +110,10 @@ def is_stale(session: Session, oldest: int) -> bool:
     turns = list(session.trace.turns())
     if not any(turn.info.version_start < oldest for turn in turns):
         return False
-    role_of = roles(session.trace)
+    role_of = assign_roles(session.trace)
     policy = session.config.policy
     old = [turn for turn in turns if turn.info.version_start < oldest and _is_work(turn)]
-    return any(not untrainable(turn, role_of[turn.id], policy) for turn in old)
+    return any(not untrainable_reason(turn, role_of[turn.id], policy) for turn in old)
 
 
 def _is_work(turn: Sampled) -> bool:

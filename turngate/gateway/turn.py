@@ -39,17 +39,17 @@ from turngate.errors import (
 )
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
-from turngate.gateway.prompt import Preamble, Prompt, Prompts, context_info, observed
+from turngate.gateway.prompt import Preamble, Prompt, PromptBuilder, context_info, observed_prompt
 from turngate.render import Renderer, ReplyReader
 from turngate.store.beside import happened
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
 from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
 from turngate.trace import fork_cause
-from turngate.trace.message_equality import argument_sizes, exact_digest, meaning, reasoning_digest
-from turngate.trace.session import CallError, LimitMet, Session, farewell
-from turngate.trace.signals import alias
-from turngate.trace.tree import Cause, Context, Located, Sampled, SampledInfo, Trace, path
+from turngate.trace.message_equality import argument_sizes, exact_digest, meaning_digest, reasoning_digest
+from turngate.trace.session import CallError, LimitReached, Session, limit_message
+from turngate.trace.signals import is_model_alias
+from turngate.trace.tree import Cause, Context, Location, Sampled, SampledInfo, Trace, path_to
 from turngate.types import (
     ID_DTYPE,
     LOGPROB_DTYPE,
@@ -80,7 +80,7 @@ _SHORT_END = 256
 Tell = Callable[[Sequence[ReplyEvent]], Awaitable[None]]
 
 
-class Settings(msgspec.Struct, frozen=True):
+class PipelineSettings(msgspec.Struct, frozen=True):
     """What of the configuration a turn needs."""
 
     models: tuple[str, ...] = ()  # names that agents may ask for; empty: any
@@ -139,13 +139,13 @@ class Draft:
         return scores
 
 
-class Turns:
+class TurnPipeline:
     """Runs model calls. One instance per gateway; its only state is what it was given."""
 
     def __init__(
         self,
         *,
-        settings: Settings,
+        settings: PipelineSettings,
         journal: Journal,
         fence: Fence,
         renderer: Renderer | None = None,
@@ -162,7 +162,7 @@ class Turns:
         self._relay = relay
         self._events = events
         self._metrics = metrics or Metrics()
-        self._prompts = Prompts()
+        self._prompts = PromptBuilder()
 
     async def take(self, session: Session, call: Call, tell: Tell, measured: CallTiming) -> None:
         """One turn, from request to `Done`, told in batches of events that came at once.
@@ -174,10 +174,10 @@ class Turns:
         self._admit(session, call)
         try:
             await self._admitted(session, call, tell, measured)
-        except LimitMet as met:
+        except LimitReached as met:
             await tell(self._at_limit(session, met.limit))
         except TurngateError as error:
-            session.unheard.heard()
+            session.engine_silence.reset()
             if error.boundary != "client" or isinstance(error, ContextOverflow):
                 session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
@@ -209,7 +209,7 @@ class Turns:
             async with asyncio.timeout_at(_loop_time(session.deadline())):
                 await self._fence.enter()
         except TimeoutError:
-            raise LimitMet("seconds") from None
+            raise LimitReached("seconds") from None
         finally:
             measured.held_s = time.perf_counter() - began
 
@@ -221,7 +221,7 @@ class Turns:
             )
         session.last_used = time.time()
         names = (session.config.model,) if session.config.model else self._settings.models
-        if names and call.model and call.model not in names and not alias(session.config.signals, call.model):
+        if names and call.model and call.model not in names and not is_model_alias(session.config.signals, call.model):
             raise NotFound(
                 f"model: {call.model[:200]!r} does not exist here; this session serves {', '.join(names)}",
                 param="model",
@@ -249,10 +249,10 @@ class Turns:
         self._note_stop(session, limit)
         if session.config.at_limit == "conflict":
             raise Conflict(f"this session is completed (limit {limit}); open a new one")
-        if limit not in session.limits_told:  # an agent may come again and again
-            session.limits_told.add(limit)
+        if limit not in session.limits_announced:  # an agent may come again and again
+            session.limits_announced.add(limit)
             self._events.add(session.id, "limit", {"limit": limit})
-        text = farewell(limit)
+        text = limit_message(limit)
         return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
 
     def mark_undelivered(self, session: Session, node_id: int) -> None:
@@ -317,7 +317,7 @@ class Turns:
             async with engine.generate(request) as chunks:
                 async for chunk in _until(session.deadline(), chunks):
                     timer.mark_received()
-                    session.unheard.heard()
+                    session.engine_silence.reset()
                     _check(chunk, request)
                     events = self._sampled(session, draft, chunk, reader, call)
                     over = reader.satisfied or session.tokens_left == 0 or chunk.finish is not None
@@ -345,7 +345,7 @@ class Turns:
                 message = reader.finish()[1].message
                 await self._commit(session, call, prompt, draft, message, "abort", sampling, fault=fault or "aborted")
         if finish == "length" and not draft.ids:
-            raise LimitMet("sampled_tokens" if session.tokens_left == 0 else "seconds")
+            raise LimitReached("sampled_tokens" if session.tokens_left == 0 else "seconds")
         rest, parsed = reader.finish()
         if parsed.message.tool_calls and finish == "stop":
             finish = "tool_calls"
@@ -364,7 +364,7 @@ class Turns:
             self._note_stop(session, "context_tokens")
             if session.config.at_limit == "conflict":
                 raise _overflow(limit, size)
-            raise LimitMet("context_tokens")
+            raise LimitReached("context_tokens")
         if most is not None and size >= most:
             raise _overflow(most, size)
         asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
@@ -442,7 +442,7 @@ class Turns:
         call: Call,
         reply: AbstractAsyncContextManager[AsyncIterator[RelayChunk]],
         draft: Draft,
-        place: tuple[Located, Preamble, Cause | None],
+        place: tuple[Location, Preamble, Cause | None],
         sampling: Sampling,
         tell: Tell,
     ) -> None:
@@ -458,7 +458,7 @@ class Turns:
             async with reply as chunks:
                 async for chunk in _until(session.deadline(), chunks):
                     timer.mark_received()
-                    session.unheard.heard()
+                    session.engine_silence.reset()
                     heard.add(chunk)
                     self._tokens(session, draft, chunk)
                     if chunk.events:
@@ -478,7 +478,7 @@ class Turns:
             usage = heard.usage or Usage(0, len(draft.ids))
             timer.finish(finish, usage.prompt_tokens, usage.completion_tokens)
             message = heard.message()
-            prompt = observed(located, heard.prompt, preamble, cause)
+            prompt = observed_prompt(located, heard.prompt, preamble, cause)
             if draft.capture == "tokens" and not heard.accounts_for(draft.ids):
                 draft.capture = "logprobs"  # ids that hang in the air, or not all of them: evidence, but no row
             if not whole and (not heard.empty or not fault):
@@ -541,7 +541,7 @@ class Turns:
             "it hangs on the ids that were sent"
         )
         info = SampledInfo(
-            meaning=meaning((message,), {}),
+            meaning=meaning_digest((message,), {}),
             reasoning=reasoning_digest(message.reasoning),
             exact=exact_digest(message),
             finish=finish,
@@ -617,9 +617,9 @@ class Turns:
         """Why this turn forks, as of now: what had begun and not ended when it was located was not known of then."""
         if prompt.cause in ("retry", "resample") or (context is None and prompt.cause is not None):
             return prompt.cause
-        return fork_cause.cause(
+        return fork_cause.find_fork_cause(
             trace,
-            Located(prompt.parent, prompt.start, context, prompt.located.reading),
+            Location(prompt.parent, prompt.start, context, prompt.located.reading),
             has_tools=bool(prompt.preamble.tools),
             retried=call.retried,
             idempotency_key=call.idempotency_key,
@@ -714,7 +714,7 @@ def _check(chunk: Chunk, request: Generate) -> None:
 
 def _verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:
     """The turns on the way to `node` that this endpoint wants back in its own words, by index of their raw piece."""
-    turns = [turn for turn in path(node) if isinstance(turn, Sampled)]
+    turns = [turn for turn in path_to(node) if isinstance(turn, Sampled)]
     return {t.count - 1: t.info.verbatim for t in turns if t.info.verbatim and t.info.engine == endpoint}
 
 

@@ -15,7 +15,7 @@ from turngate.agents.transcript import (
     read_transcripts,
 )
 from turngate.errors import AgentError
-from turngate.trace.session import farewell
+from turngate.trace.session import limit_message
 from turngate.types import Json
 
 _TOO_MANY = 10_000  # turns more than there are in the trace: comparing them would take for ever
@@ -40,7 +40,7 @@ def _compare_files(transcript: Transcript, folder: Path, trace: Json) -> tuple[i
         return written, [f"the transcript tells of {written} turns, far more than were made"]
     main = _recorded_turns(trace, "main")
     # Some agents write their own summaries down as turns, and all of them what they were told at the end.
-    side = [*_recorded_turns(trace, "side"), TranscriptTurn(text=farewell(trace["stop"]))]
+    side = [*_recorded_turns(trace, "side"), TranscriptTurn(text=limit_message(trace["stop"]))]
     told = [
         _format_difference("main", d) for d in compare_turns(found.main, main, side=side, fills_in=transcript.fills_in)
     ]

@@ -29,7 +29,7 @@ from turngate.gateway.outcomes import OutcomeRecorder
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.staleness import StaleSessions
-from turngate.gateway.turn import Settings, Turns
+from turngate.gateway.turn import PipelineSettings, TurnPipeline
 from turngate.gateway.weights import LocalBarrier, WeightUpdates
 from turngate.render import Certificate, Renderer
 from turngate.server.admin import AdminRoutes
@@ -183,8 +183,8 @@ class Gateway:
         self._starlette = self._compose_starlette()
 
     def _compose_model_calls(self, max_context: int | None) -> ModelCalls:
-        self.turns = Turns(
-            settings=Settings(
+        self.turns = TurnPipeline(
+            settings=PipelineSettings(
                 models=(self.config.model,) if self.config.model else (),
                 max_context=max_context,
                 echo_prompt=self.config.echo_prompt,

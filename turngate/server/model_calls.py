@@ -18,7 +18,7 @@ from turngate.dialects import Dialect, WireRequest
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, Stopping, StoreError, TurngateError
 from turngate.gateway.sessions import Sessions
-from turngate.gateway.turn import Turns
+from turngate.gateway.turn import TurnPipeline
 from turngate.server.asgi import (
     ClientDisconnected,
     DisconnectWatch,
@@ -37,7 +37,7 @@ from turngate.telemetry.logs import set_log_context
 from turngate.telemetry.metrics import CallTiming, Metrics
 from turngate.telemetry.spans import current_tracer
 from turngate.trace.session import CallError, Session
-from turngate.trace.signals import read
+from turngate.trace.signals import read_signals
 from turngate.trace.tree import Trace
 from turngate.types import Call, Done, KeepAlive, ReplyEvent
 
@@ -46,7 +46,7 @@ log = logging.getLogger("turngate")
 
 class ModelCalls:
     def __init__(
-        self, turns: Turns, sessions: Sessions, auth: Auth, metrics: Metrics, *, max_body: int, alive_s: float
+        self, turns: TurnPipeline, sessions: Sessions, auth: Auth, metrics: Metrics, *, max_body: int, alive_s: float
     ) -> None:
         self._turns = turns
         self._sessions = sessions
@@ -82,7 +82,7 @@ class ModelCalls:
             wire = WireRequest(body, headers, query, found.verb, found.model)
             call = self._known_to(session, dialect).decode(wire)
             if session.config.signals:
-                told = read(session.config.signals, headers, call)
+                told = read_signals(session.config.signals, headers, call)
                 call = msgspec.structs.replace(call, told=told)
             with DisconnectWatch(receive) as watch, _InternalErrors():
                 if found.verb == "count":
@@ -181,7 +181,7 @@ class ModelCalls:
 class _UndeliveredMark:
     """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
 
-    def __init__(self, turns: Turns, session: Session, done: Done) -> None:
+    def __init__(self, turns: TurnPipeline, session: Session, done: Done) -> None:
         self._turns, self._session, self._done = turns, session, done
 
     def __enter__(self) -> None:

@@ -25,7 +25,7 @@ from turngate.engines.http import boundary, failure, message_of
 from turngate.errors import EngineError, TurngateError
 from turngate.sandboxes.relay import GATEWAY_HEADER
 from turngate.store.outcome import Recorded
-from turngate.trace.session import CallError, Unheard
+from turngate.trace.session import CallError, EngineSilence
 from turngate.types import Json
 
 PLACEHOLDER = "none"  # what the agent gets for a key
@@ -59,7 +59,7 @@ class Forwarder:
         self._http: aiohttp.ClientSession | None = None
         self.answered = 0
         self.last_error: CallError | None = None
-        self.unheard = Unheard()
+        self.engine_silence = EngineSilence()
 
     def target(self, path: str) -> str:
         """Where a path leads. A base that has a path of its own is taken as it is, as the relaying engines take it."""
@@ -76,11 +76,11 @@ class Forwarder:
             return _refused(404, "there are no host tools in direct mode")
         if request.method != "POST" or not request.path.endswith(_GENERATIONS):
             return await self._forwarded(request, sampled=False)
-        self.unheard.begin()
+        self.engine_silence.begin()
         try:
             return await self._forwarded(request, sampled=True)
         finally:
-            self.unheard.end()
+            self.engine_silence.end()
 
     async def _forwarded(self, request: web.Request, *, sampled: bool) -> web.StreamResponse:
         assert self._http is not None
@@ -119,7 +119,7 @@ class Forwarder:
                 if not piece:
                     break
                 if sampled:
-                    self.unheard.heard()
+                    self.engine_silence.reset()
                 if reply.status >= 400:
                     said = (said + piece)[:_EVIDENCE]
                 await response.write(piece)
@@ -145,7 +145,7 @@ class Forwarder:
 
     def _failed(self, error: TurngateError, sampled: bool) -> None:
         if sampled:
-            self.unheard.heard()
+            self.engine_silence.reset()
             self.last_error = CallError(error.boundary, error.kind, error.message)
 
     @asynccontextmanager
@@ -187,7 +187,7 @@ class Unrecorded(GatewayClient):
         through = self._forwarder
         return {
             "last_error": msgspec.to_builtins(through.last_error),
-            "unheard_s": through.unheard.seconds,
+            "unheard_s": through.engine_silence.seconds,
             "stop": "",
             "turns": through.answered,
             "sampled_tokens": 0,

@@ -11,10 +11,10 @@ from typing import Literal
 
 Choice = Literal["normalised", "leave_one_out", "none"]
 EPSILON = 1e-6  # added to the standard deviation, so that a group that hardly differs is not blown up
-LARGEST = 1e30  # of a reward: what is reckoned from larger ones is no number in a trainer's 32 bits, or in ours
+MAX_REWARD = 1e30  # of a reward: what is reckoned from larger ones is no number in a trainer's 32 bits, or in ours
 
 
-def advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | None]:
+def compute_advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | None]:
     """One per rollout, in the same order. A reward of None is not known or does not count: no advantage, and no say in those of others.
     Nor has one that is too large to reckon with.
 
@@ -39,9 +39,9 @@ def advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | 
 
 
 def is_too_large(reward: float) -> bool:
-    return not abs(reward) <= LARGEST
+    return not abs(reward) <= MAX_REWARD
 
 
-def weight(rows: int) -> float:
+def row_weight(rows: int) -> float:
     """Of each of a rollout's rows, so that together they weigh as much as the one row of another rollout."""
     return 1.0 / rows

@@ -12,13 +12,13 @@ import msgspec
 from turngate.errors import BadRequest
 from turngate.types import Json
 
-MOST_TOOLS = 64
-MOST_CALLS = 1000  # of one session
-LONGEST_WAIT_S = 600.0
-_SHOWN = 300  # characters of a complaint about arguments, which quotes them
+MAX_TOOLS = 64
+MAX_CALLS = 1000  # of one session
+MAX_WAIT_S = 600.0
+_MAX_MESSAGE = 300  # characters of a complaint about arguments, which quotes them
 
 OK: Json = {"ok": True}
-NOBODY: Json = {"ok": True, "answered": False}  # the host had nothing to say in time
+UNANSWERED: Json = {"ok": True, "answered": False}  # the host had nothing to say in time
 
 
 class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -28,26 +28,26 @@ class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     description: str
     schema: dict[str, Json]  # of its arguments, which are an object
     reply: Json = None  # what every call is answered; None: that it was taken down
-    wait_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_WAIT_S)] | None = None  # for an answer of the host's own
+    wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] | None = None  # for an answer of the host's own
 
-    def at_once(self) -> Json:
+    def immediate_reply(self) -> Json:
         return OK if self.reply is None else self.reply
 
-    def unanswered(self) -> Json:
+    def default_reply(self) -> Json:
         """Where the host was waited for in vain."""
-        return NOBODY if self.reply is None else self.reply
+        return UNANSWERED if self.reply is None else self.reply
 
 
-class Checker(Protocol):
+class ArgumentChecker(Protocol):
     """Of arguments, by a schema."""
 
     def __call__(self, arguments: Json) -> None: ...
 
 
-def checked(tools: tuple[HostTool, ...]) -> None:
+def check_tools(tools: tuple[HostTool, ...]) -> None:
     """What types cannot say. Raises `BadRequest` that names the field."""
-    if len(tools) > MOST_TOOLS:
-        raise BadRequest(f"tools: {len(tools)} are too many; a session has at most {MOST_TOOLS}", param="tools")
+    if len(tools) > MAX_TOOLS:
+        raise BadRequest(f"tools: {len(tools)} are too many; a session has at most {MAX_TOOLS}", param="tools")
     names = [tool.name for tool in tools]
     for n, tool in enumerate(tools):
         if tool.name in names[:n]:
@@ -57,20 +57,20 @@ def checked(tools: tuple[HostTool, ...]) -> None:
                 f"tools[{n}].schema: must be a JSON schema of type 'object', whose properties are the arguments",
                 param=f"tools[{n}].schema",
             )
-        _sound(tool.schema, f"tools[{n}].schema")
+        _check_schema(tool.schema, f"tools[{n}].schema")
 
 
-def _sound(schema: dict[str, Json], field: str) -> None:
+def _check_schema(schema: dict[str, Json], field: str) -> None:
     import jsonschema  # 50 ms, and few sessions have tools
 
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
         path = "".join(f".{part}" for part in error.absolute_path)
-        raise BadRequest(f"{field}{path}: {error.message[:_SHOWN]}", param=f"{field}{path}") from None
+        raise BadRequest(f"{field}{path}: {error.message[:_MAX_MESSAGE]}", param=f"{field}{path}") from None
 
 
-def checker(schema: dict[str, Json]) -> Checker:
+def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
     """Raises `BadRequest` that names the argument. Nothing is fetched, wherever a `$ref` points to."""
     import jsonschema
     from jsonschema.exceptions import best_match
@@ -89,13 +89,13 @@ def checker(schema: dict[str, Json]) -> Checker:
             raise BadRequest("the arguments are nested too deeply") from None
         if error is None:
             return
-        field = _field(error.json_path, error.validator, error.message)
-        raise BadRequest(f"{field or 'arguments'}: {error.message[:_SHOWN]}", param=field or None)
+        field = _argument_path(error.json_path, error.validator, error.message)
+        raise BadRequest(f"{field or 'arguments'}: {error.message[:_MAX_MESSAGE]}", param=field or None)
 
     return check
 
 
-def _field(path: str, rule: object, message: str) -> str:
+def _argument_path(path: str, rule: object, message: str) -> str:
     """The argument that is wrong, `a.b[0]`; one that is missing is named by the complaint alone."""
     inside = path.removeprefix("$").removeprefix(".")
     if rule == "required" and message.startswith("'"):

@@ -16,11 +16,11 @@ import orjson
 
 from turngate.types import History, Json, Message
 
-DIGEST = 16
+DIGEST_SIZE = 16
 _FRACTION = re.compile(r"[0-9][.eE]")  # is in every JSON text with a number that is written as no whole one
 
 
-class Reading:
+class RequestMessages:
     """One request's messages, as far as they had to be looked at."""
 
     def __init__(self, history: History, preamble: bytes) -> None:
@@ -52,10 +52,10 @@ class Reading:
 
     def meaning(self, index: int) -> bytes:
         if index not in self._meanings:
-            said = meaning(self.messages(index), self._call_order(index))
+            said = meaning_digest(self.messages(index), self._call_order(index))
             if any(message.beyond for message in self.messages(index)):
                 # What cannot be read (an image) can still be told apart.
-                said = blake2b(said + self.raws[index], digest_size=DIGEST).digest()
+                said = blake2b(said + self.raws[index], digest_size=DIGEST_SIZE).digest()
             self._meanings[index] = said
         return self._meanings[index]
 
@@ -86,8 +86,8 @@ class Reading:
         return self._orders.get(index, {})
 
 
-def meaning(messages: Sequence[Message], call_order: dict[str, int]) -> bytes:
-    return blake2b(orjson.dumps([_plain(m, call_order) for m in messages]), digest_size=DIGEST).digest()
+def meaning_digest(messages: Sequence[Message], call_order: dict[str, int]) -> bytes:
+    return blake2b(orjson.dumps([_normalize(m, call_order) for m in messages]), digest_size=DIGEST_SIZE).digest()
 
 
 def reasoning_digest(reasoning: str) -> bytes:
@@ -102,52 +102,52 @@ def exact_digest(message: Message) -> bytes:
     """Of the very words, call ids and tools, to tell answers apart that mean the same."""
     # Wire formats dress one id differently.
     calls = [[call.id.removeprefix("call_").removeprefix("toolu_"), call.name] for call in message.tool_calls]
-    said = [_encodable(message.content), calls]
+    said = [_escape_surrogates(message.content), calls]
     return blake2b(orjson.dumps(said), digest_size=8).digest()
 
 
 def argument_sizes(message: Message) -> tuple[int, ...]:
     """Of each call, how long its arguments are in one spelling."""
-    return tuple(len(plain_arguments(call.arguments)) for call in message.tool_calls)
+    return tuple(len(normalize_arguments(call.arguments)) for call in message.tool_calls)
 
 
-def tools_meaning(wire: Json) -> bytes:
+def tools_digest(wire: Json) -> bytes:
     # The standard library's encoder, since schemas may hold numbers that no 64 bits can.
-    return blake2b(json.dumps(wire, sort_keys=True).encode(), digest_size=DIGEST).digest()
+    return blake2b(json.dumps(wire, sort_keys=True).encode(), digest_size=DIGEST_SIZE).digest()
 
 
-def _plain(message: Message, call_order: dict[str, int]) -> list[Json]:
+def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
     if message.role == "assistant":
-        text = _encodable(message.content.strip())
-        return ["assistant", text, [[call.name, plain_arguments(call.arguments)] for call in message.tool_calls]]
+        text = _escape_surrogates(message.content.strip())
+        return ["assistant", text, [[call.name, normalize_arguments(call.arguments)] for call in message.tool_calls]]
     # Of what others say, the beginning of a line may be indentation: only the end may have been trimmed.
-    text = _encodable(message.content.rstrip())
+    text = _escape_surrogates(message.content.rstrip())
     if message.role == "tool":
         return ["tool", text, call_order.get(message.tool_call_id, message.tool_call_id)]
     return [message.role, text, message.name]
 
 
-def plain_arguments(text: str) -> str:
+def normalize_arguments(text: str) -> str:
     """Arguments in one spelling; what is not JSON stands for itself."""
     try:
         value = orjson.loads(text or "{}")
         # 1.0 and 1 are the same number to an agent written in JavaScript.
-        value = _whole_numbers(value) if _FRACTION.search(text) else value
+        value = _floats_to_ints(value) if _FRACTION.search(text) else value
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
     except (orjson.JSONDecodeError, TypeError, RecursionError):  # not JSON, or nested past reason
-        return _encodable(text.strip())
+        return _escape_surrogates(text.strip())
 
 
-def _whole_numbers(value: Json) -> Json:
+def _floats_to_ints(value: Json) -> Json:
     if isinstance(value, str):  # as most are
         return value
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < 2**53 else value
     if isinstance(value, dict):
-        return {k: _whole_numbers(v) for k, v in value.items()}
-    return [_whole_numbers(v) for v in value] if isinstance(value, list) else value
+        return {k: _floats_to_ints(v) for k, v in value.items()}
+    return [_floats_to_ints(v) for v in value] if isinstance(value, list) else value
 
 
-def _encodable(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     """Lone surrogates cannot be encoded; they only have to compare equal to themselves."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -14,10 +14,10 @@ TurnRole = Literal["main", "subagent", "side", "superseded", "aborted"]
 ROLES: tuple[TurnRole, ...] = ("main", "subagent", "side", "superseded", "aborted")
 
 
-def roles(trace: Trace) -> dict[int, TurnRole]:
+def assign_roles(trace: Trace) -> dict[int, TurnRole]:
     """Role of each sampled node, by node id."""
-    lines = _lines(trace)
-    superseded = _superseded(trace)
+    lines = _assign_root_roles(trace)
+    superseded = _find_superseded(trace)
     found: dict[int, TurnRole] = {}
     for turn in trace.turns():
         if turn.info.finish == "abort":
@@ -25,11 +25,11 @@ def roles(trace: Trace) -> dict[int, TurnRole]:
         elif turn.id in superseded or (not turn.delivered and not turn.children):
             found[turn.id] = "superseded"
         else:
-            found[turn.id] = _told(turn, trace) or lines[turn.root.id]
+            found[turn.id] = _signalled_role(turn, trace) or lines[turn.root.id]
     return found
 
 
-def _told(turn: Sampled, trace: Trace) -> TurnRole | None:
+def _signalled_role(turn: Sampled, trace: Trace) -> TurnRole | None:
     """What the agent's program said about this very call. A helper may go on from its parent's history, in the same tree."""
     told = turn.parent.info.told
     if told.role:
@@ -40,14 +40,14 @@ def _told(turn: Sampled, trace: Trace) -> TurnRole | None:
     return "subagent" if told.thread and begun and told.thread != begun and turn.parent.info.has_tools else None
 
 
-def _lines(trace: Trace) -> dict[int, TurnRole]:
+def _assign_root_roles(trace: Trace) -> dict[int, TurnRole]:
     """The role of each root's whole conversation."""
     # An agent may ask for a title before it begins: the main line is the first one that has tools, or else the longest.
     sizes: dict[int, int] = {}
     for turn in trace.turns():
         sizes[turn.root.id] = sizes.get(turn.root.id, 0) + 1
     longest = max(trace.roots, key=lambda root: sizes.get(root.id, 0), default=None)
-    own = [root for root in trace.roots if not _others(root)]
+    own = [root for root in trace.roots if not _is_not_main(root)]
     main = next((root for root in own if root.info.has_tools), longest)
     found: dict[int, TurnRole] = {}
     for root in trace.roots:
@@ -63,13 +63,13 @@ def _lines(trace: Trace) -> dict[int, TurnRole]:
     return found
 
 
-def _others(root: Context) -> bool:
+def _is_not_main(root: Context) -> bool:
     """The program says that this is not its main conversation."""
     told = root.info.told
     return told.role in ("side", "subagent") or bool(told.parent and told.parent != told.thread)
 
 
-def _superseded(trace: Trace) -> set[int]:
+def _find_superseded(trace: Trace) -> set[int]:
     """Turns that the agent did not go on from, though it did from another answer to the same question."""
     out: set[int] = set()
     for context in (node for node in trace.nodes if isinstance(node, Context)):

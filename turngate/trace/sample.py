@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from turngate.trace.roles import TurnRole, roles
-from turngate.trace.tree import Sampled, Trace, path
+from turngate.trace.roles import TurnRole, assign_roles
+from turngate.trace.tree import Sampled, Trace, path_to
 from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
 
 
-class Policy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What of a trace is trained."""
 
     roles: tuple[TurnRole, ...] = ("main", "subagent")
@@ -44,25 +44,28 @@ class Sample(msgspec.Struct, frozen=True):
         return int(self.mask.sum())
 
 
-def samples(trace: Trace, policy: Policy | None = None, *, keep_empty: bool = False) -> list[Sample]:
+def build_samples(trace: Trace, policy: TrainingPolicy | None = None, *, keep_empty: bool = False) -> list[Sample]:
     """The rows. Branches with nothing left to train are left out unless `keep_empty`."""
-    policy = policy or Policy()
-    role_of = roles(trace)
+    policy = policy or TrainingPolicy()
+    role_of = assign_roles(trace)
     claimed: set[int] = set()
-    rows = [_row(leaf, role_of, policy, claimed) for leaf in sorted(_leaves(trace), key=lambda s: _order(s, role_of))]
+    rows = [
+        _build_row(leaf, role_of, policy, claimed)
+        for leaf in sorted(_find_leaves(trace), key=lambda s: _claim_order(s, role_of))
+    ]
     return [row for row in rows if keep_empty or row.trained_tokens]
 
 
-def _leaves(trace: Trace) -> list[Sampled]:
+def _find_leaves(trace: Trace) -> list[Sampled]:
     return [turn for turn in trace.turns() if not any(context.children for context in turn.children)]
 
 
-def _order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int, int]:
+def _claim_order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int, int]:
     """The main line claims shared turns first, then the longest."""
     return role_of[leaf.id] != "main", -leaf.length, leaf.id
 
 
-def untrainable(turn: Sampled, role: TurnRole, policy: Policy) -> str:
+def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) -> str:
     """Why a turn may not be trained; empty if it may."""
     if turn.info.fault:
         return turn.info.fault
@@ -81,8 +84,8 @@ def untrainable(turn: Sampled, role: TurnRole, policy: Policy) -> str:
     return ""
 
 
-def _row(leaf: Sampled, role_of: dict[int, TurnRole], policy: Policy, claimed: set[int]) -> Sample:
-    nodes = path(leaf)
+def _build_row(leaf: Sampled, role_of: dict[int, TurnRole], policy: TrainingPolicy, claimed: set[int]) -> Sample:
+    nodes = path_to(leaf)
     ids = np.concatenate([node.ids for node in nodes])
     mask = np.zeros(len(ids), np.bool_)
     logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
@@ -91,7 +94,7 @@ def _row(leaf: Sampled, role_of: dict[int, TurnRole], policy: Policy, claimed: s
     for node in nodes:
         end = start + node.size
         if isinstance(node, Sampled):
-            reason = untrainable(node, role_of[node.id], policy)
+            reason = untrainable_reason(node, role_of[node.id], policy)
             if not reason and node.id in claimed:
                 reason = "trained in another row"
             if node.logprobs is not None and len(node.logprobs) == node.size:

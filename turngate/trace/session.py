@@ -12,7 +12,7 @@ import msgspec
 
 from turngate.errors import Conflict, Stopping
 from turngate.trace.host_tools import HostTool
-from turngate.trace.sample import Policy
+from turngate.trace.sample import TrainingPolicy
 from turngate.trace.signals import Signals
 from turngate.trace.tree import Sampled, Trace
 from turngate.types import Json, Limits, Mode
@@ -21,7 +21,7 @@ Status = Literal["open", "sealed", "cancelled"]
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
-class LimitMet(Exception):
+class LimitReached(Exception):
     """The session has used up what it may: no error, but the end of its work."""
 
     def __init__(self, limit: str) -> None:
@@ -37,7 +37,7 @@ class CallError(msgspec.Struct, frozen=True):
     message: str
 
 
-class Unheard:
+class EngineSilence:
     """How long calls have waited since the engine last said anything to them, a first byte or a refusal. Time in which no call
     waits does not count; a call that was given up unanswered does, whoever made it again."""
 
@@ -56,7 +56,7 @@ class Unheard:
         if not self._calls:
             self._waited += time.monotonic() - self._since
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         self._waited, self._since = 0.0, time.monotonic()
 
     @property
@@ -64,7 +64,7 @@ class Unheard:
         return self._waited + (time.monotonic() - self._since if self._calls else 0.0)
 
 
-def farewell(limit: str) -> str:
+def limit_message(limit: str) -> str:
     """What an agent is told in place of an answer when a limit is met. Nobody sampled it, so no trace has it."""
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
 
@@ -80,7 +80,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     thinking: Literal["keep", "drop"] = (
         "keep"  # what past turns' thinking becomes; drop: as the template has it, with forks
     )
-    policy: Policy = Policy()
+    policy: TrainingPolicy = TrainingPolicy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
     max_tokens: int | None = None  # per turn; overrides the agent's
@@ -112,15 +112,17 @@ class Session:
         self.last_error: CallError | None = (
             None  # how the newest call failed, if it did: who runs the agent has to know why it ended
         )
-        self.unheard = Unheard()
+        self.engine_silence = EngineSilence()
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
         self.ending = ""  # why those were aborted, if they were; no more are let in
         self.ending_lock = asyncio.Lock()
-        self.asking: dict[int, asyncio.Future[bytes]] = {}  # calls of host tools that wait for the host, by number
-        self.limits_told: set[str] = set()  # that a call has met
+        self.pending_tool_calls: dict[
+            int, asyncio.Future[bytes]
+        ] = {}  # calls of host tools that wait for the host, by number
+        self.limits_announced: set[str] = set()  # that a call has met
         self.live_tokens = 0  # sampled by calls in flight, not stored yet
         self.vocabulary = ""  # digest of the tokenizer it is recorded with
 
@@ -137,7 +139,7 @@ class Session:
     @property
     def busy(self) -> bool:
         """Whether a call is under way, to the model or to a tool of the host."""
-        return bool(self.in_flight or self.asking)
+        return bool(self.in_flight or self.pending_tool_calls)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:
         """Drop the trace from memory. All of it is in the store, where `load_trace` finds it."""
@@ -157,14 +159,14 @@ class Session:
 
     def begin_call(self, task: asyncio.Task[object]) -> None:
         self.in_flight += 1
-        self.unheard.begin()
+        self.engine_silence.begin()
         self.idle.clear()
         self.calls.add(task)
 
     def end_call(self, task: asyncio.Task[object], now: float) -> None:
         self.calls.discard(task)
         self.in_flight -= 1
-        self.unheard.end()
+        self.engine_silence.end()
         self.last_used = now
         if not self.in_flight:
             self.idle.set()
@@ -187,11 +189,11 @@ class Session:
         """Raises if there may not be another turn, beside `others` that are in flight."""
         limits = self.config.limits
         if limits.turns is not None and self.turns + self.aborted + others >= limits.turns:
-            raise LimitMet("turns")
+            raise LimitReached("turns")
         if self.tokens_left == 0:
-            raise LimitMet("sampled_tokens")
+            raise LimitReached("sampled_tokens")
         if limits.seconds is not None and now - self.opened >= limits.seconds:
-            raise LimitMet("seconds")
+            raise LimitReached("seconds")
 
     def deadline(self) -> float | None:
         seconds = self.config.limits.seconds
@@ -202,6 +204,6 @@ class Session:
         self.ending = reason
         for task in list(self.calls):
             task.cancel()
-        for asked in self.asking.values():
+        for asked in self.pending_tool_calls.values():
             asked.cancel()
         await self.idle.wait()

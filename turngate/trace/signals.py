@@ -24,15 +24,15 @@ import msgspec
 from turngate.types import Call, CallSignals, Json
 
 _SOURCE = re.compile(r"header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last")
-ToldRole = Literal["main", "subagent", "side"]
+SignalRole = Literal["main", "subagent", "side"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_LONGEST = 200  # of a name that is kept
+_MAX_LENGTH = 200  # of a name that is kept
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A call whose `source` has a value that `match` fits plays `role`."""
 
-    role: ToldRole
+    role: SignalRole
     source: str
     match: str = "*"  # as in file names: * and ?
     why: str = ""  # shown beside the role: title, summary, sub-agent
@@ -44,32 +44,32 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     thread: tuple[str, ...] = ()  # names the conversation
     parent: tuple[str, ...] = ()  # names the conversation that began it
     rules: tuple[Rule, ...] = ()
-    models: dict[str, ToldRole] = {}  # patterns of model names, and the role of calls to them
+    models: dict[str, SignalRole] = {}  # patterns of model names, and the role of calls to them
 
     def __bool__(self) -> bool:
         return bool(self.thread or self.parent or self.rules or self.models)
 
 
-def read(signals: Signals, headers: Mapping[str, str], call: Call) -> CallSignals:
+def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> CallSignals:
     """What this call tells. A rule beats the model's name."""
 
     def first(sources: Iterable[str]) -> str:
-        return next((value for source in sources if (value := _value(source, headers, call))), "")[:_LONGEST]
+        return next((value for source in sources if (value := _read_source(source, headers, call))), "")[:_MAX_LENGTH]
 
     thread, parent = first(signals.thread), first(signals.parent)
     for rule in signals.rules:
-        value = _value(rule.source, headers, call)
+        value = _read_source(rule.source, headers, call)
         if value and fnmatchcase(value, rule.match):
             return CallSignals(thread, parent, rule.role, rule.why)
     role = next((role for pattern, role in signals.models.items() if fnmatchcase(call.model, pattern)), None)
     return (
         CallSignals(thread, parent)
         if role is None
-        else CallSignals(thread, parent, role, f"model {call.model}"[:_LONGEST])
+        else CallSignals(thread, parent, role, f"model {call.model}"[:_MAX_LENGTH])
     )
 
 
-def faults(signals: Signals) -> Iterator[tuple[str, str]]:
+def find_faults(signals: Signals) -> Iterator[tuple[str, str]]:
     """The field and what is wrong with it."""
     sources = [(f"thread[{n}]", source) for n, source in enumerate(signals.thread)]
     sources += [(f"parent[{n}]", source) for n, source in enumerate(signals.parent)]
@@ -82,29 +82,29 @@ def faults(signals: Signals) -> Iterator[tuple[str, str]]:
             )
 
 
-def alias(signals: Signals, model: str) -> bool:
+def is_model_alias(signals: Signals, model: str) -> bool:
     """Whether the session knows this name as another one for its model."""
     return any(fnmatchcase(model, pattern) for pattern in signals.models)
 
 
-def _value(source: str, headers: Mapping[str, str], call: Call) -> str:
+def _read_source(source: str, headers: Mapping[str, str], call: Call) -> str:
     kind, _, rest = source.partition(":")
     match kind:
         case "header":
             name, *path = rest.split(".")
             held = headers.get(name.lower(), "")
-            return _text(_inside(held, path)) if path else held
+            return _to_text(_look_up(held, path)) if path else held
         case "body":
             name, *path = rest.split(".")
-            return _text(_inside(_field(call.body, name), path))
+            return _to_text(_look_up(_body_field(call.body, name), path))
         case "tool":
             return rest if _offers(call, rest) else ""
         case "model":
             return call.model
         case "system":
-            return _said(call, 0, "system")
+            return _message_text(call, 0, "system")
         case _:
-            return _said(call, len(call.history.raws) - 1, "user")
+            return _message_text(call, len(call.history.raws) - 1, "user")
 
 
 def _offers(call: Call, name: str) -> bool:
@@ -116,12 +116,12 @@ def _offers(call: Call, name: str) -> bool:
     )
 
 
-def _said(call: Call, index: int, role: str) -> str:
+def _message_text(call: Call, index: int, role: str) -> str:
     messages = call.history.decode(index) if call.history.raws else ()
     return "\n".join(message.content for message in messages if message.role == role)
 
 
-def _field(body: bytes, name: str) -> Json:
+def _body_field(body: bytes, name: str) -> Json:
     # What an agent says of itself is a hint; one that cannot be read is none.
     try:
         raw = _fields.decode(body).get(name)
@@ -130,7 +130,7 @@ def _field(body: bytes, name: str) -> Json:
         return None
 
 
-def _inside(holder: Json, path: list[str]) -> Json:
+def _look_up(holder: Json, path: list[str]) -> Json:
     for part in path:
         if isinstance(holder, str):
             try:
@@ -141,7 +141,7 @@ def _inside(holder: Json, path: list[str]) -> Json:
     return holder
 
 
-def _text(found: Json) -> str:
+def _to_text(found: Json) -> str:
     if found is None or isinstance(found, dict | list):
         return ""
     return found if isinstance(found, str) else msgspec.json.encode(found).decode()

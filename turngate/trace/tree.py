@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from turngate.trace.message_equality import DIGEST, Reading, argument_sizes, exact_digest, reasoning_digest
+from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages, argument_sizes, exact_digest, reasoning_digest
 from turngate.types import (
     NO_IDS,
     CallSignals,
@@ -29,8 +29,8 @@ from turngate.types import (
     ids_to_json,
 )
 
-_TIPS = 4  # lines of work that are remembered raw; others are found by meaning
-_TRIMMED = 1000  # characters that an agent may leave out of a call's arguments, however short they are
+_MAX_RECENT = 4  # lines of work that are remembered raw; others are found by meaning
+_MAX_TRIMMED = 1000  # characters that an agent may leave out of a call's arguments, however short they are
 
 Cause = Literal[
     "retry", "resample", "branch", "edited", "compaction", "subagent", "side", "tools", "system", "template"
@@ -73,7 +73,7 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     verbatim: bytes = b""  # the turn in that endpoint's own words, which it wants back as they are
 
 
-class _Kept:
+class _TokenNode:
     """A node's ids: an array while the node is new; from when it is part of a prompt, the JSON that engines want of them, so that it is
     written once and not again with every turn. That takes a third more memory than the array, which is given up for it."""
 
@@ -98,7 +98,7 @@ class _Kept:
         return self.spelled
 
 
-class Context(_Kept):
+class Context(_TokenNode):
     """New messages and the generation prompt, as ids that were sent."""
 
     __slots__ = ("added", "children", "count", "id", "info", "length", "parent", "root", "stored")
@@ -112,11 +112,11 @@ class Context(_Kept):
         self.stored = True
         self.children: list[Sampled] = []
         self.length: int = (parent.length if parent else 0) + len(ids)  # tokens from the root to here
-        self.added: int = len(info.meanings) // DIGEST  # messages it stands for
+        self.added: int = len(info.meanings) // DIGEST_SIZE  # messages it stands for
         self.count: int = (parent.count if parent else 0) + self.added  # messages from the root to here
 
 
-class Sampled(_Kept):
+class Sampled(_TokenNode):
     """What the model answered: one turn."""
 
     __slots__ = ("children", "count", "delivered", "id", "info", "length", "logprobs", "parent", "root")
@@ -137,16 +137,16 @@ class Sampled(_Kept):
 Node = Context | Sampled
 
 
-class Located(msgspec.Struct, frozen=True):
+class Location(msgspec.Struct, frozen=True):
     """The deepest point of the tree that a request extends."""
 
     node: Sampled | None  # None: the root
     start: int  # index of the first message that is new from there
     context: Context | None  # the request is, message for message, this known context
-    reading: Reading
+    reading: RequestMessages
 
 
-class Tip(msgspec.Struct, frozen=True):
+class RecentRequest(msgspec.Struct, frozen=True):
     """A request as it came last: the fast path for the next one, which mostly repeats it byte for byte."""
 
     context: Context
@@ -161,19 +161,19 @@ class Trace:
         self.nodes: list[Node] = []
         self.roots: list[Context] = []
         self._next_id = 0
-        self._tips: list[Tip] = []  # the newest last
+        self._tips: list[RecentRequest] = []  # the newest last
         self._alike = False  # whether some nodes are alike, so that a request may fit several ways
 
-    def locate(self, reading: Reading) -> Located:
+    def locate(self, reading: RequestMessages) -> Location:
         node, at = self._walk(*self._from_tip(reading), reading)
         if at < len(reading) and any(reading.assistant(i) is not None for i in range(at, len(reading))):
             # Answers that are not on this path. The agent may have gone on from another branch that shares its beginning.
             node, at = max((node, at), self._walk_all(reading), key=lambda found: found[1])
         if isinstance(node, Context):
-            return Located(node.parent, node.count - node.added, node, reading)
-        return Located(node, at, None, reading)
+            return Location(node.parent, node.count - node.added, node, reading)
+        return Location(node, at, None, reading)
 
-    def _from_tip(self, reading: Reading) -> tuple[Node | None, int]:
+    def _from_tip(self, reading: RequestMessages) -> tuple[Node | None, int]:
         """The fast path: as far along an earlier request as this one repeats it byte for byte."""
         best: tuple[Node | None, int] = (None, 0)
         for tip in self._tips:
@@ -192,20 +192,22 @@ class Trace:
                 best = (node, node.count)
         if self._alike:
             # From there on it is decided by meaning, as in a tree that was read from the store: it knows no earlier request's bytes.
-            first = next((n for n in path(best[0]) if self._has_double(n)), None)
+            first = next((n for n in path_to(best[0]) if self._has_double(n)), None)
             if first is not None:
                 return (None, 0) if first.parent is None else (first.parent, first.parent.count)
         return best
 
-    def remember(self, context: Context, reading: Reading) -> None:
+    def remember(self, context: Context, reading: RequestMessages) -> None:
         """This request was answered: the next one will begin like it."""
         before = context.parent.parent if context.parent is not None else None
         self._tips = [tip for tip in self._tips if tip.context is not context and tip.context is not before][
-            1 - _TIPS :
+            1 - _MAX_RECENT :
         ]
-        self._tips.append(Tip(context, reading.preamble, type(reading.history), reading.raws, reading.known(0)))
+        self._tips.append(
+            RecentRequest(context, reading.preamble, type(reading.history), reading.raws, reading.known(0))
+        )
 
-    def _walk(self, node: Node | None, at: int, reading: Reading) -> tuple[Node | None, int]:
+    def _walk(self, node: Node | None, at: int, reading: RequestMessages) -> tuple[Node | None, int]:
         """On from `node` by meaning, along the likeliest branch. Ends at a turn, or at a context that is the whole request."""
         while at < len(reading):
             following = next(iter(self._following(node, at, reading)), None)
@@ -217,7 +219,7 @@ class Trace:
             return node.parent, node.count - node.added
         return node, at
 
-    def _walk_all(self, reading: Reading) -> tuple[Node | None, int]:
+    def _walk_all(self, reading: RequestMessages) -> tuple[Node | None, int]:
         """The deepest point that can be reached from the root by meaning, along any branch."""
         best: tuple[Node | None, int] = (None, 0)
         waiting: list[tuple[Node | None, int]] = [(None, 0)]
@@ -229,10 +231,10 @@ class Trace:
                 waiting += [(n, n.count) for n in reversed(list(self._following(node, at, reading)))]
         return best
 
-    def _following(self, node: Node | None, at: int, reading: Reading) -> Iterator[Node]:
+    def _following(self, node: Node | None, at: int, reading: RequestMessages) -> Iterator[Node]:
         """The children of `node` that say what the request says next, likeliest first."""
         if isinstance(node, Context):
-            yield from _replies(node, reading, at)
+            yield from _match_replies(node, reading, at)
             return
         # The newest first: after a fork, the agent goes on from there. Contexts without a message (a turn that was asked to go
         # on) fit anywhere, so they come last.
@@ -285,7 +287,7 @@ class Trace:
         siblings = self.roots if node.parent is None else node.parent.children
         return len(siblings) > 1 and any(other is not node and _overlap(other.info, node.info) for other in siblings)
 
-    def same_context(self, parent: Sampled | None, ids: Ids, reading: Reading, start: int) -> Context | None:
+    def same_context(self, parent: Sampled | None, ids: Ids, reading: RequestMessages, start: int) -> Context | None:
         """A context that another call of the same request added meanwhile."""
         for context in self.roots if parent is None else parent.children:
             same = context.info.preamble == reading.preamble and np.array_equal(context.ids, ids)
@@ -312,7 +314,7 @@ class Trace:
         return sum(node.size for node in self.nodes)
 
 
-def path(node: Node | None) -> list[Node]:
+def path_to(node: Node | None) -> list[Node]:
     """From the root to `node`."""
     nodes: list[Node] = []
     while node is not None:
@@ -323,7 +325,7 @@ def path(node: Node | None) -> list[Node]:
 
 def path_ids(node: Node | None) -> Ids:
     """The ids from the root to the end of `node`."""
-    parts = [n.ids for n in path(node)]
+    parts = [n.ids for n in path_to(node)]
     return np.concatenate(parts) if parts else NO_IDS
 
 
@@ -339,7 +341,7 @@ def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
     return PromptIds(parts, len(added) + (node.length if node is not None else 0))
 
 
-def _respelled(message: Message, info: SampledInfo) -> bool:
+def _is_rewritten(message: Message, info: SampledInfo) -> bool:
     """Whether a message with the words and call ids of a turn is that turn, though its arguments read differently.
 
     Agents write arguments down as their tools took them: defaults filled in, "5" made 5, a needless `cd` or blanks at the end of
@@ -350,11 +352,11 @@ def _respelled(message: Message, info: SampledInfo) -> bool:
     return (
         bool(sizes)
         and len(sizes) == len(info.arguments)
-        and all(now * 2 >= was or was - now <= _TRIMMED for now, was in zip(sizes, info.arguments, strict=True))
+        and all(now * 2 >= was or was - now <= _MAX_TRIMMED for now, was in zip(sizes, info.arguments, strict=True))
     )
 
 
-def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
+def _match_replies(context: Context, reading: RequestMessages, at: int) -> list[Sampled]:
     """The answers to `context` that the message at `at` repeats, likeliest first.
 
     Answers of one meaning may differ in their call ids, their very words or their reasoning, which decide as far as the agent kept
@@ -367,20 +369,20 @@ def _replies(context: Context, reading: Reading, at: int) -> list[Sampled]:
     same = [
         s
         for s in context.children
-        if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _respelled(message, s.info))
+        if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _is_rewritten(message, s.info))
     ]
 
     def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, bool, bool, int]:
         named = turn.info.exact == exact
         said = turn.info.meaning == reading.meaning(at)  # some endpoints give the same ids again and again
         thought = turn.info.reasoning == digest
-        follows = _goes_on(turn, reading, at + 1)
+        follows = _continues_as_before(turn, reading, at + 1)
         return (named and said, named, thought and digest != b"", follows, turn.delivered, thought, turn.id)
 
     return sorted(same, key=likelihood, reverse=True) if len(same) > 1 else same
 
 
-def _goes_on(turn: Sampled, reading: Reading, at: int) -> bool:
+def _continues_as_before(turn: Sampled, reading: RequestMessages, at: int) -> bool:
     """Whether what the request says after this turn was said after it before."""
     known = (c for c in turn.children if c.info.preamble == reading.preamble and 0 < c.added <= len(reading) - at)
     return any(context.info.meanings == reading.meanings(at, at + context.added) for context in known)

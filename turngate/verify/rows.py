@@ -1,6 +1,6 @@
 """Are the rows that a trainer is given true? What is handed out is held against what the stored nodes themselves come to.
 
-The rows come from the real code (`Control.samples`), given by the caller. Roles, reasons and chains are derived here a second time,
+The rows come from the real code (`build_samples`), given by the caller. Roles, reasons and chains are derived here a second time,
 from the nodes and from what the agent's program told, by code that shares nothing with the first.
 """
 

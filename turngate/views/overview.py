@@ -10,7 +10,7 @@ import msgspec
 
 from turngate.errors import NotFound
 from turngate.store.sqlite import Store
-from turngate.trace.advantage import advantages
+from turngate.trace.advantage import compute_advantages
 from turngate.trace.pass_at_k import pass_curve
 from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
@@ -135,7 +135,7 @@ class Overview(Known):
         counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in kept]
         summed = grouped(name, rows)
         known = [row.reward for row in last_attempts(rows) if row.reward is not None]
-        ways = {how: advantages(counted, how) for how in ("normalised", "leave_one_out")}
+        ways = {how: compute_advantages(counted, how) for how in ("normalised", "leave_one_out")}
         estimates = [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)]
         return {
             "group": name,

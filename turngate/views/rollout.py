@@ -13,10 +13,10 @@ from turngate.dialects import decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.render import Tokenizer
 from turngate.store.outcome import Recorded
-from turngate.trace.advantage import weight
-from turngate.trace.roles import TurnRole, roles
-from turngate.trace.sample import Sample, untrainable
-from turngate.trace.tree import Context, Node, Sampled, path, path_ids
+from turngate.trace.advantage import row_weight
+from turngate.trace.roles import TurnRole, assign_roles
+from turngate.trace.sample import Sample, untrainable_reason
+from turngate.trace.tree import Context, Node, Sampled, path_ids, path_to
 from turngate.types import Ids, Json, Message
 from turngate.views.session import Shown
 from turngate.views.tokens import Pieces, pieces
@@ -47,7 +47,7 @@ class Close:
 
     @cached_property
     def roles(self) -> dict[int, TurnRole]:
-        return roles(self._shown.session.trace)
+        return assign_roles(self._shown.session.trace)
 
     @cached_property
     def numbers(self) -> dict[int, int]:
@@ -68,7 +68,7 @@ class Close:
         return {span.node: n for n, row in enumerate(self.rows) for span in row.spans if span.trained}
 
     def _reason(self, turn: Sampled) -> str:
-        return untrainable(turn, self.roles[turn.id], self._shown.session.config.policy)
+        return untrainable_reason(turn, self.roles[turn.id], self._shown.session.config.policy)
 
     def said(self, node: Node) -> list[Message]:
         """In no particular wire format."""
@@ -144,7 +144,7 @@ class Close:
             yield {
                 "leaf": leaf.id,
                 "role": self.roles[leaf.id],
-                "nodes": len(path(leaf)),
+                "nodes": len(path_to(leaf)),
                 "tokens": leaf.length,
                 "trained": branch.trained_tokens,
                 "row": numbers.get(leaf.id),
@@ -202,7 +202,7 @@ class Close:
 
     def _token(self, end: Node, at: int) -> dict[str, Json] | None:
         """The token at a place on the way to `end`; None: that way is shorter."""
-        for node in path(end):
+        for node in path_to(end):
             start = node.length - node.size
             if start <= at < node.length:
                 place = at - start
@@ -247,7 +247,7 @@ class Close:
         if branch is None:
             return self.nodes
         end = self.by_id.get(branch)
-        return [] if end is None else path(end)
+        return [] if end is None else path_to(end)
 
     # ── the tokens ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -376,7 +376,7 @@ class Close:
             yield {
                 **about,
                 "advantage": advantage,
-                "weight": weight(len(self.rows)),
+                "weight": row_weight(len(self.rows)),
                 "truncated": session.truncated or status in ("limit", "timed out"),
                 "stop": session.stop,
                 "model": session.config.model,
@@ -395,7 +395,7 @@ class Close:
         """One for each branch, in OpenAI's form."""
         preambles = self._shown.preambles
         for branch in self.branches:
-            nodes = path(self.by_id[branch.branch])
+            nodes = path_to(self.by_id[branch.branch])
             root = nodes[0]
             assert isinstance(root, Context)
             tools = preambles.get(root.info.preamble, (b"[]", b""))[0]

@@ -18,8 +18,8 @@ from turngate.errors import NotFound
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
-from turngate.trace.roles import roles
-from turngate.trace.sample import Policy, Sample, samples
+from turngate.trace.roles import assign_roles
+from turngate.trace.sample import Sample, TrainingPolicy, build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
 from turngate.types import Json
@@ -37,7 +37,7 @@ class Shown(msgspec.Struct, frozen=True):
     def trace(self) -> dict[str, Json]:
         """The whole tree."""
         session = self.session
-        role_of = roles(session.trace)
+        role_of = assign_roles(session.trace)
         preambles = {
             digest.hex(): {"tools": msgspec.Raw(tools), "template_kwargs": msgspec.Raw(kwargs)}
             for digest, (tools, kwargs) in self.preambles.items()
@@ -56,8 +56,8 @@ class Shown(msgspec.Struct, frozen=True):
             "nodes": nodes,
         }
 
-    def samples(self, *, keep_empty: bool = False, policy: Policy | None = None) -> list[Sample]:
-        return samples(self.session.trace, policy or self.session.config.policy, keep_empty=keep_empty)
+    def samples(self, *, keep_empty: bool = False, policy: TrainingPolicy | None = None) -> list[Sample]:
+        return build_samples(self.session.trace, policy or self.session.config.policy, keep_empty=keep_empty)
 
 
 class Looks:

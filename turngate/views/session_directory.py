@@ -12,7 +12,7 @@ from turngate.gateway.sessions import Sessions
 from turngate.store.outcome import DAMAGED
 from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
-from turngate.trace.roles import roles
+from turngate.trace.roles import assign_roles
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
 from turngate.types import Json
@@ -72,7 +72,7 @@ def describe_session(
         "sampled_tokens": session.sampled_tokens,
         "in_flight": session.in_flight,
         "last_error": session.last_error,
-        "unheard_s": round(session.unheard.seconds, 3),
+        "unheard_s": round(session.engine_silence.seconds, 3),
         "last_used": session.last_used,
     }
     try:
@@ -80,7 +80,12 @@ def describe_session(
     except StoreError as error:
         return {**description, "tokens": None, "roles": None, "forks": None, "unreadable": error.message}
     forks = [{"node": n.id, "cause": n.info.cause} for n in trace.nodes if n.info.cause is not None]
-    return {**description, "tokens": trace.tokens(), "roles": dict(Counter(roles(trace).values())), "forks": forks}
+    return {
+        **description,
+        "tokens": trace.tokens(),
+        "roles": dict(Counter(assign_roles(trace).values())),
+        "forks": forks,
+    }
 
 
 def _summarize(row: SessionRow, live: Session | None, outcome: bytes | None, damaged: str) -> dict[str, Json]:

@@ -17,7 +17,7 @@ from turngate.dialects import decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest
 from turngate.trace.roles import TurnRole
-from turngate.trace.sample import Policy, untrainable
+from turngate.trace.sample import TrainingPolicy, untrainable_reason
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
 
@@ -72,7 +72,7 @@ class Viewed:
         self.contexts: dict[int, ViewedContext] = {}
         self.turns: list[ViewedTurn] = []  # oldest first
         self._turns: dict[int, ViewedTurn] = {}
-        policy = msgspec.convert(self.config.get("policy", {}), Policy)
+        policy = msgspec.convert(self.config.get("policy", {}), TrainingPolicy)
         for node in view["nodes"]:
             if node["kind"] == "context":
                 self.contexts[node["id"]] = _context(node, view["preambles"])
@@ -139,8 +139,8 @@ def _context(node: Mapping[str, Any], preambles: Mapping[str, Any]) -> ViewedCon
     )
 
 
-def _turn(node: Mapping[str, Any], root: int, policy: Policy) -> ViewedTurn:
-    reason = untrainable(_as_recorded(node), node["role"], policy)
+def _turn(node: Mapping[str, Any], root: int, policy: TrainingPolicy) -> ViewedTurn:
+    reason = untrainable_reason(_as_recorded(node), node["role"], policy)
     logprobs = node["logprobs"]
     if logprobs is not None and (len(logprobs) != len(node["ids"]) or not all(map(_is_one, logprobs))):
         logprobs = None

@@ -142,7 +142,7 @@ class OpenEnvRoutes:
         query = request.query_params
         discarded, messages = _is_true(query.get("include_discarded")), _is_true(query.get("include_messages"))
         live = self._sessions.find_live(name)
-        limits_met = 0 if live is None else len(live.limits_told)
+        limits_met = 0 if live is None else len(live.limits_announced)
         return encoded_response(
             await self._looks.at(
                 name, lambda shown: _encode_rollout(shown, limits_met, discarded=discarded, messages=messages)

@@ -24,10 +24,10 @@ from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, decode_body, encoded_response, error_response, json_response
-from turngate.trace.roles import TurnRole, roles
-from turngate.trace.sample import untrainable
+from turngate.trace.roles import TurnRole, assign_roles
+from turngate.trace.sample import untrainable_reason
 from turngate.trace.session import Session, SessionConfig
-from turngate.trace.tree import Node, Sampled, path, path_ids
+from turngate.trace.tree import Node, Sampled, path_ids, path_to
 from turngate.types import Json, Limits, Message, Sampling
 from turngate.views.session import Looks, Shown, as_json, piece
 
@@ -123,7 +123,7 @@ def _encode_trajectory(shown: Shown) -> bytes:
     session = shown.session
     said = {node.id: _node_messages(node, shown.texts[node.id]) for node in session.trace.nodes}
     turns = _main_turns(session)
-    first, last = (path(turns[0][0]), path(turns[-1][0])) if turns else ([], [])
+    first, last = (path_to(turns[0][0]), path_to(turns[-1][0])) if turns else ([], [])
     prompt = [message for node in first[:-1] for message in said[node.id]]
     whole = [message for node in last for message in said[node.id]]
     return as_json(
@@ -163,7 +163,7 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
 
 
 def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
-    role_of = roles(session.trace)
+    role_of = assign_roles(session.trace)
     return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in ("main", "subagent")]
 
 
@@ -171,7 +171,7 @@ def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], 
     before = path_ids(turn.parent)
     limit = session.config.limits.context_tokens
     truncated = turn.info.finish == "length"
-    reason = untrainable(turn, role, session.config.policy)
+    reason = untrainable_reason(turn, role, session.config.policy)
     logprobs: Json = [] if turn.logprobs is None else turn.logprobs
     tokens = {
         "prompt_ids": before,
@@ -184,7 +184,7 @@ def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], 
         "routed_experts": None,
     }
     return {
-        "prompt": [message for node in path(turn)[:-1] for message in said[node.id]],
+        "prompt": [message for node in path_to(turn)[:-1] for message in said[node.id]],
         "completion": said[turn.id],
         "tokens": tokens,
         "reward": None,

@@ -34,7 +34,7 @@ from turngate.server.web.login import COOKIE_LIFETIME_S, PageLogin, require_same
 from turngate.server.web.view_cache import FORMATS, ViewCache, summarize_drift
 from turngate.store.reader import Apart
 from turngate.store.sqlite import Store
-from turngate.trace.advantage import advantages
+from turngate.trace.advantage import compute_advantages
 from turngate.types import BATCH_STREAM, Json
 from turngate.views.filters import Wanted
 from turngate.views.rollout import Close
@@ -417,7 +417,7 @@ class Page:
         rewards = []
         for session, key in group if format == "rows" else ():
             rewards.append(await self._apart.run(partial(self._looks.counted_reward, session=session, key=key)))
-        known = dict(zip((session for session, _ in group), advantages(rewards, "normalised"), strict=False))
+        known = dict(zip((session for session, _ in group), compute_advantages(rewards, "normalised"), strict=False))
         for session, key in wanted:
             told = partial(self._looks.lines, session=session, key=key, format=format, advantage=known.get(session))
             for line in await self._apart.run(told):

@@ -39,7 +39,7 @@ from turngate.tasks.task import (
     to_task_id,
 )
 from turngate.trace.host_tools import HostTool
-from turngate.trace.host_tools import checked as checked_tools
+from turngate.trace.host_tools import check_tools as checked_tools
 from turngate.types import Json
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]

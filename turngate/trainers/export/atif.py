@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from turngate.trace.sample import Sample, Span
-from turngate.trace.tree import Context, Sampled, path
+from turngate.trace.tree import Context, Sampled, path_to
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.messages import Said, as_object, conversation, tools
@@ -64,7 +64,7 @@ def _root(rollout: Rollout, choices: Choices) -> Record:
 def _trajectory(rollout: Rollout, row: Sample, told: set[int], choices: Choices) -> dict[str, Json]:
     """`told`: nodes that a branch before has, to which this one's are added."""
     spans = {span.node: span for span in row.spans}
-    nodes = {node.id: node for node in path(rollout.nodes[row.branch])}
+    nodes = {node.id: node for node in path_to(rollout.nodes[row.branch])}
     steps: list[dict[str, Json]] = []
     for said in conversation(rollout, row):
         node = nodes[said.node]
@@ -99,7 +99,7 @@ def _trajectory(rollout: Rollout, row: Sample, told: set[int], choices: Choices)
 def _cause(leaf: object) -> str | None:
     """Why the branch is one, if it forked from another."""
     assert isinstance(leaf, Sampled)
-    causes = [node.info.cause for node in path(leaf) if node.info.cause is not None]
+    causes = [node.info.cause for node in path_to(leaf) if node.info.cause is not None]
     return causes[-1] if causes else None
 
 
@@ -157,7 +157,7 @@ def _metrics(node: Sampled, span: Span, choices: Choices) -> dict[str, Json]:
     exact = node.info.capture == "tokens"
     given = [math.nan] if node.logprobs is None else node.logprobs
     scored = exact and len(given) == node.size and bool(np.isfinite(given).all())
-    before = path(node.parent)
+    before = path_to(node.parent)
     return {
         **({"prompt_tokens": span.start, "completion_tokens": node.size} if exact else {}),
         **({"completion_token_ids": node.ids} if exact else {}),

@@ -18,7 +18,7 @@ import numpy as np
 
 from turngate.errors import ConfigError
 from turngate.trace.sample import Sample
-from turngate.trace.tree import Sampled, path
+from turngate.trace.tree import Sampled, path_to
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.filters import usable
@@ -120,7 +120,7 @@ def _parting(better: Rollout, worse: Rollout) -> _Parting | None:
     trained = [{span.node for span in _main(one).spans if span.trained} for one in (better, worse)]
     start = 0
     for one, other in zip(
-        path(better.nodes[_main(better).branch]), path(worse.nodes[_main(worse).branch]), strict=False
+        path_to(better.nodes[_main(better).branch]), path_to(worse.nodes[_main(worse).branch]), strict=False
     ):
         if np.array_equal(one.ids, other.ids):
             start += one.size

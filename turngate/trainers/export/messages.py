@@ -9,7 +9,7 @@ import msgspec
 from turngate.dialects import decode_stored_messages, decode_stored_tools
 from turngate.dialects.chat import message_to_wire
 from turngate.trace.sample import Sample
-from turngate.trace.tree import Context, path
+from turngate.trace.tree import Context, path_to
 from turngate.trainers.export.source import Rollout
 from turngate.types import Json, Message
 
@@ -26,7 +26,7 @@ class Said(msgspec.Struct, frozen=True):
 def conversation(rollout: Rollout, row: Sample) -> list[Said]:
     """From the beginning to the end of a row's branch."""
     found: list[Said] = []
-    for node in path(rollout.nodes[row.branch]):
+    for node in path_to(rollout.nodes[row.branch]):
         raw = rollout.messages[node.id]
         if isinstance(node, Context):
             found += [Said(message, node.id) for message in decode_stored_messages(node.info.dialect, raw)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from turngate.trace.advantage import advantages, is_too_large, weight
+from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
 from turngate.trace.sample import Sample
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
@@ -61,7 +61,7 @@ class Rows:
     def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
         every = [*group.wanted, *group.others]
         # As a feed counts: a rollout of which nothing can be trained has no say.
-        found = advantages([one.reward if one.rows else None for one in every], choices.advantage)
+        found = compute_advantages([one.reward if one.rows else None for one in every], choices.advantage)
         for rollout, advantage in zip(group.wanted, found, strict=False):
             if not rollout.rows:
                 left.out("nothing of it may be trained")
@@ -77,7 +77,7 @@ def _record(rollout: Rollout, row: Sample, advantage: float | None) -> Record:
     return {
         **about(rollout),
         "advantage": advantage,
-        "weight": weight(len(rollout.rows)),
+        "weight": row_weight(len(rollout.rows)),
         "truncated": rollout.truncated,
         "stop": rollout.session.stop,
         "model": stored.config.model,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from turngate.trace.advantage import weight
+from turngate.trace.advantage import row_weight
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.filters import usable
@@ -78,7 +78,7 @@ class Slime:
                     "metadata": {
                         **about(rollout),
                         "branch": row.branch,
-                        "weight": weight(len(rollout.rows)),
+                        "weight": row_weight(len(rollout.rows)),
                         **versions(row),
                     },
                 }

@@ -20,7 +20,7 @@ import msgspec
 from turngate.errors import ConfigError, StoreError
 from turngate.store.outcome import DAMAGED, NO_REWARD, Recorded
 from turngate.store.sqlite import SessionRow, Store
-from turngate.trace.sample import Sample, samples
+from turngate.trace.sample import Sample, build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Node, Sampled
 
@@ -107,12 +107,12 @@ class Rollout:
     @cached_property
     def rows(self) -> list[Sample]:
         """What a trainer is handed: each with something to train."""
-        return samples(self.session.trace, self.session.config.policy)
+        return build_samples(self.session.trace, self.session.config.policy)
 
     @cached_property
     def branches(self) -> list[Sample]:
         """Every one, also those in which nothing may be trained."""
-        return samples(self.session.trace, self.session.config.policy, keep_empty=True)
+        return build_samples(self.session.trace, self.session.config.policy, keep_empty=True)
 
     @cached_property
     def nodes(self) -> dict[int, Node]:

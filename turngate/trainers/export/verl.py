@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from turngate.trace.advantage import weight
+from turngate.trace.advantage import row_weight
 from turngate.trainers.export.base import Choices, Record, only
 from turngate.trainers.export.files import Layout
 from turngate.trainers.export.filters import usable
@@ -56,7 +56,7 @@ class Verl:
                     "extra_fields": {
                         **about(rollout),
                         "branch": row.branch,
-                        "weight": weight(len(rollout.rows)),
+                        "weight": row_weight(len(rollout.rows)),
                         "truncated": rollout.truncated,
                         **versions(row),
                     },
