@@ -24,8 +24,8 @@ import numpy as np
 from tests import kit
 from turngate.engines.base import Engine
 from turngate.engines.scripted import Script, Turn
-from turngate.store.beside import NewEvent, insert_event
-from turngate.store.outcome import Recorded
+from turngate.store.events import NewEvent, insert_event
+from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_SAMPLED, Store, _node_row
 from turngate.trace.message_equality import DIGEST_SIZE
 from turngate.trace.session import SessionConfig
@@ -100,7 +100,7 @@ class Builder:
         row = _node_row(key, node, msgspec.json.encode(messages))
         self._db.execute(_INSERT_CONTEXT if isinstance(node, Context) else _INSERT_SAMPLED, row)
 
-    def outcome(self, key: int, name: str, outcome: Recorded, at: float) -> None:
+    def outcome(self, key: int, name: str, outcome: RecordedOutcome, at: float) -> None:
         written = outcome.check()
         self._db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", (key, at, written))
         self.event(name, "outcome", outcome.facts(), at)
@@ -264,7 +264,7 @@ def _rollout(builder: Builder, number: int, n: int, opened: float, version: int,
     builder.event(name, "stage", done, ended + 0.11)
 
 
-def _outcome(number: int, group: str, task: str, rollout: str, agent: str) -> Recorded:
+def _outcome(number: int, group: str, task: str, rollout: str, agent: str) -> RecordedOutcome:
     data = {"rollout": rollout, "status": "finished", "agent": agent, "sandbox": "docker"}
     about: Json = {"group": group, "task": task}
     match number % 20:
@@ -272,7 +272,7 @@ def _outcome(number: int, group: str, task: str, rollout: str, agent: str) -> Re
             fault = {"stage": "setup", "boundary": "sandbox"}
             logs = {"stderr": f"no space left on device\nline {number}\n"}
             message = f"setup: no space left on device (job {number})"
-            return Recorded(
+            return RecordedOutcome(
                 kind="infrastructure fault",
                 message=message,
                 data={**data, "status": "error", "fault": fault, "logs": logs},
@@ -280,17 +280,17 @@ def _outcome(number: int, group: str, task: str, rollout: str, agent: str) -> Re
             )
         case 7:
             logs = {"stdout": "began\n", "stderr": "Traceback: boom\n"}
-            return Recorded(
+            return RecordedOutcome(
                 kind="agent failed",
                 message="it ended with exit code 2",
                 data={**data, "status": "failed", "exit_code": 2, "logs": logs},
                 **about,
             )
         case 11:
-            return Recorded(kind="invalid task", message="tests/test.sh: not found", data=data, **about)
+            return RecordedOutcome(kind="invalid task", message="tests/test.sh: not found", data=data, **about)
         case _:
             reward = float((number // 3) % 2)
-            return Recorded(
+            return RecordedOutcome(
                 kind="graded", reward=reward, resolved=reward == 1.0, data={**data, "seconds": {"agent": 1.5}}, **about
             )
 
@@ -380,7 +380,7 @@ def long_rollout(
                 "status": "finished",
                 "logs": {"stdout": "ok\n", "verifier": "3 passed\n"},
             }
-            outcome = Recorded(
+            outcome = RecordedOutcome(
                 kind="graded", reward=1.0, resolved=True, group=metadata["group"], task="long-task", data=data_of
             )
             builder.outcome(key, name, outcome, talk.at + 1)
@@ -429,6 +429,6 @@ def hostile(data: Path, *, name: str = "hostile") -> None:
             builder.outcome(
                 key,
                 own,
-                Recorded(kind="agent failed", reward=0.0, message=MARKUP, group=group, task=MARKUP, data=told),
+                RecordedOutcome(kind="agent failed", reward=0.0, message=MARKUP, group=group, task=MARKUP, data=told),
                 opened + 11,
             )

@@ -17,7 +17,7 @@ from turngate.errors import AgentError, BadRequest, StoreError
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.ledger import read_ledger
 from turngate.rollout.rollout import Rollout
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -125,7 +125,7 @@ async def test_what_the_gateway_has_counts_where_somebody_was_there_before(
         if meanwhile == "deleted":
             await stage.gateway.app.sessions.delete(late.finished.session)
         else:
-            await stage.client.record(late.finished.session, Recorded(kind="graded", reward=0.25, task="well-0"))
+            await stage.client.record(late.finished.session, RecordedOutcome(kind="graded", reward=0.25, task="well-0"))
         [one] = (await ran(stage)).finished
         assert read_ledger(stage.out).unrecorded == {}
         if meanwhile == "deleted":

@@ -15,7 +15,7 @@ from tests.batch.test_batch import Stage, staged
 from tests.batch.test_storm import every_session
 from tests.speed import paced, scaled
 from turngate.client.feed import Feed
-from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
 from turngate.rollout.batch import run_batch
@@ -37,7 +37,7 @@ class Told:
     async def _close(self, group: str) -> None:
         if self.deaf:
             self.deaf -= 1
-            raise Unreachable("gateway: it is being started again")
+            raise GatewayUnreachable("gateway: it is being started again")
         self.closed.append(group)
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from turngate.cli import mcp
 from turngate.errors import DataFolderInUse, EngineError, TurngateError
-from turngate.store.lock import lock
+from turngate.store.lock import lock_folder
 
 
 def test_a_folder_in_use_is_told_in_one_sentence(tmp_path: Path) -> None:
-    held = lock(tmp_path)
+    held = lock_folder(tmp_path)
     with pytest.raises(DataFolderInUse) as refused:
-        lock(tmp_path)
+        lock_folder(tmp_path)
     held.close()
     found = mcp._unwrap(BaseExceptionGroup("tasks", [ExceptionGroup("more", [refused.value])]))
     assert isinstance(found, TurngateError)

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.kit import process, ran, refused
 from tests.kit import Running, calls, gateway, result, say, spelled, tokenizer, tool, user
 from turngate.render import BUILTIN_TOKENIZER
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 
 EVIL = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202etxt.exe\u202c [bold]x[/] :bomb: \x00\r\x08 <b>"
 
@@ -130,7 +130,7 @@ async def test_after_the_gateway_has_gone(data: Path) -> None:
 async def test_an_outcome_that_is_damaged_is_shown_as_such_with_all_the_rest(g: Running, data: Path) -> None:
     session = await conversed(g)
     await g.seal(session)
-    g.app.outcomes.record(session, Recorded(kind="graded", reward=1.0))
+    g.app.outcomes.record(session, RecordedOutcome(kind="graded", reward=1.0))
     with g.app.store._writing() as db:
         db.execute("UPDATE outcomes SET outcome='{'")
     text = await shown("last", "--data", data)

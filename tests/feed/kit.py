@@ -13,7 +13,7 @@ import turngate.client.feed
 import turngate.gateway.feeds
 from tests.kit import Json, Opened, Running, gateway, say, until, user
 from turngate.client.gateway import GatewayClient
-from turngate.store.outcome import Class, Recorded
+from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 
 
 def poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ class Trained(NamedTuple):
             await self.g.ask(session.key, [user("Hi"), said.message(), user(f"Way {branch}")])
 
     async def record(
-        self, session: str, reward: float | None, group: str = "g", kind: Class = "graded", **more: Any
+        self, session: str, reward: float | None, group: str = "g", kind: OutcomeClass = "graded", **more: Any
     ) -> None:
-        await self.client.record(session, Recorded(kind=kind, reward=reward, group=group, task="t", **more))
+        await self.client.record(session, RecordedOutcome(kind=kind, reward=reward, group=group, task="t", **more))
 
     async def rollout(self, reward: float | None, group: str = "g", *, turns: int = 1, **more: Any) -> str:
         """From the start to its outcome; the session's id."""

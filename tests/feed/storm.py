@@ -31,8 +31,8 @@ import httpx
 from tests.crash.storm import ADMIN, Server
 from tests.speed import SLOWNESS, scaled, slowness
 from turngate.client.feed import Delivery, Feed, FeedConfig
-from turngate.client.gateway import GatewayClient, Refused, Unreachable
-from turngate.store.outcome import Recorded
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
+from turngate.store.outcomes import RecordedOutcome
 
 N = 3
 LANES = 4
@@ -76,14 +76,14 @@ class Runner:
     async def rollout(self, group: int, rollout: int) -> None:
         if (group + rollout) % 7 == 0:
             await self.attempt(
-                f"{group}-{rollout}-fault", Recorded(kind="infrastructure fault", group=f"storm.{group}")
+                f"{group}-{rollout}-fault", RecordedOutcome(kind="infrastructure fault", group=f"storm.{group}")
             )
         reward = float((group * 7 + rollout * 3) % 5)
         await self.attempt(
-            f"{group}-{rollout}", Recorded(kind="graded", reward=reward, group=f"storm.{group}", task="t")
+            f"{group}-{rollout}", RecordedOutcome(kind="graded", reward=reward, group=f"storm.{group}", task="t")
         )
 
-    async def attempt(self, session: str, recorded: Recorded) -> None:
+    async def attempt(self, session: str, recorded: RecordedOutcome) -> None:
         await self.surely(lambda: self.opened(session))
         await self.surely(lambda: self.talked(session))
         await self.surely(lambda: self.client.seal(session))
@@ -92,7 +92,7 @@ class Runner:
     async def opened(self, session: str) -> None:
         try:
             await self.client.open({"metadata": {"group": "storm"}}, session)
-        except Refused as refused:
+        except RequestRejected as refused:
             if refused.answered != 409:  # it was opened before we were killed
                 raise
 
@@ -101,7 +101,7 @@ class Runner:
         headers = {"authorization": f"Bearer {ADMIN}"}
         reply = await self.http.post(f"{self.url}/s/{session}/v1/chat/completions", json=body, headers=headers)
         if reply.status_code == 503:
-            raise Unreachable(reply.text)
+            raise GatewayUnreachable(reply.text)
         assert reply.status_code in (200, 409), reply.text  # 409: it was sealed before we were killed
 
     async def surely(self, ask: Any) -> None:
@@ -109,9 +109,9 @@ class Runner:
             try:
                 await ask()
                 return
-            except (Unreachable, httpx.HTTPError):
+            except (GatewayUnreachable, httpx.HTTPError):
                 await asyncio.sleep(0.05)
-            except Refused as refused:
+            except RequestRejected as refused:
                 if refused.answered != 503:
                     raise
                 await asyncio.sleep(0.05)

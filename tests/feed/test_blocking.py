@@ -14,7 +14,7 @@ from tests.feed.kit import Trained, training
 from tests.speed import scaled
 from turngate.client import feed as module
 from turngate.client.feed import BlockingFeed, TakenOver
-from turngate.client.gateway import Unreachable
+from turngate.client.gateway import GatewayUnreachable
 from turngate.client.protocol import FeedConfig
 from turngate.errors import BadRequest
 
@@ -107,7 +107,7 @@ async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.Monke
         await asyncio.to_thread(taken_over, t)
         gone = blocking(t)
     monkeypatch.setattr(module, "_BACK_S", 0.2)
-    with pytest.raises(Unreachable):
+    with pytest.raises(GatewayUnreachable):
         await asyncio.to_thread(gone.__enter__)
     with pytest.raises(RuntimeError, match="`with` block"):
         gone.commit(1)
@@ -123,7 +123,7 @@ async def test_a_gateway_that_is_waited_for_is_told_and_a_wrong_name_is_nobodys_
         with BlockingFeed(url, "k", name, PLAIN):
             pass
 
-    with pytest.raises(Unreachable):
+    with pytest.raises(GatewayUnreachable):
         await asyncio.to_thread(read, "http://127.0.0.1:9", "f")
     assert "it is waited for" in caplog.text
     async with training() as t:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.feed.kit import Trained, training
 from tests.speed import scaled
-from turngate.client.feed import Damaged, Delivery, Feed, _read
+from turngate.client.feed import DamagedDelivery, Delivery, Feed, _decode_delivery
 from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
 from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import Span
@@ -237,6 +237,6 @@ def wire(**change: Any) -> WireDelivery:
     ],
 )
 def test_a_damaged_row_never_reaches_a_trainer(change: Any, why: str) -> None:
-    assert _read(wire()).rows()[0].logprobs.tolist()[2:] == [-1.0, -2.0]
-    with pytest.raises(Damaged, match=why):
-        _read(wire(**change))
+    assert _decode_delivery(wire()).rows()[0].logprobs.tolist()[2:] == [-1.0, -2.0]
+    with pytest.raises(DamagedDelivery, match=why):
+        _decode_delivery(wire(**change))

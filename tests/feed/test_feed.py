@@ -18,10 +18,10 @@ from tests.feed.kit import Trained, poll_without_end, reader_waits, training
 from tests.kit import gateway, say, until
 from tests.speed import scaled
 from turngate.client.feed import Delivery, Feed, OtherFeed, TakenOver
-from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.protocol import FeedConfig
-from turngate.store.beside import happened
-from turngate.store.outcome import Recorded
+from turngate.store.events import new_event
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import SessionConfig
 
 PLAIN = FeedConfig(n=2, advantage="none")
@@ -218,10 +218,10 @@ async def test_only_what_was_handed_out_can_be_committed() -> None:
     async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1)) as feed:
         for _ in range(2):
             await t.rollout(1.0)
-        with pytest.raises(Refused, match="1 was never handed out; the highest of feed 'f' that was is 0"):
+        with pytest.raises(RequestRejected, match="1 was never handed out; the highest of feed 'f' that was is 0"):
             await feed.commit(1)
         assert await feed.next(scaled(5))
-        with pytest.raises(Refused, match="number: 2 was never handed out"):
+        with pytest.raises(RequestRejected, match="number: 2 was never handed out"):
             await feed.commit(2)
         await feed.commit(1)
         view = await t.client.show_feed("f")
@@ -258,14 +258,14 @@ async def test_a_feed_that_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(TakenOver, match="there is no feed"):
                 await asyncio.wait_for(waiting, scaled(5))
         assert await t.client.feeds() == [] and t.g.rows("SELECT count(*) FROM rolled") == [(0,)]
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await t.client.delete_feed("f")
         assert refused.value.answered == 404
 
 
 async def test_a_number_of_another_data_folder_is_noticed() -> None:
     async with training() as t, await Feed.open(t.client, "f", PLAIN, after=7) as feed:
-        with pytest.raises(Refused, match="after: feed 'f' has given out no number 7, the newest is 0"):
+        with pytest.raises(RequestRejected, match="after: feed 'f' has given out no number 7, the newest is 0"):
             await feed.next(1)
 
 
@@ -344,15 +344,15 @@ async def test_many_deliveries_in_one_answer_within_bounds(monkeypatch: pytest.M
         await t.client.open_feed("f", config)
         for reward in range(5):
             await t.rollout(float(reward))
-        reader = await t.client.read_feed("f")
-        page = await t.client.feed_page("f", reader, limit=4)
+        reader = await t.client.take_over_feed("f")
+        page = await t.client.fetch_deliveries("f", reader, limit=4)
         assert (len(page.deliveries), page.newest, page.committed, page.version) == (4, 5, 0, 0)
-        page = await t.client.feed_page("f", reader, after=3, limit=1000)
+        page = await t.client.fetch_deliveries("f", reader, after=3, limit=1000)
         assert len(page.deliveries) == 2
         monkeypatch.setattr(
             "turngate.gateway.feeds.PAGE_BYTES", 1
         )  # one that is larger than an answer should be still passes
-        assert len((await t.client.feed_page("f", reader, limit=4)).deliveries) == 1
+        assert len((await t.client.fetch_deliveries("f", reader, limit=4)).deliveries) == 1
         async with await Feed.open(t.client, "f", config, limit=8) as feed:
             assert [await _number(feed) for _ in range(5)] == [1, 2, 3, 4, 5]
 
@@ -419,13 +419,13 @@ async def test_turns_do_not_wait_for_groups_that_trainers_read(monkeypatch: pyte
 
 async def test_the_loop_goes_on_while_a_feed_is_filled_and_numbers_are_in_order() -> None:
     async with training() as t:
-        outcome = Recorded(kind="graded", reward=1.0, task="t")
+        outcome = RecordedOutcome(kind="graded", reward=1.0, task="t")
         assert t.g.app.renderer is not None
         vocabulary = t.g.app.renderer.tokenizer.digest
         for number in range(3000):
             key = t.g.app.store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0, vocabulary)
             written = msgspec.structs.replace(outcome, group=f"g{number // 4}").check()
-            t.g.app.store.outcomes.put(key, written, happened(f"s{number}", "outcome", {}), replace=False)
+            t.g.app.store.outcomes.put(key, written, new_event(f"s{number}", "outcome", {}), replace=False)
         opening = asyncio.create_task(Feed.open(t.client, "f", FeedConfig(n=4, from_start=True)))
         await until(lambda: t.g.rows("SELECT count(*) FROM rolled") > [(200,)])
         assert t.g.rows("SELECT count(*) FROM rolled") < [(3000,)]  # seen by this loop, which is the gateway's
@@ -447,8 +447,8 @@ async def test_a_feed_whose_filling_was_broken_off_is_filled_by_whoever_reads_it
         t.g.app.store.feeds.open("f", msgspec.json.encode(config), 1, "", from_start=True)
     async with training(tmp_path) as t:  # it was killed before the first step
         await t.rollout(1.0, "g3")
-        reader = await t.client.read_feed("f")
-        page = await t.client.feed_page("f", reader, after=0, wait=0, limit=10)
+        reader = await t.client.take_over_feed("f")
+        page = await t.client.fetch_deliveries("f", reader, after=0, wait=0, limit=10)
         assert page.newest == 4 and len(page.deliveries) == 4
 
 
@@ -477,7 +477,7 @@ async def test_another_choice_is_another_feed() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         await t.client.open_feed("f", PLAIN)
-        with pytest.raises(Refused, match=r"n: is 2, not 3; advantage: is 'none', not 'normalised'") as no:
+        with pytest.raises(RequestRejected, match=r"n: is 2, not 3; advantage: is 'none', not 'normalised'") as no:
             await t.client.open_feed("f", FeedConfig(n=3))
         assert no.value.answered == 409
 
@@ -485,7 +485,7 @@ async def test_another_choice_is_another_feed() -> None:
 async def test_bad_questions() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
-        reader = await t.client.read_feed("f")
+        reader = await t.client.take_over_feed("f")
         for query, status, param in (
             ("", 400, "reader"),
             ("?reader=wrong", 409, "reader"),
@@ -504,7 +504,7 @@ async def test_bad_questions() -> None:
 async def test_commits_are_checked_too() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
-        reader = await t.client.read_feed("f")
+        reader = await t.client.take_over_feed("f")
         for body, status, param in (
             ({"reader": reader}, 400, "number"),
             ({"reader": reader, "number": -1}, 400, "number"),
@@ -534,7 +534,7 @@ async def test_nobody_else_gets_at_it() -> None:
             ):
                 assert (await http.request(method, path)).status_code == 401
         view = (await t.g.admin.get("/admin/feeds/f")).json()
-        reader = await t.client.read_feed("f")
+        reader = await t.client.take_over_feed("f")
         assert reader not in (await t.g.admin.get("/admin/feeds/f")).text and view["read"] is False
 
 
@@ -543,7 +543,7 @@ async def test_the_answer_is_msgpack_with_raw_arrays() -> None:
     async with training() as t:
         await t.client.open_feed("f", FeedConfig(n=1, advantage="none"))
         await t.rollout(1.0)
-        reader = await t.client.read_feed("f")
+        reader = await t.client.take_over_feed("f")
         response = await t.g.admin.get(f"/admin/feeds/f/deliveries?reader={reader}")
         assert response.headers["content-type"] == "application/msgpack"
         page = msgspec.msgpack.decode(response.content)

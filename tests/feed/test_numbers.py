@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit import MEMORY
-from turngate.store.beside import NewEvent, happened
-from turngate.store.outcome import Class, Recorded
+from turngate.store.events import NewEvent, new_event
+from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.trace.session import SessionConfig
 
 SESSIONS = 8
 FEEDS = {"pairs": (2, ""), "threes": (3, "a"), "ones": (1, "b"), "late": (2, "")}
-KINDS: list[Class] = ["graded", "graded", "invalid task", "infrastructure fault"]
+KINDS: list[OutcomeClass] = ["graded", "graded", "invalid task", "infrastructure fault"]
 outcomes = st.tuples(
     st.just("record"), st.integers(1, SESSIONS), st.sampled_from(KINDS), st.sampled_from(["", "a", "ab", "b"])
 )
@@ -125,9 +125,9 @@ def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> 
                 before = numbered(store)
                 match step:
                     case ("record", session, kind, group) if store.find_key(session) is not None:
-                        outcome = Recorded(kind=kind, group=group, reward=1.0 if kind == "graded" else None)
+                        outcome = RecordedOutcome(kind=kind, group=group, reward=1.0 if kind == "graded" else None)
                         changed = recorded.get(session) != (kind, group)
-                        store.outcomes.put(session, outcome.check(), happened("s", "outcome", {}), replace=True)
+                        store.outcomes.put(session, outcome.check(), new_event("s", "outcome", {}), replace=True)
                         if changed:
                             recorded.pop(session, None)
                             recorded[session] = (kind, group)
@@ -174,7 +174,7 @@ def test_what_is_recorded_while_a_feed_is_filled_comes_after_what_was_there_what
         store = Store(Path(folder))
 
         def record(session: int, group: str, when: float) -> None:
-            outcome = Recorded(kind="graded", group=group, reward=1.0)
+            outcome = RecordedOutcome(kind="graded", group=group, reward=1.0)
             store.outcomes.put(session, outcome.check(), NewEvent("s", "outcome", b"{}", when), replace=True)
 
         try:

@@ -13,7 +13,7 @@ from tests.speed import scaled
 from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 
 N = 4
 
@@ -25,7 +25,7 @@ async def rollout(workers: Crew, owner: int, group: str) -> None:
     await g.ask(session.key, "Hi")
     await g.seal(session.id)
     async with GatewayClient(g.root, g.app.admin_key) as client:
-        await client.record(session.id, Recorded(kind="graded", reward=float(owner), group=group, task="t"))
+        await client.record(session.id, RecordedOutcome(kind="graded", reward=float(owner), group=group, task="t"))
 
 
 async def test_groups_that_several_workers_complete_at_once_are_numbered_once() -> None:

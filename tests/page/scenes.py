@@ -18,7 +18,7 @@ from typing import Any
 
 from tests import kit
 from tests.page_kit import Builder, Talk, building
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.tree import Context, Sampled
 from turngate.types import CallSignals, Limits
 
@@ -107,13 +107,13 @@ def _group(
         builder.event("", "delivery", told, at + 9.0 * n + 190)
 
 
-def _outcome(group: str, task: str, rollout: str, good: float, chance: random.Random) -> Recorded:
+def _outcome(group: str, task: str, rollout: str, good: float, chance: random.Random) -> RecordedOutcome:
     data: Json = {"rollout": rollout, "status": "finished", "sandbox": "docker"}
     if chance.random() < 0.07:
         kind, message, logs = _FAULTS[chance.choice((0, 0, 1, 1, 1, 2))]
-        return Recorded(kind=kind, message=message, group=group, task=task, data={**data, "logs": logs})  # type: ignore[arg-type]
+        return RecordedOutcome(kind=kind, message=message, group=group, task=task, data={**data, "logs": logs})  # type: ignore[arg-type]
     reward = 1.0 if chance.random() < good else chance.choice((0.0, 0.0, 0.5))
-    return Recorded(kind="graded", reward=reward, resolved=reward == 1.0, group=group, task=task, data=data)
+    return RecordedOutcome(kind="graded", reward=reward, resolved=reward == 1.0, group=group, task=task, data=data)
 
 
 def likely(text: str, chance: random.Random) -> list[float]:
@@ -187,7 +187,9 @@ class _Work:
         self.builder.event(self.name, "sealed", {"stop": "", "turns": self.turns}, ended)
         logs = {"stdout": "claude-code 2.1.3\nsession ended\n", "verifier": verifier}
         data: Json = {"rollout": f"{GROUP}.{self.index}", "status": "finished", "sandbox": "docker", "logs": logs}
-        outcome = Recorded(kind="graded", reward=reward, resolved=reward == 1, group=GROUP, task="fix-slug", data=data)
+        outcome = RecordedOutcome(
+            kind="graded", reward=reward, resolved=reward == 1, group=GROUP, task="fix-slug", data=data
+        )
         self.builder.outcome(self.key, self.name, outcome, ended + 3)
         done = {"stage": "done", "rollout": f"{GROUP}.{self.index}", "attempt": 1, "status": "finished"}
         self.builder.event(self.name, "stage", {**done, "class": "graded", "reward": reward}, ended + 3.1)

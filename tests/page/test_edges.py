@@ -13,7 +13,7 @@ from playwright.async_api import Route
 from tests import page_kit
 from tests.page.browser import browsing
 from tests.speed import scaled
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
@@ -69,7 +69,7 @@ async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> Non
             for index, reward in enumerate(rewards):
                 name, at = f"{group}{index}", time.time() - 100 + 40 * index
                 key = builder.session(name, at, closed=at + 1, metadata={"group": group, "task": "t"})
-                builder.outcome(key, name, Recorded(kind="graded", reward=reward, group=group, task="t"), at + 1)
+                builder.outcome(key, name, RecordedOutcome(kind="graded", reward=reward, group=group, task="t"), at + 1)
     async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         for view in (*(f"#/group/{group}" for group in groups), "#/training?group=close", "#/training?group=small"):
             await web.go(view)

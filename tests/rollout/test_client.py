@@ -11,7 +11,7 @@ from aiohttp import ClientSession, web
 from tests.feed.kit import training
 from tests.speed import scaled
 from turngate.client.feed import Feed
-from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
 
@@ -57,7 +57,7 @@ async def test_a_proxy_without_its_gateway_is_not_taken_for_a_wrong_address() ->
         for status in (502, 503, 504):
             front.instead = [status]
             with pytest.raises(
-                Unreachable, match=f"answers {status}, and no turngate gateway does: .* not its address"
+                GatewayUnreachable, match=f"answers {status}, and no turngate gateway does: .* not its address"
             ):
                 await client.check()
         for status in (200, 404, 500):

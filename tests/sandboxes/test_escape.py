@@ -30,7 +30,7 @@ from tests.kit import say
 from tests.rollout.kit import Stage, staged
 from tests.sandboxes import kit
 from tests.speed import scaled
-from turngate.client.gateway import GatewayClient, Opened
+from turngate.client.gateway import GatewayClient, OpenedSession
 from turngate.rollout.outcome import Outcome
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.task import Task
@@ -90,7 +90,7 @@ class Named(GatewayClient):
 
     key = ""
 
-    async def open(self, config: Any, session: str | None = None, traceparent: str = "") -> Opened:
+    async def open(self, config: Any, session: str | None = None, traceparent: str = "") -> OpenedSession:
         opened = await super().open(config, OWN)
         self.key = opened.key
         return opened

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kit import Gated, Running, gateway, say, until
 from tests.speed import scaled
-from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, Unauthorized
 from turngate.gateway.events import LARGEST, PAGE, Events
@@ -302,11 +302,11 @@ async def test_nobody_without_the_admin_key_tells_or_hears_anything() -> None:
 
 async def test_a_failed_announcement_is_an_error_of_ours() -> None:
     async with gateway() as g, client(g) as connected:
-        with pytest.raises(Refused, match="kind"):
+        with pytest.raises(RequestRejected, match="kind"):
             await connected.announce("s", "turn", {})
         async with GatewayClient(g.root, "x" * 20) as stranger:
             with pytest.raises(Unauthorized):
                 await stranger.announce("s", "note", {})
         async with GatewayClient("http://127.0.0.1:9", "x" * 20) as nowhere:
-            with pytest.raises(Unreachable):
+            with pytest.raises(GatewayUnreachable):
                 await nowhere.announce("s", "note", {})

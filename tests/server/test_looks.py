@@ -10,7 +10,7 @@ import pytest
 
 from tests.kit import gateway, say, user
 from turngate.store.sqlite import Store
-from turngate.views.session import Shown
+from turngate.views.session import SessionView
 
 PATHS = (
     "/admin/sessions/{}/trace",
@@ -46,7 +46,7 @@ async def test_no_trace_is_read_or_written_down_in_the_loop(monkeypatch: pytest.
             )
         if sealed:
             await g.seal(session)
-        for kind, name in ((Shown, "trace"), (Shown, "samples"), (Store, "load"), (Store, "messages")):
+        for kind, name in ((SessionView, "trace"), (SessionView, "samples"), (Store, "load"), (Store, "messages")):
             beside(kind, name)
         for path in PATHS:
             response = await g.admin.get(path.format(session))

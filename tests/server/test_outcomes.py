@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from tests.kit import Opened, Running, gateway, say
 from turngate.cli import app
-from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.errors import BadRequest
-from turngate.store.outcome import LARGEST, Recorded
+from turngate.store.outcomes import MAX_BYTES, RecordedOutcome
 
 GRADED = {
     "kind": "graded",
@@ -97,7 +97,7 @@ async def test_not_before_the_session_has_ended() -> None:
         ({"attempt": 1.5}, "attempt"),
         ({"task": None}, "task"),
         ({"score": 1}, "score"),
-        ({"data": "x" * LARGEST}, "data"),
+        ({"data": "x" * MAX_BYTES}, "data"),
     ],
 )
 async def test_what_cannot_be_true_is_refused_by_name(change: Any, param: str) -> None:
@@ -116,7 +116,7 @@ async def test_only_finite_rewards(reward: str) -> None:
         response = await g.admin.put(f"/admin/sessions/{session.id}/outcome", content=body)
         assert response.status_code == 400
         with pytest.raises(BadRequest, match="reward"):
-            Recorded(kind="graded", reward=float(reward.replace("1e999", "inf"))).check()
+            RecordedOutcome(kind="graded", reward=float(reward.replace("1e999", "inf"))).check()
 
 
 async def test_no_secret_of_a_session_gets_at_it() -> None:
@@ -134,21 +134,21 @@ async def test_no_secret_of_a_session_gets_at_it() -> None:
 async def test_by_python() -> None:
     async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as client:
         session = await g.open()
-        recorded = Recorded(kind="infrastructure fault", message="the disk was full", task="t", group="g")
-        with pytest.raises(Refused, match="still open"):
+        recorded = RecordedOutcome(kind="infrastructure fault", message="the disk was full", task="t", group="g")
+        with pytest.raises(RequestRejected, match="still open"):
             await client.record(session.id, recorded)
         await client.seal(session.id)
         await client.record(session.id, recorded)
         await client.record(session.id, recorded)
         shown = (await client.show(session.id))["outcome"]
         assert (shown["kind"], shown["reward"], shown["message"]) == ("infrastructure fault", None, "the disk was full")
-        with pytest.raises(Refused, match="another outcome") as refused:
-            await client.record(session.id, Recorded(kind="graded", reward=0.0))
+        with pytest.raises(RequestRejected, match="another outcome") as refused:
+            await client.record(session.id, RecordedOutcome(kind="graded", reward=0.0))
         assert refused.value.answered == 409
-        await client.record(session.id, Recorded(kind="graded", reward=0.0), replace=True)
+        await client.record(session.id, RecordedOutcome(kind="graded", reward=0.0), replace=True)
         assert (await client.show(session.id))["outcome"]["reward"] == 0.0
         with pytest.raises(BadRequest, match="reward"):
-            await client.record(session.id, Recorded(kind="graded", reward=float("nan")), replace=True)
+            await client.record(session.id, RecordedOutcome(kind="graded", reward=float("nan")), replace=True)
 
 
 @pytest.mark.parametrize(

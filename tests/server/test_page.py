@@ -19,7 +19,7 @@ from tests.kit import gateway, say, user
 from tests.speed import scaled
 from turngate.server.web import login, routes
 from turngate.server.web.files import SECURITY_HEADERS, StaticFiles
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 
 OWN = {"x-turngate-page": "1"}
 API = (
@@ -352,7 +352,7 @@ async def test_training_is_told_by_version_and_how_far_behind_it_was() -> None:
         for session, reward in zip((*opened, other), (1.0, 0.0, 0.5), strict=True):
             await g.seal(session.id)
             group = "else" if session is other else "run.a"
-            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=reward, group=group, task="a"))
+            g.app.outcomes.record(session.id, RecordedOutcome(kind="graded", reward=reward, group=group, task="a"))
         told_all = await told(client, "training")
         assert told_all["version"] == [{"version": 0, "mean": 0.5, "count": 3}]
         assert told_all["staleness"] == [{"behind": 3, "rollouts": 3}]
@@ -387,7 +387,7 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
             _, second = await anext(following)
             assert [(row["id"], row["turns"]) for row in second["rollouts"]] == [(session.id, 1)]
             await g.seal(session.id)
-            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=0.5, group="g", task="t"))
+            g.app.outcomes.record(session.id, RecordedOutcome(kind="graded", reward=0.5, group="g", task="t"))
             async with asyncio.timeout(scaled(10)):
                 async for _, third in following:
                     if third["rollouts"][0]["reward"] == 0.5:
@@ -472,7 +472,7 @@ async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monk
 
     from turngate.store.sqlite import Store
     from turngate.views.overview import Overview
-    from turngate.views.rollout import Close
+    from turngate.views.rollout import RolloutView
 
     page_kit.long_rollout(tmp_path, turns=10, tokens=1000)
     async with page_kit.served(tmp_path) as g:
@@ -480,9 +480,9 @@ async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monk
         seen: set[str] = set()
         for kind, name in (
             (Overview, "refresh"),
-            (Close, "tree"),
-            (Close, "tokens"),
-            (Close, "messages"),
+            (RolloutView, "tree"),
+            (RolloutView, "tokens"),
+            (RolloutView, "messages"),
             (Store, "load"),
         ):
             work = getattr(kind, name)

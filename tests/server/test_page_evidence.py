@@ -18,11 +18,11 @@ from tests.server.test_observe import SCRIPT, converse, scene
 from tests.server.test_page import entered, told
 from turngate.render import Tokenizer
 from turngate.server.web.view_cache import load_decoder
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.pass_at_k import pass_at_k
 from turngate.trainers.export import Choices, Wanted, export
 from turngate.types import ID_DTYPE
-from turngate.views.tokens import pieces
+from turngate.views.tokens import decode_tokens
 
 GROUP = f"{page_kit.BATCH}.long-task"
 
@@ -43,7 +43,7 @@ def byte_ids(tokenizer: Tokenizer, spelled: bytes) -> list[int]:
 
 def test_a_character_of_several_tokens_is_none_of_them(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("a"), *byte_ids(tokenizer, "€".encode()), *tokenizer.encode("b")]
-    found = pieces(tokenizer, array(ids))
+    found = decode_tokens(tokenizer, array(ids))
     assert found.text == ["a", None, None, None, "b"] and found.runs == [(1, 4, "€")]
     assert [found.end(place) for place in range(6)] == [0, 1, 4, 4, 4, 5], "no part ends within a character"
 
@@ -63,13 +63,13 @@ def test_a_character_of_several_tokens_is_none_of_them(tokenizer: Tokenizer) -> 
 def test_what_never_becomes_a_character_is_told_as_such(
     tokenizer: Tokenizer, spelled: bytes, text: list[str | None], runs: list[tuple[int, int, str | None]]
 ) -> None:
-    found = pieces(tokenizer, array(byte_ids(tokenizer, spelled)))
+    found = decode_tokens(tokenizer, array(byte_ids(tokenizer, spelled)))
     assert (found.text, found.runs) == (text, runs)
 
 
 def test_an_id_that_is_past_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     [euro, *rest] = byte_ids(tokenizer, "€".encode())
-    found = pieces(tokenizer, array([10_000_000, *tokenizer.encode("a"), euro, 10_000_000, *rest]))
+    found = decode_tokens(tokenizer, array([10_000_000, *tokenizer.encode("a"), euro, 10_000_000, *rest]))
     assert found.text == [None, "a", None, None, None, None]
     assert found.runs == [(0, 1, None), (2, 3, None), (3, 4, None), (4, 5, None), (5, 6, None)]
 
@@ -79,7 +79,7 @@ def test_an_id_that_is_past_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> 
 def test_pieces_and_runs_are_the_bytes_of_the_tokens(ids: list[int]) -> None:
     """Whatever was sampled: each token is in one place, and what is shown is spelled by its bytes."""
     tokenizer = kit.tokenizer()
-    found = pieces(tokenizer, array(ids))
+    found = decode_tokens(tokenizer, array(ids))
     assert len(found.text) == len(ids)
     covered = {place for first, past, _ in found.runs for place in range(first, past)}
     assert covered == {place for place, text in enumerate(found.text) if text is None}
@@ -97,7 +97,7 @@ def test_pieces_and_runs_are_the_bytes_of_the_tokens(ids: list[int]) -> None:
 def test_text_comes_back_whole() -> None:
     tokenizer = load_decoder(kit.real_tokenizer("qwen3"))
     text = "naïve 漢字 🙂👩‍👩‍👧‍👦 ไทย العربية \U0001f9ea ½ end"
-    found = pieces(tokenizer, array(tokenizer.encode(text)))
+    found = decode_tokens(tokenizer, array(tokenizer.encode(text)))
     runs = {first: told for first, _, told in found.runs}
     assert (
         "".join(runs.get(place, "") or "" if piece is None else piece for place, piece in enumerate(found.text)) == text
@@ -276,7 +276,7 @@ async def test_rows_are_saved_as_the_exporter_writes_them(tmp_path: Path) -> Non
             await g.ask(session.key, [user("Hi"), heard.message(), user("On")])
             await g.seal(session.id)
             kind = "graded" if reward is not None else "infrastructure fault"
-            g.app.outcomes.record(session.id, Recorded(kind=kind, reward=reward, group="g/1 <x>", task="t"))
+            g.app.outcomes.record(session.id, RecordedOutcome(kind=kind, reward=reward, group="g/1 <x>", task="t"))
         rows = await client.get("/page/api/export", params={"group": "g/1 <x>", "format": "rows"})
         told_here = [json.loads(line) for line in rows.text.splitlines()]
         out = tmp_path / "rows.jsonl"

@@ -12,7 +12,7 @@ import pytest
 from tests import page_kit
 from tests.kit import gateway, say
 from tests.server.test_page import entered, told
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.pass_at_k import pass_at_k, pass_curve
 
 FIRST = f"{page_kit.BATCH}.task-0000"
@@ -115,7 +115,7 @@ async def test_two_huge_rewards_break_nothing_and_have_no_say() -> None:
             session = await g.open(metadata={"group": "g"})
             await g.ask(session.key, "Hi")
             await g.seal(session.id)
-            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
+            g.app.outcomes.record(session.id, RecordedOutcome(kind="graded", reward=reward, group="g"))
         [row] = (await told(client, "groups"))["groups"]
         assert (row["mean_reward"], row["graded"], row["rewards"][0]) == (0.5, 4, 1.7e308)
         group = await told(client, "group", name="g")
@@ -158,7 +158,7 @@ async def test_what_is_told_of_a_deleted_session_makes_no_row(tmp_path: Path) ->
         await g.ask(kept.key, "Hi")
         await g.resume(2)
         await g.seal(kept.id)
-        g.app.outcomes.record("kept", Recorded(kind="graded", reward=1.0, group="g"))
+        g.app.outcomes.record("kept", RecordedOutcome(kind="graded", reward=1.0, group="g"))
         await g.seal(first.id)
         await told(client, "rollouts")
         await g.admin.delete("/admin/sessions/first")
@@ -179,7 +179,7 @@ async def test_one_of_which_nothing_can_be_trained_has_no_say_in_the_advantages(
             if number < 2:
                 await g.ask(session.key, "Hi")
             await g.seal(session.id)
-            g.app.outcomes.record(session.id, Recorded(kind="graded", reward=reward, group="g"))
+            g.app.outcomes.record(session.id, RecordedOutcome(kind="graded", reward=reward, group="g"))
         group = await told(client, "group", name="g")
         assert [one["leave_one_out"] for one in group["rollouts"]] == [1.0, -1.0, None]
         saved = await client.get("/page/api/export", params={"group": "g", "format": "rows"})
@@ -194,7 +194,7 @@ async def test_what_was_tried_again_is_one_rollout(tmp_path: Path) -> None:
             about = {"group": "g", "rollout": rollout, "attempt": attempt}
             key = builder.session(f"s{number}", now + number, closed=now + 9, metadata=about)
             kind = "graded" if reward is not None else "infrastructure fault"
-            told_of = Recorded(kind=kind, reward=reward, group="g", attempt=attempt)
+            told_of = RecordedOutcome(kind=kind, reward=reward, group="g", attempt=attempt)
             builder.outcome(key, f"s{number}", told_of, now + 10)
     async with page_kit.served(tmp_path) as g:
         client = await entered(g)

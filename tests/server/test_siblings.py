@@ -33,7 +33,7 @@ from turngate.server.http import read_cursor
 from turngate.server.workers import forwarding
 from turngate.server.workers.forwarding import socket_path
 from turngate.server.workers.worker import WorkerGateway
-from turngate.store.lock import lock
+from turngate.store.lock import lock_folder
 from turngate.trace.host_tools import MAX_WAIT_S
 
 HI = [user("Hi")]
@@ -65,7 +65,7 @@ async def crew(
     engines = engines or [Scripted([say("Hello."), say("Again."), say("More.")]) for _ in range(2)]
     async with AsyncExitStack() as stack:
         folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY)))
-        stack.enter_context(lock(folder))
+        stack.enter_context(lock_folder(folder))
         (folder / "admin-key").write_text("k" * 40)
         (folder / "admin-key").chmod(0o600)
         workers = []

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit import Opened, Running, gateway, say, until
 from tests.speed import scaled
-from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.gateway import host_tools
 from turngate.server.host_tools import MAX_ARGUMENTS
 from turngate.trace.host_tools import MAX_WAIT_S
@@ -235,10 +235,10 @@ async def test_the_host_answers_a_call_that_waits() -> None:
         assert [(await w).json() for w in waiting] == [{"you asked": 0}, {"you asked": 1}]
         assert not any(seen["waiting"] for seen in await host.tool_calls(session.id))
         assert kinds(g) == ["opened", "tool", "tool", "answered", "answered"]
-        with pytest.raises(Refused, match="answered") as late:
+        with pytest.raises(RequestRejected, match="answered") as late:
             await host.answer_tool(session.id, 1, {})
         assert late.value.answered == 409
-        with pytest.raises(Refused) as unknown:
+        with pytest.raises(RequestRejected) as unknown:
             await host.answer_tool(session.id, 9, {})
         assert unknown.value.answered == 404
 

@@ -15,7 +15,7 @@ from turngate.service.config import Clamp
 from turngate.service.result import Said
 from turngate.service.truncation import Cut
 from turngate.types import Json
-from turngate.views.trace import Viewed
+from turngate.views.trace import TraceView
 
 pytestmark = pytest.mark.process
 
@@ -41,7 +41,7 @@ FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_cal
 CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
-def view(*messages: Json, sampled: int = 1) -> Viewed:
+def view(*messages: Json, sampled: int = 1) -> TraceView:
     """A session with one context of these messages, and one turn."""
     context = {"id": 1, "kind": "context", "parent": None, "ids": [1, 2], "messages": list(messages), "preamble": ""}
     context |= {"dialect": "chat", "cause": None, "told": {}}
@@ -56,7 +56,7 @@ def view(*messages: Json, sampled: int = 1) -> Viewed:
     turn |= {"started": 0.0, "ended": 1.0, "sampling": {}, "biases": [], "cause": None, "capture": "tokens"}
     turn |= {"fault": "", "delivered": True}
     trace = {"session": "s", "status": "sealed", "stop": "", "config": {}, "preambles": {}, "nodes": [context, turn]}
-    return Viewed(trace)
+    return TraceView(trace)
 
 
 def heard(message: Json) -> Said:

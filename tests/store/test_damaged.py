@@ -9,7 +9,7 @@ import pytest
 from tests.feed.kit import Trained, training
 from turngate.client.feed import Delivery, Feed
 from turngate.client.protocol import FeedConfig
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 
 NO_TEXT = "CAST(x'7bff' AS TEXT)"  # not even a string
 
@@ -49,7 +49,7 @@ async def test_a_damaged_outcome_is_told_of_its_session_alone_until_it_is_record
         assert list(found) == [good, bad]
         assert (found[bad]["outcome"], found[bad]["damaged"]) == (None, "its outcome is damaged on disk")
         assert found[good]["outcome"]["reward"] == 0.5 and "damaged" not in found[good]
-        await t.client.record(bad, Recorded(kind="graded", reward=0.25), replace=True)
+        await t.client.record(bad, RecordedOutcome(kind="graded", reward=0.25), replace=True)
         assert (await t.client.show(bad))["outcome"]["reward"] == 0.25
 
 

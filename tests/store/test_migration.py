@@ -22,7 +22,7 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
 from turngate.store.sqlite import SCHEMA_VERSION, Store
 from turngate.verify import Renderers, StoreReader, VerifyOptions, verify
-from turngate.views.session import Looks
+from turngate.views.session import SessionViews
 from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import open_row_source
 
@@ -101,7 +101,7 @@ def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     view, _ = load_from_folder(data, "ended")
     assert view.summary["turns"] == 2 and view.summary["outcome"] is None
     store = Store.reading(data)
-    directory = SessionDirectory(store, Sessions(store, Events(store)), Looks(store))
+    directory = SessionDirectory(store, Sessions(store, Events(store)), SessionViews(store))
     assert [row["id"] for row in directory.list()] == ["ended", "still-open"]
     store.close()
     with StoreReader(data) as folder:
@@ -133,7 +133,7 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
     content = (before_feeds / "turngate.db").read_bytes()
     store = Store.reading(before_feeds)
     events = Events(store)
-    feeds, sessions, looks = Feeds(store, events, Fence(0)), Sessions(store, events), Looks(store)
+    feeds, sessions, looks = Feeds(store, events, Fence(0)), Sessions(store, events), SessionViews(store)
     directory = SessionDirectory(store, sessions, looks)
     assert feeds.listing() == [] and directory.list()[0]["id"] == "still-open"
     assert directory.describe(sessions.find("ended-1"))["outcome"] is not None

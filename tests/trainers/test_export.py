@@ -19,7 +19,7 @@ import pytest
 from tests.kit import Heard, Opened, Running, calls, gateway, result, say, tokenizer, tool, user
 from turngate.engines.scripted import MADE_UP
 from turngate.errors import ConfigError
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trainers.export import Choices, Exported, Wanted, export
@@ -62,7 +62,7 @@ class Recording:
     async def ended(self, session: Opened, reward: float | None, kind: str = "graded", **fields: Any) -> None:
         await self.g.seal(session.id)
         outcome = {"kind": kind, "reward": reward, "group": "run.t", "task": "t", **fields}
-        self.g.app.outcomes.record(session.id, msgspec.convert(outcome, Recorded))
+        self.g.app.outcomes.record(session.id, msgspec.convert(outcome, RecordedOutcome))
 
     def export(self, format: str, suffix: str = ".jsonl", **choices: Any) -> tuple[list[Any], Exported]:
         wanted = {name: choices.pop(name) for name in list(choices) if name in Wanted.__struct_fields__}

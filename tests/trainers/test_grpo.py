@@ -23,7 +23,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig, PauseMode
 from turngate.engines.local import LocalEngine, Model
 from turngate.errors import ConfigError
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import (
     Learner,
@@ -131,7 +131,9 @@ class Lived(NamedTuple):
         await self.g.ask(session.key, "Hi", max_tokens=8)
         await self.g.seal(session.id)
         [turn] = await self.g.turns(session.id)
-        await self.client.record(session.id, Recorded(kind="graded", reward=reward(turn["ids"]), group=group, task="t"))
+        await self.client.record(
+            session.id, RecordedOutcome(kind="graded", reward=reward(turn["ids"]), group=group, task="t")
+        )
 
     async def group(self, name: str, reward: Callable[[list[int]], float]) -> None:
         await asyncio.gather(*(self.rollout(name, number, reward) for number in range(N)))

@@ -20,7 +20,7 @@ from tests.kit import calls
 from tests.renderer_fixtures import renderer_params
 from tests.verify.kit import all_fine, verdict
 from turngate.engines.scripted import Turn
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.types import Limits
 from turngate.verify import Verdict
 
@@ -134,12 +134,14 @@ async def test_outcomes_as_they_are_recorded(verified: list[Verdict]) -> None:
     for _ in range(150):
         deep = [deep]
     ended = [
-        Recorded(kind="graded", reward=1.0, resolved=True, group="g", task="t", attempt=3, data={"é\u2028": deep}),
-        Recorded(kind="graded", reward=-1e300, data=2**63),
-        Recorded(kind="graded"),
-        Recorded(kind="agent failed", reward=0.0, message="it\x00 gave up"),
-        Recorded(kind="invalid task", message="no grader"),
-        Recorded(kind="infrastructure fault", data="x" * 260_000),
+        RecordedOutcome(
+            kind="graded", reward=1.0, resolved=True, group="g", task="t", attempt=3, data={"é\u2028": deep}
+        ),
+        RecordedOutcome(kind="graded", reward=-1e300, data=2**63),
+        RecordedOutcome(kind="graded"),
+        RecordedOutcome(kind="agent failed", reward=0.0, message="it\x00 gave up"),
+        RecordedOutcome(kind="invalid task", message="no grader"),
+        RecordedOutcome(kind="infrastructure fault", data="x" * 260_000),
     ]
     async with kit.gateway([kit.say("Hello.")] * len(ended)) as g:
         for n, outcome in enumerate(ended):

@@ -16,7 +16,7 @@ from turngate.service.catalog import Endpoint
 from turngate.service.result import RolloutResult
 from turngate.trace.sample import Sample, Span
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
-from turngate.views.trace import Viewed, ViewedTurn, read
+from turngate.views.trace import TraceView, TurnView, parse_trace
 
 
 class Reader:
@@ -96,7 +96,7 @@ def made(
 
 
 def _turns(trace: Json, reader: Reader) -> tuple[Turn, ...]:
-    view = read(trace)
+    view = parse_trace(trace)
     numbers = {turn.id: number for number, turn in enumerate(view.turns, 1)}
     said = {
         node["id"]: msgspec.convert(node["message"], Message) for node in trace["nodes"] if node["kind"] == "sampled"
@@ -106,7 +106,7 @@ def _turns(trace: Json, reader: Reader) -> tuple[Turn, ...]:
     )
 
 
-def _turn(view: Viewed, turn: ViewedTurn, numbers: dict[int, int], said: Message, pieces: tuple[str, ...]) -> Turn:
+def _turn(view: TraceView, turn: TurnView, numbers: dict[int, int], said: Message, pieces: tuple[str, ...]) -> Turn:
     context = view.contexts[turn.parent]
     return Turn(
         number=numbers[turn.id],

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from turngate.cli.options import RolloutOptions
 from turngate.cli.terminal import say
-from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
 from turngate.config import ServeConfig, load_config
 from turngate.errors import ConfigError, DataFolderInUse, Unauthorized
@@ -84,7 +84,7 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
     """Check that the gateway of a data folder still answers: one that was killed may have left its address behind."""
     try:
         await client.check()
-    except Unreachable:
+    except GatewayUnreachable:
         return False
     except Unauthorized:
         raise ConfigError(

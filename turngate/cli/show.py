@@ -16,14 +16,14 @@ from rich.text import Text
 
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, sanitize_line, say
-from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.keys import read_admin_key
 from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError, NotFound
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
-from turngate.views.session import encode_array, read
+from turngate.views.session import encode_array, load_session_view
 from turngate.views.session_directory import describe_session
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
@@ -84,7 +84,7 @@ def load_from_folder(data: Path, wanted: str) -> tuple[ShownSession, str | None]
     try:
         known = store.find(wanted)
         session_id = wanted if known else _find_session(wanted, store.ids(10_000))
-        shown = read(store, session_id)
+        shown = load_session_view(store, session_id)
         trace = shown.trace()
         view = _build_view(
             _to_json(describe_session(store, shown.session)), _to_json(trace), _to_json(shown.samples(keep_empty=True))
@@ -108,7 +108,7 @@ async def load_from_gateway(gateway: GatewayClient, wanted: str) -> ShownSession
 async def _exists(gateway: GatewayClient, session: str) -> bool:
     try:
         await gateway.show(session)
-    except Refused as refused:
+    except RequestRejected as refused:
         if refused.answered != 404:
             raise
         return False

@@ -30,21 +30,21 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.client.protocol import MAX_WAIT_S, FeedConfig, WireDelivery, WireRollout, WireRow, check_feed_name
 from turngate.errors import TurngateError
-from turngate.store.outcome import Class
+from turngate.store.outcomes import OutcomeClass
 from turngate.trace.sample import Span as RowSpan
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Json, Logprobs
 
 __all__ = [
     "BlockingFeed",
-    "Damaged",
+    "DamagedDelivery",
+    "DeliveredRollout",
     "Delivery",
     "Feed",
     "FeedConfig",
     "OtherFeed",
-    "Rolled",
     "Row",
     "RowSpan",
     "TakenOver",
@@ -72,7 +72,7 @@ class OtherFeed(TurngateError):
     kind = "feed_is_another"
 
 
-class Damaged(TurngateError):
+class DamagedDelivery(TurngateError):
     """What came over the wire is not a row that could be trained."""
 
     kind = "delivery_damaged"
@@ -90,13 +90,13 @@ class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     advantage: float  # of its rollout
 
 
-class Rolled(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """One rollout of a delivery. It has rows only if it is trained."""
 
     session: str
     task: str
     attempt: int
-    kind: Class
+    kind: OutcomeClass
     reward: float | None
     resolved: bool | None
     advantage: float | None  # None: it is not trained
@@ -116,7 +116,7 @@ class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     group: str
     task: str
     version: int  # of the policy, when it was handed out
-    rollouts: tuple[Rolled, ...]
+    rollouts: tuple[DeliveredRollout, ...]
 
     def rows(self) -> list[Row]:
         """Of all rollouts that are trained."""
@@ -176,7 +176,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             _check_mark(name, mark, found)
         present = (await _patiently(lambda: gateway.open_feed(name, config))).mark
         _check_mark(name, mark or present, present)
-        reader = await _answered(lambda: gateway.read_feed(name))
+        reader = await _answered(lambda: gateway.take_over_feed(name))
         view = await _answered(lambda: gateway.show_feed(name))
         _check_mark(name, present, view.mark)
         after = view.committed if after is None else after
@@ -207,7 +207,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             try:
                 await self._fetch(min(left, _WAIT_S, MAX_WAIT_S))
                 tries = 0
-            except Unreachable:
+            except GatewayUnreachable:
                 await asyncio.sleep(min(left, _BACK_OFF_S[min(tries, len(_BACK_OFF_S) - 1)]))
                 tries += 1
             if not self._ready and time.monotonic() >= end:
@@ -221,13 +221,13 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     async def _fetch(self, wait_s: float) -> None:
         page = await _asked(
-            self._gateway.feed_page(self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit)
+            self._gateway.fetch_deliveries(self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit)
         )
         self.committed = max(self.committed, page.committed)
-        found = [_read(_delivery.decode(raw)) for raw in page.deliveries]
+        found = [_decode_delivery(_delivery.decode(raw)) for raw in page.deliveries]
         for expected, delivery in enumerate(found, self._after + 1):
             if delivery.number != expected:
-                raise Damaged(f"feed {self.name}: delivery {delivery.number} came where {expected} was due")
+                raise DamagedDelivery(f"feed {self.name}: delivery {delivery.number} came where {expected} was due")
         self._ready.extend(found)
         self._after += len(found)
 
@@ -251,7 +251,7 @@ async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
     while True:
         try:
             return await ask()
-        except Unreachable as error:
+        except GatewayUnreachable as error:
             if time.monotonic() > began + _BACK_S:
                 raise
             if not told:
@@ -263,7 +263,7 @@ async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
 async def _asked(answer: Coroutine[Any, Any, T]) -> T:
     try:
         return await answer
-    except Refused as refused:
+    except RequestRejected as refused:
         if refused.answered == 404 or (refused.answered == 409 and refused.param == "reader"):
             raise TakenOver(refused.message) from None
         raise
@@ -373,20 +373,20 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
             await self._gateway.__aexit__(None, None, None)
 
 
-def _read(wire: WireDelivery) -> Delivery:
+def _decode_delivery(wire: WireDelivery) -> Delivery:
     return Delivery(
         number=wire.number,
         group=wire.group,
         task=wire.task,
         version=wire.version,
-        rollouts=tuple(_rolled(rolled) for rolled in wire.rollouts),
+        rollouts=tuple(_decode_rollout(rolled) for rolled in wire.rollouts),
     )
 
 
-def _rolled(wire: WireRollout) -> Rolled:
+def _decode_rollout(wire: WireRollout) -> DeliveredRollout:
     if wire.rows and wire.advantage is None:
-        raise Damaged(f"session {wire.session}: has rows, but no advantage")
-    return Rolled(
+        raise DamagedDelivery(f"session {wire.session}: has rows, but no advantage")
+    return DeliveredRollout(
         session=wire.session,
         task=wire.task,
         attempt=wire.attempt,
@@ -397,36 +397,36 @@ def _rolled(wire: WireRollout) -> Rolled:
         excluded=wire.excluded,
         truncated=wire.truncated,
         timed_out=wire.timed_out,
-        rows=tuple(_row(row, wire) for row in wire.rows),
+        rows=tuple(_decode_row(row, wire) for row in wire.rows),
         turns=wire.turns,
         sampled_tokens=wire.sampled_tokens,
         data=msgspec.json.decode(wire.data),
     )
 
 
-def _row(wire: WireRow, rolled: WireRollout) -> Row:
+def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     """Checked: a trainer that takes it need not."""
     where = f"session {rolled.session}, branch {wire.branch}"
     ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
-        raise Damaged(f"{where}: {len(wire.mask)} bytes of mask for {len(ids)} tokens")
+        raise DamagedDelivery(f"{where}: {len(wire.mask)} bytes of mask for {len(ids)} tokens")
     mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
     sampled = np.frombuffer(wire.logprobs, "<f4")
     if len(sampled) != sum(span.end - span.start for span in wire.spans):
-        raise Damaged(f"{where}: {len(sampled)} log-probabilities for spans of another length")
+        raise DamagedDelivery(f"{where}: {len(sampled)} log-probabilities for spans of another length")
     logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
     trained = np.zeros(len(ids), np.bool_)
     at = 0
     for span in wire.spans:
         if not 0 <= span.start <= span.end <= len(ids):
-            raise Damaged(f"{where}: a turn from {span.start} to {span.end} in a row of {len(ids)} tokens")
+            raise DamagedDelivery(f"{where}: a turn from {span.start} to {span.end} in a row of {len(ids)} tokens")
         logprobs[span.start : span.end] = sampled[at : at + span.end - span.start]
         trained[span.start : span.end] = span.trained
         at += span.end - span.start
     if not np.array_equal(mask, trained):
-        raise Damaged(f"{where}: its mask is not that of its turns")
+        raise DamagedDelivery(f"{where}: its mask is not that of its turns")
     if not np.isfinite(logprobs[mask]).all():
-        raise Damaged(f"{where}: a token that is to be trained has no log-probability")
+        raise DamagedDelivery(f"{where}: a token that is to be trained has no log-probability")
     assert rolled.advantage is not None
     return Row(
         ids=ids,

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.client.protocol import (
     CallAnswer,
     CallFailure,
@@ -83,18 +83,18 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             left = _POLL_S if end is None else max(0.0, min(_POLL_S, end - loop.time()))
             try:
                 wanted = TakeCalls(limit, left, self._lease_s)
-                taken = await self._client.packed("/admin/gate/take", wanted, LeasedCalls, left + 30)
+                taken = await self._client.post_msgpack("/admin/gate/take", wanted, LeasedCalls, left + 30)
                 tries = 0
                 if taken.calls:
                     return [self._call(handed) for handed in taken.calls]
-            except Refused as refused:
+            except RequestRejected as refused:
                 if refused.answered == 404:
                     raise ConfigError(
                         f"gateway: {self._client.url} answers its calls itself; start it with --engine gate (docs/gate.md)",
                         param="gateway",
                     ) from None
                 raise
-            except Unreachable:
+            except GatewayUnreachable:
                 pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
                 tries += 1
                 await asyncio.sleep(pause)
@@ -150,14 +150,14 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         lost = False  # a receipt
         for pause in (*_PAUSES_S, None):
             try:
-                await self._client.packed(path, sent, dict)
+                await self._client.post_msgpack(path, sent, dict)
                 return
-            except Unreachable:
+            except GatewayUnreachable:
                 if pause is None:
                     raise
                 lost = True
                 await asyncio.sleep(pause)
-            except Refused as error:
+            except RequestRejected as error:
                 if lost and verb != "answer" and error.answered == 409:
                     return  # it was done the first time
                 if error.answered != 400:  # what was wrong can be put right; all else is the end of it
@@ -173,7 +173,9 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                 continue
             leases = {call.id: call.lease for call in self._mine.values()}
             try:
-                told = await self._client.packed("/admin/gate/renew", RenewLeases(leases), RenewedLeases, self._lease_s)
+                told = await self._client.post_msgpack(
+                    "/admin/gate/renew", RenewLeases(leases), RenewedLeases, self._lease_s
+                )
             except TurngateError as error:
                 log.warning("the leases of %d calls could not be renewed: %s", len(leases), error.message)
                 continue

@@ -12,8 +12,8 @@ import msgspec
 
 from turngate.engines.gate_call import End, Fault
 from turngate.errors import BadRequest
-from turngate.store.feeds import Waiting
-from turngate.store.outcome import Class
+from turngate.store.feeds import IncompleteGroup
+from turngate.store.outcomes import OutcomeClass
 from turngate.trace.advantage import Choice
 from turngate.trace.sample import Span
 from turngate.types import Constraint, Sampling
@@ -52,7 +52,7 @@ class FeedView(msgspec.Struct, frozen=True, kw_only=True):
     handed: int  # the highest number that a reader fetched
     committed: int
     read: bool  # it has, or had, a reader
-    waiting: tuple[Waiting, ...] = ()  # groups that are not complete
+    waiting: tuple[IncompleteGroup, ...] = ()  # groups that are not complete
 
 
 class WireRow(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class WireRollout(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     task: str
     attempt: int
-    kind: Class
+    kind: OutcomeClass
     reward: float | None
     resolved: bool | None
     advantage: float | None

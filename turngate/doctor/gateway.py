@@ -9,7 +9,7 @@ import time
 import aiohttp
 import msgspec
 
-from turngate.client.gateway import GatewayClient, Opened, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, OpenedSession
 from turngate.doctor.context import Subject
 from turngate.doctor.engine import skew
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
@@ -74,7 +74,7 @@ async def call(subject: Subject) -> list[Seen]:
                 return [await _called(subject, client, opened)]
             finally:
                 await client.delete(opened.id)
-    except Unreachable:
+    except GatewayUnreachable:
         return [unchecked("the gateway does not answer")]
     except Unauthorized:
         return [unchecked("the gateway does not take the key")]
@@ -82,7 +82,7 @@ async def call(subject: Subject) -> list[Seen]:
         return [failure(error.message, "its log has the details")]
 
 
-async def _called(subject: Subject, client: GatewayClient, opened: Opened) -> Seen:
+async def _called(subject: Subject, client: GatewayClient, opened: OpenedSession) -> Seen:
     mode = (await client.show(opened.id))["config"].get("mode", "exact")
     if mode != "exact":
         return unchecked(f"its sessions have mode {mode!r}: a call would cost money, or wait for a trainer")

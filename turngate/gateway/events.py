@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from turngate.errors import BadRequest
-from turngate.store.beside import Event, happened
+from turngate.store.events import Event, new_event
 from turngate.store.sqlite import Store
 from turngate.trace.session import SESSION_ID
 from turngate.types import BATCH_STREAM, Json
@@ -39,7 +39,7 @@ class Events:
 
     def add(self, session: str, kind: str, data: dict[str, Json]) -> int:
         """Write an event and return its number."""
-        seq = self._log.add(happened(session, kind, data))
+        seq = self._log.add(new_event(session, kind, data))
         self.wake(session)
         return seq
 

@@ -32,8 +32,8 @@ from turngate.client.protocol import (
 from turngate.errors import Conflict, NotFound, StoreError
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
-from turngate.store.feeds import FeedRow, Member, Waiting
-from turngate.store.reader import Apart
+from turngate.store.feeds import DeliveryMember, FeedRow, IncompleteGroup
+from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
 from turngate.trace.sample import Sample, build_samples
@@ -61,10 +61,10 @@ class Feeds:
         self._log = store.feeds
         self._events = events
         self._fence = fence
-        self._apart = Apart(store, "feeds")
+        self._reader = StoreReader(store, "feeds")
 
     def close(self) -> None:
-        self._apart.close()
+        self._reader.close()
 
     def wake(self) -> None:
         """There may be a new delivery."""
@@ -161,7 +161,7 @@ class Feeds:
         number = row.committed if after is None else after
         while number < row.newest and len(deliveries) < min(limit, MOST) and size < PAGE_BYTES:
             number += 1
-            made = await self._apart.run(partial(_delivery, row, number, version))
+            made = await self._reader.run(partial(_delivery, row, number, version))
             deliveries.append(msgspec.Raw(made))
             size += len(made)
         # Asked last: what takes time must not be a way to read past one's successor.
@@ -196,7 +196,7 @@ class Feeds:
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of a delivery, before it is compared with the others."""
 
-    member: Member
+    member: DeliveryMember
     reward: float | None  # that enters the baseline
     excluded: str = ""
     truncated: bool = False
@@ -246,7 +246,7 @@ def _delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
     return msgspec.msgpack.encode(delivery)
 
 
-def _rolled(store: Store, member: Member, config: FeedConfig, version: int) -> _Made:
+def _rolled(store: Store, member: DeliveryMember, config: FeedConfig, version: int) -> _Made:
     try:
         row = store.find_key(member.session)
         session = None if row is None else store.load(row)
@@ -273,7 +273,7 @@ def _rolled(store: Store, member: Member, config: FeedConfig, version: int) -> _
 
 
 def _judged(
-    member: Member, rows: list[Sample], config: FeedConfig, version: int, *, truncated: bool, timed_out: bool
+    member: DeliveryMember, rows: list[Sample], config: FeedConfig, version: int, *, truncated: bool, timed_out: bool
 ) -> tuple[bool, str]:
     """Whether a rollout counts in its group's baseline, and why it is not trained; empty if it is."""
     outcome = member.outcome
@@ -300,11 +300,11 @@ def _judged(
             return True, ""
 
 
-def _timed_out(session: Session, member: Member) -> bool:
+def _timed_out(session: Session, member: DeliveryMember) -> bool:
     return session.stop in _TIMES or _status(member) == "timed out"
 
 
-def _truncated(session: Session, member: Member, rows: list[Sample]) -> bool:
+def _truncated(session: Session, member: DeliveryMember, rows: list[Sample]) -> bool:
     """A limit ended it, or a turn that is trained was cut short."""
     if session.stop in _ROOMS or _status(member) == "limit":
         return True
@@ -312,7 +312,7 @@ def _truncated(session: Session, member: Member, rows: list[Sample]) -> bool:
     return any(turn.id in trained and turn.info.finish == "length" for turn in session.trace.turns())
 
 
-def _status(member: Member) -> str:
+def _status(member: DeliveryMember) -> str:
     """How its agent ended, where it was run by our own runner (`rollout/judge.py`)."""
     data = member.outcome.data
     status = data.get("status") if isinstance(data, dict) else None
@@ -338,7 +338,7 @@ def _config(row: FeedRow) -> FeedConfig:
         raise StoreError(f"feed {row.name}: its settings are damaged on disk ({error})") from None
 
 
-def _view(row: FeedRow, waiting: tuple[Waiting, ...] = ()) -> FeedView:
+def _view(row: FeedRow, waiting: tuple[IncompleteGroup, ...] = ()) -> FeedView:
     return FeedView(
         name=row.name,
         mark=f"{row.key}-{int(row.opened * 1e6):x}",

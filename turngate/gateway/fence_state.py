@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from turngate.engines.weights import Load
-from turngate.store.beside import NewEvent
+from turngate.store.events import NewEvent
 from turngate.store.sqlite import Store
 
 _VERSION = "policy_version"

@@ -14,8 +14,8 @@ import msgspec
 
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.events import Events
-from turngate.store.beside import HostToolCall
 from turngate.store.sqlite import Store
+from turngate.store.tool_calls import HostToolCall
 from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, build_checker
 from turngate.trace.session import Session
 from turngate.types import Json
@@ -45,7 +45,7 @@ class HostTools:
         session.require_open()  # that may have taken a while
         session.last_used = time.time()
         mark = repeat[:MARK_LIMIT]
-        known = self._calls.repeated(session.key, mark) if mark else None
+        known = self._calls.find_repeat(session.key, mark) if mark else None
         if known is not None and (known.tool, bytes(known.arguments)) != (tool.name, arguments):
             raise Conflict("Idempotency-Key: was used for another call; make up a new one", param="Idempotency-Key")
         call = known or self._recorded(session, tool, arguments, mark)

@@ -6,8 +6,8 @@ from turngate.errors import Conflict
 from turngate.gateway.events import Events
 from turngate.gateway.feeds import Feeds
 from turngate.gateway.sessions import Sessions
-from turngate.store.beside import happened
-from turngate.store.outcome import Recorded
+from turngate.store.events import new_event
+from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.telemetry.metrics import Metrics
 
@@ -20,14 +20,14 @@ class OutcomeRecorder:
         self._feeds = feeds
         self._metrics = metrics
 
-    def record(self, session_id: str, outcome: Recorded, *, replace: bool = False) -> None:
+    def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> None:
         """Store the outcome of an ended session, once. Recording the same outcome again is fine."""
         written = outcome.check()
         row = self._sessions.find_row(session_id)
         live = self._sessions.find_live(session_id)
         if (live.status if live else row.status) == "open":
             raise Conflict(f"session {session_id} is still open; seal it first, then record how it ended")
-        event = happened(session_id, "outcome", outcome.facts())
+        event = new_event(session_id, "outcome", outcome.facts())
         before = self._outcomes.put(row.key, written, event, replace=replace)
         if before is not None and before != written and not replace:
             raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")

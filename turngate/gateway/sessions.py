@@ -18,7 +18,7 @@ from turngate.common.sharding import SINGLE_SHARD, Shard, new_secret
 from turngate.common.validation import explain_error
 from turngate.errors import BadRequest, Conflict, NotFound, StoreError
 from turngate.gateway.events import Events
-from turngate.store.beside import happened
+from turngate.store.events import new_event
 from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
@@ -89,7 +89,7 @@ class Sessions:
         secret = new_secret(session_id)
         digest = _digest(secret)
         opened = time.time()
-        event = happened(session_id, "opened", {"mode": config.mode, "model": config.model})
+        event = new_event(session_id, "opened", {"mode": config.mode, "model": config.model})
         try:
             key = self._store.add_session(session_id, digest, config, opened, self._vocabulary, event)
         except KeyError:
@@ -215,7 +215,7 @@ class Sessions:
                 raise
             session = _closed_session(self.find_row(session_id))  # a damaged trace must not prevent its deletion
         async with session.ending_lock:
-            self._store.delete_session(session.key, happened(session_id, "deleted", {}))
+            self._store.delete_session(session.key, new_event(session_id, "deleted", {}))
             self._forget(session)
         self._events.wake(session_id)
 
@@ -228,7 +228,7 @@ class Sessions:
             await session.abort_calls(status)
             # A limit that was reached stays the reason, unless the session is stale: then it is useless however far it got.
             stop_reason = stop if stop == STALE else session.stop or stop
-            event = happened(session_id, status, {"stop": stop_reason, "turns": session.turns})
+            event = new_event(session_id, status, {"stop": stop_reason, "turns": session.turns})
             try:
                 self._store.close_session(session.key, status, stop_reason, time.time(), event)
             except StoreError:

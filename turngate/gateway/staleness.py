@@ -12,7 +12,7 @@ from turngate.errors import StoreError, TurngateError
 from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
-from turngate.store.reader import Apart
+from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import untrainable_reason
@@ -31,7 +31,7 @@ class StaleSessions:
         self._sessions = sessions
         self._feeds = feeds
         self._fence = fence
-        self._reader = Apart(store, "staleness")
+        self._reader = StoreReader(store, "staleness")
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -83,7 +83,7 @@ class StaleSessions:
 
 
 def _is_stored_session_stale(store: Store, session_id: str, oldest: int) -> bool:
-    with store.at_once():
+    with store.snapshot():
         row = store.find(session_id)
         session = None if row is None else store.load(row)
     return session is not None and is_stale(session, oldest)

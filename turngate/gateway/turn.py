@@ -41,7 +41,7 @@ from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.prompt import Preamble, Prompt, PromptBuilder, context_info, observed_prompt
 from turngate.render import Renderer, ReplyReader
-from turngate.store.beside import happened
+from turngate.store.events import new_event
 from turngate.store.journal import Journal
 from turngate.store.sqlite import NewTurn
 from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
@@ -576,7 +576,7 @@ class TurnPipeline:
             sampled=sampled,
             message=msgspec.json.encode(message),
             preamble=None if context.stored or prompt.parent is not None else _stored(prompt.preamble),
-            event=happened(session.id, "turn", facts),
+            event=new_event(session.id, "turn", facts),
         )
         cancelled: asyncio.CancelledError | None = None
         try:

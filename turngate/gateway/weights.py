@@ -25,7 +25,7 @@ from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
 from turngate.gateway.replicas import KEEP_CALLS, ReplicaSet, load_error
 from turngate.gateway.staleness import StaleSessions
-from turngate.store.beside import happened
+from turngate.store.events import new_event
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
@@ -79,7 +79,7 @@ class LocalBarrier:
         facts: dict[str, Json] = {"paused": False, "version": new}
         facts |= {"model": model} if model else {}
         facts |= {"expired": True} if expired else {}
-        self._state.write_open(new, happened("", "fence", facts))
+        self._state.write_open(new, new_event("", "fence", facts))
         self._fence.resume(version, model)
         self._events.wake("")
         self._stale.cancel_in_background()
@@ -326,7 +326,7 @@ class WeightUpdates:
         self._announce("fence", {"paused": True, "mode": mode, **({"restarted": True} if restarted else {})})
 
     def _announce(self, kind: str, facts: dict[str, Json]) -> None:
-        """Add an event. A failure is only logged: the change itself has happened."""
+        """Add an event. A failure is only logged: the change itself has new_event."""
         try:
             self._events.add("", kind, msgspec.to_builtins(facts))
         except StoreError as error:

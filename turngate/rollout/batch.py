@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from turngate.client.gateway import GatewayClient, Refused, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.common.aio import run_to_completion
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
 from turngate.rollout import retry_requests
@@ -58,7 +58,7 @@ from turngate.rollout.retry_requests import RetryRequest
 from turngate.rollout.rollout import Rollout
 from turngate.rollout.summary import Summary, summarize
 from turngate.rollout.throttle import Throttle, unthrottled
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.tasks.task import Task
 from turngate.types import STALE, Json
 
@@ -431,11 +431,11 @@ class Batch:
                 await self._gateway.seal(one.session, "error")  # most were, and stay as they are
                 await self._gateway.record(one.session, late.recorded)
                 return await self._finish(one)
-            except Unreachable as error:
+            except GatewayUnreachable as error:
                 if time.monotonic() > deadline:
                     return self._stop(_untold(one, error.message))
                 await asyncio.sleep(0.5)
-            except Refused as refused:
+            except RequestRejected as refused:
                 if refused.answered not in (404, 409):
                     return self._stop(_untold(one, refused.message))
                 # Somebody has deleted the session, or recorded another outcome: what the gateway has counts.
@@ -447,7 +447,9 @@ class Batch:
         """The end of an attempt that was not seen to its end. Where the gateway has its outcome it was over, and counts: to run it
         again would make two of it."""
         shown = await self._cancelled_at_gateway(begun.session)
-        recorded = None if shown is None or shown["outcome"] is None else msgspec.convert(shown["outcome"], Recorded)
+        recorded = (
+            None if shown is None or shown["outcome"] is None else msgspec.convert(shown["outcome"], RecordedOutcome)
+        )
         if recorded is None:
             await self._books.add(_ended(begun, why, message))
         elif recorded.kind == "infrastructure fault":
@@ -459,7 +461,7 @@ class Batch:
         """What the gateway has of it; None: it was never opened."""
         try:
             await self._gateway.cancel(session)
-        except Refused as refused:
+        except RequestRejected as refused:
             if refused.answered == 404:
                 return None
             if refused.answered != 409:  # it has ended
@@ -720,7 +722,7 @@ class Batch:
             try:
                 await self._gateway.check()
                 return ""
-            except Unreachable as error:
+            except GatewayUnreachable as error:
                 if time.monotonic() > deadline:
                     return error.message
             except TurngateError as error:
@@ -801,7 +803,7 @@ def _kind(outcome: Outcome) -> RolloutClass:
     return "stale" if outcome.stop == STALE else "cancelled"
 
 
-def _adopted(begun: AttemptStarted, recorded: Recorded, shown: Json) -> FinishedRollout:
+def _adopted(begun: AttemptStarted, recorded: RecordedOutcome, shown: Json) -> FinishedRollout:
     """From what the gateway keeps. How long it took is not known."""
     return FinishedRollout(
         rollout=begun.rollout,

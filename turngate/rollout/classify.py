@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from turngate.errors import Boundary
 from turngate.rollout.outcome import Fault, Outcome
 from turngate.rollout.spec import EndAction, EndPolicy
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.tasks.grading.grade import grade
-from turngate.tasks.grading.types import Class, Grade, GradingEnvironment, Work
+from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.task import Task
 
 TRIES = 3  # of a grading that something else than the work made fail
 BACK_OFF_S = 1.0  # before the second try; four times as long before the third
 LOG = 4000  # characters of each log that the gateway keeps: its end
 # Whose fault makes which class. An engine, a sandbox, a store, a gateway: none of them is the agent.
-_CLASSES: Mapping[Boundary, Class] = {"task": "invalid task", "agent": "agent failed"}
+_CLASSES: Mapping[Boundary, OutcomeClass] = {"task": "invalid task", "agent": "agent failed"}
 
 
 def without_grading(outcome: Outcome, policy: EndPolicy) -> Grade | None:
@@ -43,7 +43,7 @@ def lost(work: Work, policy: EndPolicy) -> Grade:
     return Grade(kind="agent failed", reward=0.0 if policy.lost == "zero" else None, message=work.lost)
 
 
-def blamed(fault: Fault) -> Class:
+def blamed(fault: Fault) -> OutcomeClass:
     return _CLASSES.get(fault.boundary, "infrastructure fault")
 
 
@@ -68,7 +68,7 @@ def _ended(outcome: Outcome) -> str:
             return f"ended with exit code {outcome.exit_code}"
 
 
-def recorded(outcome: Outcome) -> Recorded:
+def recorded(outcome: Outcome) -> RecordedOutcome:
     """What the gateway keeps beside the trace: enough to make samples of it, and to see what went wrong. Files stay with the runner.
 
     The same for the same rollout, whenever it is asked for: the gateway takes no second one that differs."""
@@ -80,7 +80,7 @@ def recorded(outcome: Outcome) -> Recorded:
         "verifier": "" if grade is None else grade.log,
     }
     fault = outcome.fault
-    return Recorded(
+    return RecordedOutcome(
         kind=outcome.kind,
         reward=outcome.reward,
         resolved=None if outcome.grade is None else outcome.grade.resolved,

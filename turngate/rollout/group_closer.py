@@ -9,7 +9,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 
-from turngate.client.gateway import GatewayClient, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.errors import TurngateError
 from turngate.rollout.ledger import FinishedRollout
 
@@ -73,7 +73,7 @@ class GroupCloser:
         while True:
             try:
                 return await self._gateway.close_group(group)
-            except Unreachable:
+            except GatewayUnreachable:
                 await asyncio.sleep(_AGAIN_S)
             except TurngateError as error:
                 self._refused(f"the gateway does not take it that group {group} is complete: {error.message}")

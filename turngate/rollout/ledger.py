@@ -29,8 +29,7 @@ import msgspec
 
 from turngate.errors import Boundary, ConfigError, TurngateError
 from turngate.rollout.outcome import Status
-from turngate.store.outcome import Recorded
-from turngate.tasks.grading.types import Class
+from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.trace.pass_at_k import has_passed
 
 LEDGER_NAME = "ledger.jsonl"
@@ -40,7 +39,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # `not graded`: the task has no grader; `cancelled`: somebody ended its session at the gateway; `stale`: the gateway itself did, because
 # the policy had moved on too far for it to be trained.
-RolloutClass = Class | Literal["not graded", "cancelled", "stale"]
+RolloutClass = OutcomeClass | Literal["not graded", "cancelled", "stale"]
 ROLLOUT_CLASSES: tuple[RolloutClass, ...] = (
     "graded",
     "agent failed",
@@ -120,7 +119,7 @@ class UnrecordedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="unrecord
     """A rollout that is done, and will be finished when the gateway has its outcome too. Its agent is not run again."""
 
     finished: FinishedRollout
-    recorded: Recorded  # to the letter: the gateway may have it after all, and takes no other one then
+    recorded: RecordedOutcome  # to the letter: the gateway may have it after all, and takes no other one then
     why: str
 
 

@@ -10,7 +10,8 @@ import msgspec
 
 from turngate.errors import Boundary
 from turngate.rollout.collect import Collected
-from turngate.tasks.grading.types import Class, Grade
+from turngate.store.outcomes import OutcomeClass
+from turngate.tasks.grading.types import Grade
 
 Stage = Literal[
     "sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "grade", "record"
@@ -41,7 +42,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     sandbox: str
     model: str
     status: Status = "error"
-    kind: Class | None = None  # None: it was cancelled, or nobody was asked for a grade
+    kind: OutcomeClass | None = None  # None: it was cancelled, or nobody was asked for a grade
     reward: float | None = None  # None: not known, which is not 0
     grade: Grade | None = None
     exit_code: int | None = None  # of the agent; None: it did not end by itself

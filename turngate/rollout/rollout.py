@@ -39,7 +39,7 @@ import msgspec
 
 from turngate.agents.host_tools import add_tool_commands, describe_tools
 from turngate.agents.launch import Launch, plan_launch, resolve_signals
-from turngate.client.gateway import GatewayClient, Opened, Refused, Unreachable
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, OpenedSession, RequestRejected
 from turngate.common.aio import run_to_completion
 from turngate.common.safe_text import make_encodable
 from turngate.errors import (
@@ -425,7 +425,7 @@ class Rollout:
                     await self._gateway.seal(outcome.session, "error")
                     self._ended = True
                 return await self._gateway.record(outcome.session, recorded(outcome))
-            except Unreachable:
+            except GatewayUnreachable:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.5)
@@ -454,7 +454,7 @@ class Rollout:
             labels={**needed.labels, "agent": order.agent.name},
         )
 
-    async def _open(self, stack: AsyncExitStack) -> Opened:
+    async def _open(self, stack: AsyncExitStack) -> OpenedSession:
         """Under an id of our own: where we are cancelled before the answer comes, there is a session to end all the same."""
         stack.push_async_callback(self._end_whatever_happened)
         parent = "" if self._run_span is None else self._run_span.traceparent
@@ -482,7 +482,7 @@ class Rollout:
             "metadata": {**metadata, **given.get("metadata", {})},
         }
 
-    def _launch(self, sandbox: Sandbox, base_url: str, opened: Opened) -> Launch:
+    def _launch(self, sandbox: Sandbox, base_url: str, opened: OpenedSession) -> Launch:
         order = self._order
         planned = plan_launch(
             order.agent,
@@ -592,7 +592,7 @@ class Rollout:
                 live = await self._gateway.show(self._session)
                 shown = await self._gateway.seal(self._session, self._why())
                 break
-            except Unreachable:
+            except GatewayUnreachable:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.5)
@@ -650,7 +650,7 @@ class Rollout:
                 self._ended = True
         except TimeoutError:
             self._note(f"the session could not be ended: the gateway did not answer for {_END_S:.0f} s")
-        except Refused as refused:
+        except RequestRejected as refused:
             if refused.answered != 404:  # it was never opened
                 self._note(f"the session could not be ended: {refused.message}")
         except TurngateError as error:

@@ -19,11 +19,11 @@ from turngate.gateway.outcomes import OutcomeRecorder
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, encoded_response, int_param, json_response, read_cursor, route
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.telemetry.spans import TRACEPARENT, current_tracer, parse_traceparent
 from turngate.trace.session import SessionConfig
 from turngate.types import Json, Mode
-from turngate.views.session import Looks, Shown, as_json, piece
+from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 from turngate.views.session_directory import SessionDirectory
 
 RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # kinds of events that whoever runs rollouts may tell
@@ -61,7 +61,7 @@ class AdminRoutes:
         self,
         sessions: Sessions,
         directory: SessionDirectory,
-        looks: Looks,
+        session_views: SessionViews,
         events: Events,
         outcomes: OutcomeRecorder,
         host_tools: HostTools,
@@ -69,7 +69,7 @@ class AdminRoutes:
     ) -> None:
         self._sessions = sessions
         self._directory = directory
-        self._looks = looks
+        self._session_views = session_views
         self._events = events
         self._outcomes = outcomes
         self._host_tools = host_tools
@@ -118,12 +118,12 @@ class AdminRoutes:
         return json_response(await self._directory.show(request.path_params["id"]))
 
     async def trace(self, request: Request) -> Response:
-        return encoded_response(await self._looks.at(request.path_params["id"], _encode_trace))
+        return encoded_response(await self._session_views.build(request.path_params["id"], _encode_trace))
 
     async def samples(self, request: Request) -> Response:
         keep = request.query_params.get("all", "") in ("1", "true")
         return encoded_response(
-            await self._looks.at(request.path_params["id"], lambda shown: _encode_samples(shown, keep))
+            await self._session_views.build(request.path_params["id"], lambda shown: _encode_samples(shown, keep))
         )
 
     async def seal(self, request: Request) -> Response:
@@ -140,7 +140,7 @@ class AdminRoutes:
         return json_response({"id": request.path_params["id"], "deleted": True})
 
     async def record(self, request: Request) -> Response:
-        outcome = await decode_body(request, Recorded)
+        outcome = await decode_body(request, RecordedOutcome)
         session_id = request.path_params["id"]
         self._outcomes.record(session_id, outcome, replace=request.query_params.get("replace", "") in ("1", "true"))
         return json_response({"id": session_id, "outcome": outcome})
@@ -182,11 +182,11 @@ class AdminRoutes:
                     yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), told)
 
 
-def _encode_trace(shown: Shown) -> bytes:
+def _encode_trace(shown: SessionView) -> bytes:
     view = shown.trace()
-    return as_json({**view, "nodes": [piece(node) for node in view["nodes"]]})
+    return encode_json({**view, "nodes": [encode_piece(node) for node in view["nodes"]]})
 
 
-def _encode_samples(shown: Shown, keep_empty: bool) -> bytes:
-    rows = [piece(row) for row in shown.samples(keep_empty=keep_empty)]
-    return as_json({"session": shown.session.id, "samples": rows})
+def _encode_samples(shown: SessionView, keep_empty: bool) -> bytes:
+    rows = [encode_piece(row) for row in shown.samples(keep_empty=keep_empty)]
+    return encode_json({"session": shown.session.id, "samples": rows})

@@ -54,7 +54,7 @@ from turngate.telemetry.logs import redact_known
 from turngate.telemetry.metrics import Metrics
 from turngate.types import Mode
 from turngate.verify import Verdict, summarize_verdict
-from turngate.views.session import Looks
+from turngate.views.session import SessionViews
 from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import BackgroundVerifier
 
@@ -136,7 +136,7 @@ class Gateway:
         self.feeds = Feeds(self.store, self.events, self.fence)
         self.host_tools = HostTools(self.store, self.events)
         self.outcomes = OutcomeRecorder(self.store, self.sessions, self.events, self.feeds, self.metrics)
-        self.looks = Looks(self.store)
+        self.looks = SessionViews(self.store)
         self.directory = SessionDirectory(self.store, self.sessions, self.looks)
         self.evictor = Evictor(self.store, self.sessions, config.rest_s)
         event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes for all

@@ -16,7 +16,7 @@ from turngate.common.validation import explain_error
 from turngate.dialects import Chat
 from turngate.errors import BadRequest, TooLarge, TurngateError
 from turngate.server.auth import Auth
-from turngate.views.session import as_json
+from turngate.views.session import encode_json
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -29,7 +29,7 @@ _chat = Chat()
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    return encoded_response(as_json(value), status)
+    return encoded_response(encode_json(value), status)
 
 
 def encoded_response(answer: bytes, status: int = 200) -> Response:

@@ -12,13 +12,13 @@ from turngate.service.config import Clamp
 from turngate.service.result import Captured, RolloutTurn, Said, SaidCall
 from turngate.service.truncation import Cut
 from turngate.types import Json
-from turngate.views.trace import Viewed, ViewedTurn
+from turngate.views.trace import TraceView, TurnView
 
 _ROLES = {"developer": "system"}  # OpenAI's new name for it
 _LEVELS: tuple[Captured, ...] = ("none", "text", "logprobs", "tokens")
 
 
-def turns(view: Viewed, cut: Cut) -> list[RolloutTurn]:
+def turns(view: TraceView, cut: Cut) -> list[RolloutTurn]:
     """Every turn, oldest first; past the bounds the newest."""
     most = cut.clamp.turns
     chosen = view.turns if not most or len(view.turns) <= most else view.turns[-most:]
@@ -50,7 +50,7 @@ def turns(view: Viewed, cut: Cut) -> list[RolloutTurn]:
     return found
 
 
-def _lengths(view: Viewed) -> dict[int, int]:
+def _lengths(view: TraceView) -> dict[int, int]:
     """Of each context: the ids of the prompt that ends with it."""
     sampled = {turn.id: turn for turn in view.turns}
     lengths: dict[int, int] = {}
@@ -63,7 +63,7 @@ def _lengths(view: Viewed) -> dict[int, int]:
     return lengths
 
 
-def _logprobs(index: int, turn: ViewedTurn, cut: Cut, room: int) -> tuple[list[float] | None, int]:
+def _logprobs(index: int, turn: TurnView, cut: Cut, room: int) -> tuple[list[float] | None, int]:
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
         return None, room
     if not cut.clamp.logprobs:
@@ -153,14 +153,14 @@ def _calls(field: str, message: _Message, cut: Cut) -> list[SaidCall]:
     ]
 
 
-def messages(view: Viewed) -> list[Said]:
+def messages(view: TraceView) -> list[Said]:
     """Every message of every branch, in the order in which it was recorded. A later trace of the same session begins with the same."""
     whole = Cut(Clamp(text=0))
     branches = _branches(view)
-    answered: dict[int, ViewedTurn] = {}
+    answered: dict[int, TurnView] = {}
     for turn in view.turns:
         answered.setdefault(turn.parent, turn)
-    nodes: list[tuple[int, list[Json], ViewedTurn | None, bool]] = [
+    nodes: list[tuple[int, list[Json], TurnView | None, bool]] = [
         *((context.id, context.messages, answered.get(context.id), False) for context in view.contexts.values()),
         *((turn.id, [turn.message], turn, True) for turn in view.turns),
     ]
@@ -186,7 +186,7 @@ def messages(view: Viewed) -> list[Said]:
     return found
 
 
-def _branches(view: Viewed) -> dict[int, int]:
+def _branches(view: TraceView) -> dict[int, int]:
     """A number for each path: who goes on from a node first keeps its number, who comes later begins another."""
     parents: dict[int, int | None] = {context.id: context.parent for context in view.contexts.values()}
     parents |= {turn.id: turn.parent for turn in view.turns}

@@ -19,12 +19,12 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-from turngate.client.gateway import GatewayClient, Opened
+from turngate.client.gateway import GatewayClient, OpenedSession
 from turngate.common.aio import run_to_completion
 from turngate.engines.http import boundary, failure, message_of
 from turngate.errors import EngineError, TurngateError
 from turngate.sandboxes.relay import GATEWAY_HEADER
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import CallError, EngineSilence
 from turngate.types import Json
 
@@ -179,8 +179,8 @@ class Unrecorded(GatewayClient):
         self._forwarder = forwarder
         self._tell = tell
 
-    async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> Opened:
-        return Opened(session or PLACEHOLDER, PLACEHOLDER)
+    async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
+        return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> Json:
         """With the answers for turns: whoever got none has done nothing that could be graded."""
@@ -210,7 +210,7 @@ class Unrecorded(GatewayClient):
         self._tell(kind, data)
         return 0
 
-    async def record(self, session: str, recorded: Recorded, *, replace: bool = False) -> None:
+    async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
         return
 
     async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncGenerator[Json, None]:

@@ -16,7 +16,7 @@ from turngate.service import report
 from turngate.service.active_rollout import Live
 from turngate.service.request import Asked
 from turngate.service.result import Event, RolloutResult, RolloutState, Trouble
-from turngate.tasks.grading.types import Class
+from turngate.store.outcomes import OutcomeClass
 
 log = logging.getLogger("turngate")
 LOST = "lost: the service ended while this rollout ran; what was recorded until then is at its gateway"
@@ -109,7 +109,7 @@ class _Decided(msgspec.Struct, frozen=True):
     """How a rollout ended, where its events tell that."""
 
     status: Status = "error"
-    kind: Class | None = "infrastructure fault"
+    kind: OutcomeClass | None = "infrastructure fault"
     reward: float | None = None
 
 

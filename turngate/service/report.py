@@ -18,7 +18,7 @@ from turngate.service.config import Clamp
 from turngate.service.conversation import least, turns
 from turngate.service.result import RolloutResult, RolloutState, Trouble
 from turngate.service.truncation import Cut
-from turngate.views.trace import Viewed
+from turngate.views.trace import TraceView
 
 DIRECT = "direct mode: the agent called the endpoint itself, and nothing was recorded but its own logs"
 
@@ -26,7 +26,7 @@ DIRECT = "direct mode: the agent called the endpoint itself, and nothing was rec
 def ended(
     state: RolloutState,
     outcome: Outcome | None,
-    view: Viewed | None,
+    view: TraceView | None,
     folder: Path,
     clamp: Clamp,
     notes: Sequence[str] = (),

@@ -12,7 +12,7 @@ import msgspec
 
 from turngate.errors import Boundary
 from turngate.rollout.outcome import Status
-from turngate.tasks.grading.types import Class
+from turngate.store.outcomes import OutcomeClass
 from turngate.types import Json
 
 State = Status | Literal["queued", "running"]
@@ -64,7 +64,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     done: bool
     status: State
-    kind: Class | None = (
+    kind: OutcomeClass | None = (
         None  # graded, agent failed, invalid task, infrastructure fault; None: cancelled, or nobody was asked
     )
     reward: float | None = None  # None: not known, which is not 0
@@ -101,7 +101,7 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int = 0
     wall_s: float = 0.0
     reward: float | None = None
-    kind: Class | None = None
+    kind: OutcomeClass | None = None
     session: str = ""
     error: Trouble | None = None
     done: bool = False

@@ -34,7 +34,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from turngate.agents.spec import AgentSpec
-from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.common.aio import run_to_completion
 from turngate.common.safe_text import make_encodable
 from turngate.engines.base import Engine
@@ -65,8 +65,8 @@ from turngate.service.result import (
 )
 from turngate.service.storage import Books
 from turngate.types import Json
-from turngate.views.trace import Viewed
-from turngate.views.trace import read as read_trace
+from turngate.views.trace import TraceView
+from turngate.views.trace import parse_trace as read_trace
 
 log = logging.getLogger("turngate")
 _DRAIN_S = 20.0  # for the last events, and for the trace, of a rollout that has ended
@@ -387,7 +387,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     async def _finished(self, live: Live, work: asyncio.Task[Outcome], failed_at: str) -> None:
         """Nothing here that is only for showing may cost the outcome."""
         outcome = live.rollout.outcome if live.rollout is not None else None
-        view: Viewed | None = None
+        view: TraceView | None = None
         said: Conversation = []
         if live.following is not None:
             await _cancelled(live.following)
@@ -430,7 +430,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await _tried(live, "what it held open could not all be closed", live.stack.aclose(), None)
 
     async def _reported(
-        self, live: Live, state: RolloutState, outcome: Outcome | None, view: Viewed | None
+        self, live: Live, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
         """All that can be shown; or else without the turns; or else the bare facts."""
         for shown, missing in ((view, "its turns cannot be shown"), (None, "what it left cannot be shown")):
@@ -440,7 +440,9 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 return result
         return report.bare(state, outcome, live.notes)
 
-    def _report(self, live: Live, state: RolloutState, outcome: Outcome | None, view: Viewed | None) -> RolloutResult:
+    def _report(
+        self, live: Live, state: RolloutState, outcome: Outcome | None, view: TraceView | None
+    ) -> RolloutResult:
         """In a thread."""
         folder, begun = self._store.left(live.id), given(live.asked, self._store.inputs(live.id))
         return report.ended(state, outcome, view, folder, self.config.clamp, live.notes, begun)
@@ -508,7 +510,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         async with asyncio.timeout(_DRAIN_S):
             await self._follow(live, client, wait=False)
 
-    async def _viewed(self, live: Live, client: GatewayClient) -> Viewed:
+    async def _viewed(self, live: Live, client: GatewayClient) -> TraceView:
         async with asyncio.timeout(_DRAIN_S * 3):
             return await asyncio.to_thread(read_trace, await client.trace(live.id))
 
@@ -520,7 +522,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         if live.said[0] != seq:
             try:
                 trace = await live.reached.client.trace(live.id)
-            except Refused as refused:
+            except RequestRejected as refused:
                 if refused.answered != 404:
                     raise
                 return []

@@ -22,7 +22,7 @@ import msgspec
 
 from turngate.errors import ConfigError, StoreError
 from turngate.service.result import Event, RolloutResult, RolloutState, Said
-from turngate.store.lock import lock
+from turngate.store.lock import lock_folder
 
 _SCHEMA = 1
 _TABLES = """
@@ -37,7 +37,7 @@ class Books:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = lock(folder)
+        self._lock = lock_folder(folder)
         try:
             for name in ("results", "left", "inputs"):
                 (folder / name).mkdir(mode=0o700, exist_ok=True)

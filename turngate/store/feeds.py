@@ -13,8 +13,9 @@ import time
 
 import msgspec
 
-from turngate.store.beside import Connected, happened, insert_event
-from turngate.store.outcome import DAMAGED, Recorded, read
+from turngate.store.connection import Connect
+from turngate.store.events import insert_event, new_event
+from turngate.store.outcomes import DAMAGED_OUTCOME, RecordedOutcome, decode_outcome
 from turngate.types import Json
 
 FEED_TABLES = """
@@ -73,16 +74,16 @@ class FeedRow(msgspec.Struct, frozen=True):
     committed: int
 
 
-class Member(msgspec.Struct, frozen=True):
+class DeliveryMember(msgspec.Struct, frozen=True):
     """One rollout of a delivery."""
 
     session: int
     id: str
     group: str
-    outcome: Recorded
+    outcome: RecordedOutcome
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class IncompleteGroup(msgspec.Struct, frozen=True):
     """A group that is not complete."""
 
     group: str
@@ -90,7 +91,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 class FeedLog:
-    def __init__(self, writing: Connected, reading: Connected, *, there: bool = True) -> None:
+    def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
         self._writing = writing
         self._reading = reading
         self._there = there  # False: a folder of an older version, looked at and not touched
@@ -138,7 +139,7 @@ class FeedLog:
             ).fetchall()
             for _, key, session_id, outcome, is_later in old:
                 if not is_later:
-                    _take(db, whose, key, session_id, outcome)
+                    _add_rollout(db, whose, key, session_id, outcome)
             if old:
                 recorded, session = old[-1][:2]
                 db.execute("UPDATE filling SET recorded=?, session=? WHERE feed=?", (recorded, session, feed))
@@ -149,9 +150,9 @@ class FeedLog:
             ).fetchall()
             for place, key, known_as, outcome in new:
                 if key is not None:
-                    _take(db, whose, key, known_as, outcome)
-                elif _waits(db, feed, known_as):
-                    _number(db, feed, name, known_as)
+                    _add_rollout(db, whose, key, known_as, outcome)
+                elif _has_waiting(db, feed, known_as):
+                    _assign_number(db, feed, name, known_as)
                 db.execute("DELETE FROM later WHERE place=?", (place,))
             if not new:
                 db.execute("DELETE FROM filling WHERE feed=?", (feed,))
@@ -167,11 +168,11 @@ class FeedLog:
         with self._reading() as db:
             return [FeedRow(*row) for row in db.execute(f"SELECT {_FEED} FROM feeds ORDER BY key").fetchall()]
 
-    def waiting(self, feed: int, limit: int) -> list[Waiting]:
+    def waiting(self, feed: int, limit: int) -> list[IncompleteGroup]:
         """Groups that are not complete, the oldest first."""
         query = "SELECT team, count(*) FROM rolled WHERE feed=? AND number IS NULL GROUP BY team ORDER BY min(place) LIMIT ?"
         with self._reading() as db:
-            return [Waiting(*row) for row in db.execute(query, (feed, limit)).fetchall()]
+            return [IncompleteGroup(*row) for row in db.execute(query, (feed, limit)).fetchall()]
 
     def waiting_counts(self) -> dict[int, tuple[int, int]]:
         """By feed, how many groups are not complete, and how many rollouts those have."""
@@ -194,9 +195,9 @@ class FeedLog:
         feeds = "SELECT key, name, n, prefix, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key"
         for key, name, n, prefix, is_filling in db.execute(feeds).fetchall():
             if is_filling is None:
-                _take(db, (key, name, n, prefix), session, session_id, outcome)
+                _add_rollout(db, (key, name, n, prefix), session, session_id, outcome)
             else:
-                _put_off(db, key, session, session_id, outcome)
+                _postpone(db, key, session, session_id, outcome)
 
     def close_group(self, group: str) -> list[tuple[str, int]]:
         """No more of it will come: what waits is complete as it is. Names of the feeds, and the numbers that it has there; in one that is
@@ -204,23 +205,26 @@ class FeedLog:
         closed = []
         with self._writing() as db:
             for (key,) in db.execute("SELECT feed FROM filling").fetchall():
-                _put_off(db, key, None, group, None)
+                _postpone(db, key, None, group, None)
             feeds = (
                 "SELECT DISTINCT key, name FROM feeds JOIN rolled ON feed=key WHERE number IS NULL AND team=?"
                 " AND key NOT IN (SELECT feed FROM filling)"
             )
             for key, name in db.execute(feeds, (group,)).fetchall():
-                closed.append((name, _number(db, key, name, group)))
+                closed.append((name, _assign_number(db, key, name, group)))
         return closed
 
     # ── what goes out ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def members(self, feed: int, number: int) -> list[Member]:
+    def members(self, feed: int, number: int) -> list[DeliveryMember]:
         """Of one delivery, in the order in which they were recorded."""
         query = "SELECT session, id, team, CAST(outcome AS BLOB) FROM rolled WHERE feed=? AND number=? ORDER BY place"
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()
-        return [Member(key, name, group, read(outcome) or _unknown(group)) for key, name, group, outcome in rows]
+        return [
+            DeliveryMember(key, name, group, decode_outcome(outcome) or _stand_in_outcome(group))
+            for key, name, group, outcome in rows
+        ]
 
     def take_over(self, name: str) -> FeedRow | None:
         """A new reader, with a token of its own. None: there is no such feed."""
@@ -249,15 +253,15 @@ def _find(db: sqlite3.Connection, name: str) -> FeedRow | None:
     return None if row is None else FeedRow(*row)
 
 
-def _take(
+def _add_rollout(
     db: sqlite3.Connection, feed: tuple[int, str, int, str], session: int, session_id: str, outcome: bytes
 ) -> None:
     """One rollout into one feed, and a number for its group if that is complete now."""
     key, name, n, prefix = feed
-    recorded = read(outcome)
+    recorded = decode_outcome(outcome)
     faulty = recorded is not None and recorded.kind == "infrastructure fault"
     if recorded is None:  # its group would wait for it for ever: it is entered without a reward, and so never trained
-        recorded = _unknown(*_told(db, session))
+        recorded = _stand_in_outcome(*_read_metadata(db, session))
         outcome = msgspec.json.encode(recorded, order="sorted")
     # One that is there already either waits, and is replaced, or has a number, after which nothing about it changes.
     db.execute("DELETE FROM rolled WHERE feed=? AND session=? AND number IS NULL", (key, session))
@@ -272,34 +276,34 @@ def _take(
     query = "SELECT count(*) FROM rolled WHERE feed=? AND team=? AND number IS NULL"
     (waiting,) = db.execute(query, (key, recorded.group)).fetchone()
     if waiting >= n or not recorded.group:  # one that is of no group is a group of its own
-        _number(db, key, name, recorded.group)
+        _assign_number(db, key, name, recorded.group)
 
 
-def _waits(db: sqlite3.Connection, feed: int, group: str) -> bool:
+def _has_waiting(db: sqlite3.Connection, feed: int, group: str) -> bool:
     query = "SELECT 1 FROM rolled WHERE feed=? AND team=? AND number IS NULL LIMIT 1"
     return db.execute(query, (feed, group)).fetchone() is not None
 
 
-def _put_off(db: sqlite3.Connection, feed: int, session: int | None, known_as: str, outcome: bytes | None) -> None:
+def _postpone(db: sqlite3.Connection, feed: int, session: int | None, known_as: str, outcome: bytes | None) -> None:
     db.execute("INSERT INTO later (feed, session, id, outcome) VALUES (?,?,?,?)", (feed, session, known_as, outcome))
 
 
-def _number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:
+def _assign_number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:
     """The next number, for all of a group that wait."""
     db.execute("UPDATE feeds SET newest=newest+1 WHERE key=?", (feed,))
     (number,) = db.execute("SELECT newest FROM feeds WHERE key=?", (feed,)).fetchone()
     query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
     count = db.execute(query, (number, feed, group)).rowcount
-    insert_event(db, happened("", "delivery", {"feed": name, "number": number, "group": group, "rollouts": count}))
+    insert_event(db, new_event("", "delivery", {"feed": name, "number": number, "group": group, "rollouts": count}))
     return int(number)
 
 
-def _unknown(group: str, task: str = "") -> Recorded:
+def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
     """What stands for an outcome that is damaged on disk."""
-    return Recorded(kind="infrastructure fault", message=DAMAGED, group=group, task=task)
+    return RecordedOutcome(kind="infrastructure fault", message=DAMAGED_OUTCOME, group=group, task=task)
 
 
-def _told(db: sqlite3.Connection, session: int) -> tuple[str, str]:
+def _read_metadata(db: sqlite3.Connection, session: int) -> tuple[str, str]:
     """The group and the task of a session, as its runner told when it opened it; empty where that is damaged too."""
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:

@@ -40,7 +40,7 @@ class Journal:
             await asyncio.shield(done)
         except asyncio.CancelledError:
             # It is being written and cannot be taken back. The caller learns of its cancellation when it is durable.
-            await _settled(done)
+            await _wait_until_done(done)
             if (error := done.exception()) is not None:
                 raise error from None
             raise
@@ -84,7 +84,7 @@ class Journal:
                         done.set_result(None)
 
 
-async def _settled(future: asyncio.Future[None]) -> None:
+async def _wait_until_done(future: asyncio.Future[None]) -> None:
     """Wait for the future, however often this task is cancelled meanwhile."""
     while not future.done():
         try:

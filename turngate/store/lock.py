@@ -9,7 +9,7 @@ from typing import IO
 from turngate.errors import ConfigError, DataFolderInUse
 
 
-def lock(folder: Path) -> IO[bytes]:
+def lock_folder(folder: Path) -> IO[bytes]:
     """Makes the folder if need be. The lock holds for as long as the file is open, in this process or one that inherited it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

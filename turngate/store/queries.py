@@ -6,16 +6,14 @@ looks at. Sums are made by SQLite, which lets the interpreter go on meanwhile.
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from turngate.store.connection import Connect
 from turngate.trace.tree import SampledInfo
 
-Connected = Callable[[], AbstractContextManager[sqlite3.Connection]]
-_MANY = 500  # values that one query is given
+_MAX_VALUES = 500  # values that one query is given
 _SESSION = "key, id, config, opened, closed, status, stop"
 _info = msgspec.msgpack.Decoder(SampledInfo)
 # Data is JSON kept as a blob, which SQLite's own functions take for something else. What is damaged on disk counts for nothing, rather
@@ -25,7 +23,7 @@ _TOKENS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '
 _TURNS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '$.finish'), '')!='abort' ELSE 0 END"
 
 
-class SurveyedSession(msgspec.Struct, frozen=True):
+class RawSession(msgspec.Struct, frozen=True):
     key: int
     id: str
     config: bytes  # JSON
@@ -35,7 +33,7 @@ class SurveyedSession(msgspec.Struct, frozen=True):
     stop: str
 
 
-class Heard(msgspec.Struct, frozen=True):
+class EventTotals(msgspec.Struct, frozen=True):
     """What the stream of events comes to for one session."""
 
     session: str
@@ -46,7 +44,7 @@ class Heard(msgspec.Struct, frozen=True):
     stages: int
 
 
-class Fact(msgspec.Struct, frozen=True):
+class RawEvent(msgspec.Struct, frozen=True):
     """One event, its data not read yet."""
 
     seq: int
@@ -56,7 +54,7 @@ class Fact(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class Counted(msgspec.Struct, frozen=True):
+class TurnTotals(msgspec.Struct, frozen=True):
     """What a session's turns come to."""
 
     turns: int
@@ -65,7 +63,7 @@ class Counted(msgspec.Struct, frozen=True):
     version_end: int | None
 
 
-class Moment(msgspec.Struct, frozen=True):
+class TimeBucket(msgspec.Struct, frozen=True):
     """What happened in one of equal spans of time."""
 
     number: int  # of the span, counted from 1970
@@ -74,31 +72,31 @@ class Moment(msgspec.Struct, frozen=True):
     outcomes: int
 
 
-class Survey:
-    def __init__(self, reading: Connected) -> None:
+class RolloutQueries:
+    def __init__(self, reading: Connect) -> None:
         self._reading = reading
 
-    def sessions(self, after: int, limit: int) -> list[SurveyedSession]:
+    def sessions(self, after: int, limit: int) -> list[RawSession]:
         """Oldest first, those past a key."""
         return self._sessions("key>? ORDER BY key LIMIT ?", (after, limit))
 
-    def named(self, ids: Sequence[str]) -> list[SurveyedSession]:
-        found: list[SurveyedSession] = []
-        for some in _parts(ids):
-            found += self._sessions(f"id IN ({_marks(some)})", some)
+    def find_sessions(self, ids: Sequence[str]) -> list[RawSession]:
+        found: list[RawSession] = []
+        for some in _chunks(ids):
+            found += self._sessions(f"id IN ({_placeholders(some)})", some)
         return found
 
-    def _sessions(self, where: str, values: Sequence[object]) -> list[SurveyedSession]:
+    def _sessions(self, where: str, values: Sequence[object]) -> list[RawSession]:
         with self._reading() as db:
             rows = db.execute(f"SELECT {_SESSION} FROM sessions WHERE {where}", values).fetchall()
-        return [SurveyedSession(*row) for row in rows]
+        return [RawSession(*row) for row in rows]
 
     def outcomes(self, keys: Sequence[int]) -> dict[int, tuple[float, bytes]]:
         """When each was recorded, and what it is."""
         found: dict[int, tuple[float, bytes]] = {}
         with self._reading() as db:
-            for some in _parts(keys):
-                query = f"SELECT session, recorded, outcome FROM outcomes WHERE session IN ({_marks(some)})"
+            for some in _chunks(keys):
+                query = f"SELECT session, recorded, outcome FROM outcomes WHERE session IN ({_placeholders(some)})"
                 found |= {key: (at, outcome) for key, at, outcome in db.execute(query, some).fetchall()}
         return found
 
@@ -110,7 +108,7 @@ class Survey:
             row = db.execute("SELECT time FROM events ORDER BY seq LIMIT 1").fetchone()
         return None if row is None else row[0]
 
-    def heard(self) -> list[Heard]:
+    def sum_events(self) -> list[EventTotals]:
         """Of every session that anything was told of."""
         # The time is that of the row with the highest number: SQLite promises so for a single max().
         query = (
@@ -119,50 +117,50 @@ class Survey:
             " FROM events WHERE session!='' GROUP BY session"
         )
         with self._reading() as db:
-            return [Heard(*row) for row in db.execute(query).fetchall()]
+            return [EventTotals(*row) for row in db.execute(query).fetchall()]
 
-    def last_stages(self) -> list[Fact]:
+    def last_stages(self) -> list[RawEvent]:
         """Of every session, the stage that was told last."""
         return self._facts("kind='stage' AND session!='' GROUP BY session", ", max(seq)")
 
-    def first_stage(self, session: str) -> Fact | None:
+    def first_stage(self, session: str) -> RawEvent | None:
         return next(iter(self._facts("session=? AND kind='stage' ORDER BY seq LIMIT 1", values=(session,))), None)
 
-    def stages(self, session: str) -> list[Fact]:
+    def stages(self, session: str) -> list[RawEvent]:
         return self._facts("session=? AND kind='stage' ORDER BY seq LIMIT 500", values=(session,))
 
-    def of_kinds(self, kinds: Sequence[str]) -> list[Fact]:
+    def list_gateway_events(self, kinds: Sequence[str]) -> list[RawEvent]:
         """Those of the gateway itself, oldest first."""
-        return self._facts(f"session='' AND kind IN ({_marks(kinds)}) ORDER BY seq", values=kinds)
+        return self._facts(f"session='' AND kind IN ({_placeholders(kinds)}) ORDER BY seq", values=kinds)
 
-    def deleted(self) -> list[str]:
+    def list_deleted(self) -> list[str]:
         """Ids whose session was deleted; one of them may have been taken again."""
         with self._reading() as db:
             return [session for (session,) in db.execute("SELECT DISTINCT session FROM events WHERE kind='deleted'")]
 
-    def was_told_of(self, session: str) -> bool:
+    def has_opened_event(self, session: str) -> bool:
         """Whether its events go back to its opening."""
         with self._reading() as db:
             query = "SELECT 1 FROM events WHERE session=? AND kind='opened' LIMIT 1"
             return db.execute(query, (session,)).fetchone() is not None
 
-    def past(self, after: int, limit: int) -> list[Fact]:
+    def list_events_after(self, after: int, limit: int) -> list[RawEvent]:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
-    def touched(self, after: int, limit: int) -> list[str]:
+    def list_changed(self, after: int, limit: int) -> list[str]:
         """The sessions of the events past a number, each once; as many as there are, or one more than `limit`."""
         query = "SELECT DISTINCT session FROM (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) LIMIT ?"
         with self._reading() as db:
             return [session for (session,) in db.execute(query, (after, limit + 1)).fetchall()]
 
-    def _facts(self, where: str, more: str = "", values: Sequence[object] = ()) -> list[Fact]:
+    def _facts(self, where: str, more: str = "", values: Sequence[object] = ()) -> list[RawEvent]:
         with self._reading() as db:
             rows = db.execute(
                 f"SELECT seq, time, session, kind, data{more} FROM events WHERE {where}", values
             ).fetchall()
-        return [Fact(*row[:5]) for row in rows]
+        return [RawEvent(*row[:5]) for row in rows]
 
-    def moments(self, seconds: float) -> list[Moment]:
+    def bucket_events(self, seconds: float) -> list[TimeBucket]:
         """Turns and outcomes by time, as far as events go back."""
         query = (
             f"SELECT CAST(time/? AS INTEGER), sum({_TURNS}),"
@@ -170,11 +168,11 @@ class Survey:
             " FROM events WHERE kind IN ('turn', 'outcome') GROUP BY 1"
         )
         with self._reading() as db:
-            return [Moment(*row) for row in db.execute(query, (seconds,)).fetchall()]
+            return [TimeBucket(*row) for row in db.execute(query, (seconds,)).fetchall()]
 
     # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def counted(self, key: int) -> Counted:
+    def count_turns(self, key: int) -> TurnTotals:
         """From the nodes themselves: for sessions whose events are gone."""
         turns = tokens = 0
         first: int | None = None
@@ -183,13 +181,13 @@ class Survey:
             query = "SELECT length(ids)/4, info FROM nodes WHERE session=? AND kind='sampled' ORDER BY id"
             for size, packed in db.execute(query, (key,)).fetchall():
                 tokens += size
-                info = _read(packed)
+                info = _decode_info(packed)
                 if info is None:
                     continue
                 turns += info.finish != "abort"
                 first = info.version_start if first is None else first
                 last = info.version_end
-        return Counted(turns, tokens, first, last)
+        return TurnTotals(turns, tokens, first, last)
 
     def versions(self, key: int) -> tuple[int, int] | None:
         """Of the policy, at the first and the last turn: they never fall. None: nothing was sampled, or it is damaged."""
@@ -199,7 +197,7 @@ class Survey:
             if first is None:
                 return None
             last = db.execute(query.format("DESC"), (key,)).fetchone()
-        begun, ended = _read(first[0]), _read(last[0])
+        begun, ended = _decode_info(first[0]), _decode_info(last[0])
         return None if begun is None or ended is None else (begun.version_start, ended.version_end)
 
     def state(self, key: int) -> tuple[int, int, int]:
@@ -210,7 +208,7 @@ class Survey:
         return count, newest, delivered
 
 
-def _read(packed: bytes) -> SampledInfo | None:
+def _decode_info(packed: bytes) -> SampledInfo | None:
     """None: damaged on disk. Whoever reads the trace is told; a list goes on."""
     try:
         return _info.decode(packed)
@@ -218,10 +216,10 @@ def _read(packed: bytes) -> SampledInfo | None:
         return None
 
 
-def _parts(values: Sequence[object]) -> Iterator[tuple[object, ...]]:
-    for start in range(0, len(values), _MANY):
-        yield tuple(values[start : start + _MANY])
+def _chunks(values: Sequence[object]) -> Iterator[tuple[object, ...]]:
+    for start in range(0, len(values), _MAX_VALUES):
+        yield tuple(values[start : start + _MAX_VALUES])
 
 
-def _marks(values: Sequence[object]) -> str:
+def _placeholders(values: Sequence[object]) -> str:
     return ",".join("?" * len(values))

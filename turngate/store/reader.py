@@ -17,7 +17,7 @@ from turngate.store.sqlite import Store
 T = TypeVar("T")
 
 
-class Apart:
+class StoreReader:
     """`close` when the gateway stops."""
 
     def __init__(self, store: Store, name: str) -> None:

@@ -23,11 +23,12 @@ import numpy as np
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import ConfigError, StoreError
-from turngate.store.beside import OF_A_KEY, TABLES, EventLog, NewEvent, Outcomes, ToolCalls, also
+from turngate.store.events import EVENT_TABLES, EventLog, NewEvent, insert_optional_event
 from turngate.store.feeds import FEED_TABLES, FeedLog
-from turngate.store.lock import lock
-from turngate.store.outcome import DAMAGED
-from turngate.store.queries import Survey
+from turngate.store.lock import lock_folder
+from turngate.store.outcomes import DAMAGED_OUTCOME, OUTCOME_TABLES, Outcomes
+from turngate.store.queries import RolloutQueries
+from turngate.store.tool_calls import TOOL_CALL_TABLES, ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE
@@ -35,9 +36,9 @@ from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 T = TypeVar("T")
 Durability = Literal["process", "disk"]
 SCHEMA_VERSION = 4
-BEFORE_EVENTS = 2  # has the same tables less those of `beside.py`, which are added when it is opened for writing
+BEFORE_EVENTS = 2  # has the same tables less those of events, outcomes and tool calls, which are added when it is opened for writing
 BEFORE_FEEDS = 3  # likewise, less those of `feeds.py`
-KNOWN = (BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION)
+READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION)
 _UNDELIVERED = 0x5EED  # what the checksum of a turn differs by once it is marked so: the mark is covered by it too
 
 _SCHEMA = """
@@ -116,7 +117,7 @@ class Store:
         self.durability = durability
         # Of several workers none has the folder for itself (their front has), so they take turns at writing.
         shared = shard.workers > 1
-        self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock(folder)  # noqa: SIM115
+        self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
         self._shared = shared
         try:
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
@@ -164,7 +165,7 @@ class Store:
             (version,) = store._reader.execute("PRAGMA user_version").fetchone()
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
-        if version not in KNOWN:
+        if version not in READABLE_VERSIONS:
             store._reader.close()
             raise ConfigError(
                 f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
@@ -182,7 +183,7 @@ class Store:
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
         self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
-        self.survey = Survey(self._reading)
+        self.queries = RolloutQueries(self._reading)
 
     def _prepare(self) -> None:
         self.path.chmod(0o600)
@@ -191,12 +192,12 @@ class Store:
         # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, *KNOWN):
+        if version not in (0, *READABLE_VERSIONS):
             raise ConfigError(
                 f"data: {self.path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
                 param="data",
             )
-        self._db.executescript(_SCHEMA + TABLES + FEED_TABLES)
+        self._db.executescript(_SCHEMA + EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES)
         if version == BEFORE_EVENTS:
             # Its events were counted from the time of its start, in milliseconds. Whoever has such a cursor must not be ahead of ours.
             self._db.execute(
@@ -235,13 +236,13 @@ class Store:
             except sqlite3.IntegrityError:
                 raise KeyError(session_id) from None
             assert cursor.lastrowid is not None
-            also(db, event)
+            insert_optional_event(db, event)
             return cursor.lastrowid
 
     def close_session(self, key: int, status: Status, stop: str, closed: float, event: NewEvent | None = None) -> None:
         with self._writing() as db:
             db.execute("UPDATE sessions SET status=?, stop=?, closed=? WHERE key=?", (status, stop, closed, key))
-            also(db, event)
+            insert_optional_event(db, event)
 
     def note_stop(self, key: int, stop: str) -> None:
         """A limit was met. The session stays open, but will not forget it."""
@@ -251,11 +252,11 @@ class Store:
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
         """With everything that was recorded of it. Of its events only `event` stays, so that followers learn of it."""
         with self._writing() as db:
-            for table in ("nodes", "preambles", *OF_A_KEY):
+            for table in ("nodes", "preambles", "outcomes", "tool_calls"):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
             db.execute("DELETE FROM events WHERE session=(SELECT id FROM sessions WHERE key=?)", (key,))
             db.execute("DELETE FROM sessions WHERE key=?", (key,))
-            also(db, event)
+            insert_optional_event(db, event)
 
     def find(self, session_id: str) -> SessionRow | None:
         return next(self._rows("WHERE id=?", (session_id,)), None)
@@ -278,7 +279,8 @@ class Store:
         rows = list(self._rows(where, (*parameters, limit), marked=True))
         damaged = self.outcomes.damaged(rows[-1].key, rows[0].key) if rows else set()
         return [
-            msgspec.structs.replace(row, damaged=row.damaged or DAMAGED) if row.key in damaged else row for row in rows
+            msgspec.structs.replace(row, damaged=row.damaged or DAMAGED_OUTCOME) if row.key in damaged else row
+            for row in rows
         ]
 
     def ids(self, limit: int) -> list[str]:
@@ -320,7 +322,7 @@ class Store:
                 row = _node_row(turn.session, turn.sampled, turn.message)
                 if db.execute(_INSERT_SAMPLED, row).rowcount != 1:
                     raise StoreError("the session was deleted; its turn cannot be recorded")
-                also(db, turn.event)
+                insert_optional_event(db, turn.event)
 
     def mark_undelivered(self, session: int, node: int) -> None:
         with self._writing() as db:
@@ -351,19 +353,21 @@ class Store:
         by_id: dict[int, Node] = {}
         trace: Trace = session.trace
         for node_id, parent_id, kind, ids, logprobs, info, messages, delivered, checksum in rows:
-            place = _place(session.key, node_id, parent_id, kind)
+            place = _node_key(session.key, node_id, parent_id, kind)
             written = _checksum(place, ids, logprobs, info, messages)
             if delivered not in (0, 1) or checksum != (written if delivered else written ^ _UNDELIVERED):
                 raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; its trace cannot be used")
             parent = None if parent_id is None else by_id.get(parent_id)
             tokens = np.frombuffer(ids, ID_DTYPE)
             if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
-                context = Context(node_id, parent, tokens, _decoded(_context_info, info, session.id, node_id))
+                context = Context(node_id, parent, tokens, _decode_info(_context_info, info, session.id, node_id))
                 trace.add_context(context)
                 by_id[node_id] = context
             elif kind == "sampled" and isinstance(parent, Context):
                 scores = None if logprobs is None else np.frombuffer(logprobs, LOGPROB_DTYPE)
-                sampled = Sampled(node_id, parent, tokens, scores, _decoded(_sampled_info, info, session.id, node_id))
+                sampled = Sampled(
+                    node_id, parent, tokens, scores, _decode_info(_sampled_info, info, session.id, node_id)
+                )
                 sampled.delivered = bool(delivered)
                 trace.add_sampled(sampled)
                 session.count(sampled)
@@ -386,7 +390,7 @@ class Store:
             return {session: (turns, roots) for session, turns, roots in db.execute(query, (first, last)).fetchall()}
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def snapshot(self) -> Iterator[None]:
         """What is read inside is of one moment, whoever writes meanwhile. For one who has this store to itself (`reading`)."""
         with self._reading() as db:
             db.execute("BEGIN")
@@ -415,7 +419,7 @@ class Store:
                 "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value",
                 values.items(),
             )
-            also(db, event)
+            insert_optional_event(db, event)
 
     def change_setting(self, name: str, change: Callable[[str | None], str]) -> None:
         """A new value made of the old one, in one transaction: nobody else's change is lost."""
@@ -509,18 +513,18 @@ class _Transaction:
         try:
             return self._store.begin()
         except sqlite3.Error as error:
-            raise _unrecorded(error) from error
+            raise _write_error(error) from error
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             self._store.end(keep=error is None)
         except sqlite3.Error as failed:
-            raise _unrecorded(failed) from failed
+            raise _write_error(failed) from failed
         if isinstance(error, sqlite3.Error):
-            raise _unrecorded(error) from error
+            raise _write_error(error) from error
 
 
-def _unrecorded(error: sqlite3.Error) -> StoreError:
+def _write_error(error: sqlite3.Error) -> StoreError:
     return StoreError(f"the store cannot record this ({error}); nothing was delivered that is not recorded")
 
 
@@ -539,7 +543,7 @@ def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
     logprobs = node.logprobs.tobytes() if isinstance(node, Sampled) and node.logprobs is not None else None
     parent = None if node.parent is None else node.parent.id
     kind = "sampled" if sampled else "context"
-    place = _place(session, node.id, parent, kind)
+    place = _node_key(session, node.id, parent, kind)
     return (
         session,
         node.id,
@@ -553,14 +557,14 @@ def _node_row(session: int, node: Node, messages: bytes) -> tuple[object, ...]:
     )
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], info: bytes, session: str, node: int) -> T:
+def _decode_info(decoder: msgspec.msgpack.Decoder[T], info: bytes, session: str, node: int) -> T:
     try:
         return decoder.decode(info)
     except msgspec.DecodeError as error:
         raise StoreError(f"session {session}: node {node} cannot be read ({error}); its trace cannot be used") from None
 
 
-def _place(session: int, node: int, parent: int | None, kind: str) -> bytes:
+def _node_key(session: int, node: int, parent: int | None, kind: str) -> bytes:
     return f"{session}/{node}/{parent}/{kind}".encode()
 
 

@@ -1,6 +1,6 @@
 """The store, read by nobody's code but this file's: a bug in the gateway's own reader cannot hide itself here.
 
-Knows the schema of `store/sqlite.py` and `store/beside.py` and the encoding of a node's facts, and nothing else of the gateway. Opens the
+Knows the schema of `store/sqlite.py` and its tables and the encoding of a node's facts, and nothing else of the gateway. Opens the
 file read-only, one snapshot per session, whether a gateway serves the folder or not.
 """
 

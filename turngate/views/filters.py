@@ -11,10 +11,10 @@ import msgspec
 from turngate.errors import BadRequest
 from turngate.types import Json
 from turngate.views.groups import GroupRow
-from turngate.views.rollout_index import STATUSES, Kept, breathe
+from turngate.views.rollout_index import STATUSES, RolloutEntry, yield_interpreter
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which rollouts, in which order. Several values of one field: any of them; none: all."""
 
     status: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = 50
 
 
-def fits(kept: Kept, wanted: Wanted) -> bool:
+def matches(kept: RolloutEntry, wanted: RolloutFilter) -> bool:
     row = kept.row
     return (
         (not wanted.status or row.status in wanted.status)
@@ -40,11 +40,11 @@ def fits(kept: Kept, wanted: Wanted) -> bool:
         and (not wanted.agent or row.agent in wanted.agent)
         and (not wanted.model or row.model in wanted.model)
         and (not wanted.mode or row.mode in wanted.mode)
-        and (not wanted.text or wanted.text in _found_in(kept))
+        and (not wanted.text or wanted.text in _search_text(kept))
     )
 
 
-def _found_in(kept: Kept) -> str:
+def _search_text(kept: RolloutEntry) -> str:
     if not kept.found:
         row = kept.row
         parts = (row.id, row.name, row.group, row.task, row.agent, row.model, row.message, row.stop)
@@ -52,7 +52,7 @@ def _found_in(kept: Kept) -> str:
     return kept.found
 
 
-def group_fits(group: GroupRow, wanted: Wanted) -> bool:
+def group_matches(group: GroupRow, wanted: RolloutFilter) -> bool:
     text = f"{group.group}\n{group.agent}\n{group.model}".casefold()
     return (
         (not wanted.task or group.task in wanted.task)
@@ -62,7 +62,7 @@ def group_fits(group: GroupRow, wanted: Wanted) -> bool:
     )
 
 
-KEYS: Mapping[str, Callable[[Kept], Json]] = {
+SORT_KEYS: Mapping[str, Callable[[RolloutEntry], Json]] = {
     "opened": lambda kept: kept.row.opened,
     "closed": lambda kept: kept.row.closed,
     "seen": lambda kept: kept.row.seen,
@@ -78,7 +78,7 @@ KEYS: Mapping[str, Callable[[Kept], Json]] = {
     "model": lambda kept: kept.row.model or None,
     "version": lambda kept: kept.row.version_start,
 }
-GROUP_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
+GROUP_SORT_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
     "latest": lambda group: group.latest,
     "opened": lambda group: group.opened,
     "group": lambda group: group.group,
@@ -90,7 +90,7 @@ GROUP_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
 }
 
 
-def in_order(
+def sort_by(
     found: list[Json], how: str, keys: Mapping[str, Callable[[Json], Json]], tie: Callable[[Json], str]
 ) -> list[Json]:
     """Unknown values last, whichever way; equal ones always in the same order, so that pages do not overlap."""
@@ -99,7 +99,7 @@ def in_order(
     if key is None:
         raise BadRequest(f"sort: {name[:100]!r} is not one of {', '.join(keys)}", param="sort")
     down = how.startswith("-")
-    breathe()
+    yield_interpreter()
     found.sort(key=tie, reverse=down)
     pairs = [(key(one), one) for one in found]
     known = [pair for pair in pairs if pair[0] is not None]

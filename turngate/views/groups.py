@@ -10,9 +10,9 @@ import msgspec
 
 from turngate.trace.advantage import is_too_large
 from turngate.trace.pass_at_k import has_passed
-from turngate.views.rollout_index import UNDER_WAY, Row
+from turngate.views.rollout_index import ACTIVE_STATUSES, RolloutRow
 
-_MOST_REWARDS = 128
+_MAX_REWARDS = 128
 
 
 class GroupRow(msgspec.Struct, kw_only=True):
@@ -34,7 +34,7 @@ class GroupRow(msgspec.Struct, kw_only=True):
     latest: float
 
 
-def grouped(name: str, rows: Sequence[Row]) -> GroupRow:
+def summarize_group(name: str, rows: Sequence[RolloutRow]) -> GroupRow:
     latest = max(row.seen for row in rows)
     rows = sorted(last_attempts(rows), key=lambda row: row.opened)
     rewards = [row.reward for row in rows]
@@ -48,20 +48,20 @@ def grouped(name: str, rows: Sequence[Row]) -> GroupRow:
         model=rows[0].model,
         batch=rows[0].batch,
         rollouts=len(rows),
-        running=sum(row.status in UNDER_WAY for row in rows),
+        running=sum(row.status in ACTIVE_STATUSES for row in rows),
         graded=len(known),
         passed=passed,
         mean_reward=mean(known),
         pass_at_1=passed / len(known) if known else None,
-        rewards=rewards[:_MOST_REWARDS],
+        rewards=rewards[:_MAX_REWARDS],
         classes=dict(classes),
-        signal=_differ(known),
+        signal=_rewards_differ(known),
         opened=rows[0].opened,
         latest=latest,
     )
 
 
-def last_attempts(rows: Sequence[Row]) -> list[Row]:
+def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
     """Of each rollout the last attempt: what was tried again is no rollout of its own."""
     newest: dict[str, int] = {}
     for row in rows:
@@ -70,22 +70,22 @@ def last_attempts(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if not row.name or row.attempt == newest[row.name]]
 
 
-def _differ(known: Sequence[float]) -> bool | None:
-    found = _reckoned(known)
+def _rewards_differ(known: Sequence[float]) -> bool | None:
+    found = _usable_rewards(known)
     return None if len(found) < 2 else min(found) != max(found)
 
 
 def mean(known: Sequence[float]) -> float | None:
     """As a feed reckons: what is too large for that has no say."""
-    found = _reckoned(known)
+    found = _usable_rewards(known)
     return fsum(found) / len(found) if found else None
 
 
-def deviation(known: Sequence[float]) -> float | None:
-    found = _reckoned(known)
+def standard_deviation(known: Sequence[float]) -> float | None:
+    found = _usable_rewards(known)
     middle = mean(found)
     return None if middle is None else sqrt(fsum((one - middle) ** 2 for one in found) / len(found))
 
 
-def _reckoned(known: Sequence[float]) -> list[float]:
+def _usable_rewards(known: Sequence[float]) -> list[float]:
     return [one for one in known if not is_too_large(one)]

@@ -14,15 +14,15 @@ from turngate.trace.advantage import compute_advantages
 from turngate.trace.pass_at_k import pass_curve
 from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
-from turngate.views.filters import GROUP_KEYS, KEYS, Wanted, fits, group_fits, in_order
-from turngate.views.groups import deviation, grouped, last_attempts
-from turngate.views.rollout_index import SOME, STATUSES, UNDER_WAY, Known, Row, breathe
+from turngate.views.filters import GROUP_SORT_KEYS, SORT_KEYS, RolloutFilter, group_matches, matches, sort_by
+from turngate.views.groups import last_attempts, standard_deviation, summarize_group
+from turngate.views.rollout_index import ACTIVE_STATUSES, CHUNK, STATUSES, RolloutIndex, RolloutRow, yield_interpreter
 
 _MOST_NAMES = 200
 _MOST_CHANGED = 200
 
 
-class Overview(Known):
+class Overview(RolloutIndex):
     """Of one data folder."""
 
     def sums(self, store: Store) -> dict[str, Json]:
@@ -43,39 +43,39 @@ class Overview(Known):
             "tasks": len({row.task for row in rows if row.task}),
         }
 
-    def rollouts(self, store: Store, wanted: Wanted) -> dict[str, Json]:
+    def rollouts(self, store: Store, wanted: RolloutFilter) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
-        found = [kept for kept in self.all(now) if fits(kept, wanted)]
+        found = [kept for kept in self.all(now) if matches(kept, wanted)]
         if wanted.sort.removeprefix("-") == "version":
             for kept in found:
-                self.shown(kept, now, store)
-        found = in_order(found, wanted.sort, KEYS, lambda kept: kept.row.id)
+                self.refresh_row(kept, now, store)
+        found = sort_by(found, wanted.sort, SORT_KEYS, lambda kept: kept.row.id)
         page = found[wanted.offset : wanted.offset + wanted.limit]
         return {
-            "rollouts": [self.shown(kept, now, store) for kept in page],
+            "rollouts": [self.refresh_row(kept, now, store) for kept in page],
             "total": len(found),
             "offset": wanted.offset,
             "limit": wanted.limit,
             "cursor": cursor,
         }
 
-    def rollout(self, store: Store, session: str) -> tuple[Row, int, int]:
+    def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
         """Its row, the key of its session (0: it has none), and the cursor."""
         cursor = self.refresh(store)
-        kept = self.kept.get(session)
+        kept = self.entries.get(session)
         if kept is None:
             raise NotFound(f"there is no rollout {session!r}")
-        return self.shown(kept, time.time(), store), kept.key, cursor
+        return self.refresh_row(kept, time.time(), store), kept.key, cursor
 
     def damage(self, session: str) -> str:
         """What of a rollout cannot be read; empty: nothing, as far as a list knows."""
-        kept = self.kept.get(session)
+        kept = self.entries.get(session)
         return "" if kept is None else kept.damage
 
-    def no_retry(self, store: Store, session: str) -> tuple[Row, str]:
+    def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
         """Why a rollout cannot be tried again; empty if it can, where its batch agrees."""
         row, _, _ = self.rollout(store, session)
-        if row.status in UNDER_WAY:
+        if row.status in ACTIVE_STATUSES:
             return row, "it is still at work"
         if damage := self.damage(session):
             return row, damage
@@ -85,27 +85,29 @@ class Overview(Known):
             return row, "nothing failed: nobody was asked to grade it"
         if not row.batch or not row.name:
             return row, "it is of no batch: whoever ran it has to run it again"
-        later = max(kept.row.attempt for kept in self.kept.values() if kept.row.name == row.name)
+        later = max(kept.row.attempt for kept in self.entries.values() if kept.row.name == row.name)
         return row, f"attempt {later} of it is there already" if later > row.attempt else ""
 
-    def changed(self, store: Store, after: int) -> dict[str, Json]:
+    def list_changes(self, store: Store, after: int) -> dict[str, Json]:
         """What happened past a cursor: the rows that are other ones since, and who is gone."""
         cursor, now = self.refresh(store), time.time()
-        touched = store.survey.touched(after, _MOST_CHANGED)
-        rows = [self.shown(self.kept[one], now, store) for one in touched[:_MOST_CHANGED] if one in self.kept]
-        gone = [one for one in touched[:_MOST_CHANGED] if one not in self.kept and not one.startswith(BATCH_STREAM)]
+        touched = store.queries.list_changed(after, _MOST_CHANGED)
+        rows = [
+            self.refresh_row(self.entries[one], now, store) for one in touched[:_MOST_CHANGED] if one in self.entries
+        ]
+        gone = [one for one in touched[:_MOST_CHANGED] if one not in self.entries and not one.startswith(BATCH_STREAM)]
         return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
 
-    def groups(self, store: Store, wanted: Wanted) -> dict[str, Json]:
+    def groups(self, store: Store, wanted: RolloutFilter) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
         found = []
         for number, (name, rows) in enumerate(self._members(now).items(), 1):
-            group = grouped(name, rows)
-            if group_fits(group, wanted):
+            group = summarize_group(name, rows)
+            if group_matches(group, wanted):
                 found.append(group)
-            if number % (SOME // 8) == 0:
-                breathe()
-        found = in_order(found, wanted.sort, GROUP_KEYS, lambda group: group.group)
+            if number % (CHUNK // 8) == 0:
+                yield_interpreter()
+        found = sort_by(found, wanted.sort, GROUP_SORT_KEYS, lambda group: group.group)
         return {
             "groups": found[wanted.offset : wanted.offset + wanted.limit],
             "total": len(found),
@@ -114,12 +116,12 @@ class Overview(Known):
             "cursor": cursor,
         }
 
-    def graded(self, store: Store, name: str) -> list[tuple[str, int]]:
+    def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
         """Ids and session keys of the rollouts of a group that have a reward."""
         self.refresh(store)
         return [
             (one.row.id, one.key)
-            for one in self.kept.values()
+            for one in self.entries.values()
             if one.row.group == name and one.key and one.row.reward is not None
         ]
 
@@ -127,13 +129,13 @@ class Overview(Known):
         """Its rollouts, with what a trainer would make of their rewards. `trains`: by session key, whether anything of it can be
         trained; of those that are not in it, whatever has sampled tokens counts."""
         cursor, now = self.refresh(store), time.time()
-        kept = sorted((one for one in self.kept.values() if one.row.group == name), key=lambda one: one.row.opened)
+        kept = sorted((one for one in self.entries.values() if one.row.group == name), key=lambda one: one.row.opened)
         if not kept or not name:
             raise NotFound("name: there is no such group", param="name")
-        rows = [self.shown(one, now, store) for one in kept]
+        rows = [self.refresh_row(one, now, store) for one in kept]
         # As a feed counts: one of which nothing can be trained has no say.
         counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in kept]
-        summed = grouped(name, rows)
+        summed = summarize_group(name, rows)
         known = [row.reward for row in last_attempts(rows) if row.reward is not None]
         ways = {how: compute_advantages(counted, how) for how in ("normalised", "leave_one_out")}
         estimates = [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)]
@@ -146,7 +148,7 @@ class Overview(Known):
                 for row, normal, alone in zip(rows, ways["normalised"], ways["leave_one_out"], strict=True)
             ],
             "mean_reward": summed.mean_reward,
-            "std_reward": deviation(known),
+            "std_reward": standard_deviation(known),
             "graded": summed.graded,
             "passed": summed.passed,
             "pass_at": estimates,
@@ -160,19 +162,19 @@ class Overview(Known):
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
         """Ids and session keys of a group's rollouts, oldest first; only those that have a session."""
         self.refresh(store)
-        kept = [one for one in self.kept.values() if one.row.group == name and one.key]
+        kept = [one for one in self.entries.values() if one.row.group == name and one.key]
         if not kept or not name:
             raise NotFound("group: there is no such group, or none of it has begun", param="group")
         return [(one.row.id, one.key) for one in sorted(kept, key=lambda one: one.key)]
 
     def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
-        return trends.training(self, store, prefix, buckets)
+        return trends.summarize_training(self, store, prefix, buckets)
 
     def failures(self, store: Store, prefix: str) -> dict[str, Json]:
-        return trends.failures(self, store, prefix)
+        return trends.summarize_failures(self, store, prefix)
 
-    def _members(self, now: float) -> dict[str, list[Row]]:
-        found: dict[str, list[Row]] = {}
+    def _members(self, now: float) -> dict[str, list[RolloutRow]]:
+        found: dict[str, list[RolloutRow]] = {}
         for kept in self.all(now):
             if kept.row.group:
                 found.setdefault(kept.row.group, []).append(kept.row)

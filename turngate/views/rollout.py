@@ -12,27 +12,27 @@ import numpy as np
 from turngate.dialects import decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.render import Tokenizer
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.advantage import row_weight
 from turngate.trace.roles import TurnRole, assign_roles
 from turngate.trace.sample import Sample, untrainable_reason
 from turngate.trace.tree import Context, Node, Sampled, path_ids, path_to
 from turngate.types import Ids, Json, Message
-from turngate.views.session import Shown
-from turngate.views.tokens import Pieces, pieces
+from turngate.views.session import SessionView
+from turngate.views.tokens import TokenTexts, decode_tokens
 
-LONGEST = 20_000  # characters of a text that are told before it is asked for whole
+MAX_CHARS = 20_000  # characters of a text that are told before it is asked for whole
 _LABEL = 90
 _DIGITS = 6  # of a log-probability
 
 
-class Close:
+class RolloutView:
     """`tokenizer`: None where it is not on this machine."""
 
-    def __init__(self, shown: Shown, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, shown: SessionView, tokenizer: Tokenizer | None) -> None:
         self._shown = shown
         self._tokenizer = tokenizer
-        self._pieces: dict[int, Pieces] = {}
+        self._pieces: dict[int, TokenTexts] = {}
         self._said: dict[int, list[Message]] = {}
 
     # ── what is known of nodes ──────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +70,7 @@ class Close:
     def _reason(self, turn: Sampled) -> str:
         return untrainable_reason(turn, self.roles[turn.id], self._shown.session.config.policy)
 
-    def said(self, node: Node) -> list[Message]:
+    def read_messages(self, node: Node) -> list[Message]:
         """In no particular wire format."""
         if node.id not in self._said:
             raw = self._shown.texts[node.id]
@@ -115,7 +115,7 @@ class Close:
         }
         if isinstance(node, Context):
             return {**about, "kind": "context", "dialect": node.info.dialect}
-        return {**about, "mean_logprob": _mean(node), **self._turn(node)}
+        return {**about, "mean_logprob": _mean_logprob(node), **self._turn(node)}
 
     def _turn(self, turn: Sampled) -> dict[str, Json]:
         info = turn.info
@@ -151,15 +151,15 @@ class Close:
             }
 
     def _label(self, node: Node) -> str:
-        said = self.said(node)
+        said = self.read_messages(node)
         if not said:
             return ""
         message = said[-1]
         text = _one_line(message.content) or _one_line(message.reasoning)
         if isinstance(node, Context):
-            return _short(f"{message.role}: {text}")
+            return _shorten(f"{message.role}: {text}")
         called = ", ".join(call.name for call in message.tool_calls)
-        return _short(" → ".join(part for part in (_short(text), _one_line(called)) if part))
+        return _shorten(" → ".join(part for part in (_shorten(text), _one_line(called)) if part))
 
     # ── forks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,7 +176,7 @@ class Close:
         if other is None:
             return told
         ours, theirs = path_ids(node), path_ids(other)
-        at = _shared(ours, theirs)
+        at = _common_prefix(ours, theirs)
         return {
             **told,
             "from": other.id,
@@ -198,7 +198,7 @@ class Close:
         # Another beginning: of the conversations before it, the one that it has most in common with.
         ends = [_deepest(root, node.id) for root in self._shown.session.trace.roots if root.id < node.id]
         ours = path_ids(node)
-        return max(ends, key=lambda end: (_shared(ours, path_ids(end)), end.length), default=None)
+        return max(ends, key=lambda end: (_common_prefix(ours, path_ids(end)), end.length), default=None)
 
     def _token(self, end: Node, at: int) -> dict[str, Json] | None:
         """The token at a place on the way to `end`; None: that way is shorter."""
@@ -234,7 +234,7 @@ class Close:
             "cause": node.info.cause,
             "at": None,
             "tokens": node.size,
-            "messages": [_message(message, whole=whole) for message in self.said(node)],
+            "messages": [_message_to_json(message, whole=whole) for message in self.read_messages(node)],
         }
         if isinstance(node, Context):
             return about
@@ -281,7 +281,7 @@ class Close:
             "readable": self._tokenizer is not None,
         }
 
-    def _part(self, node: Node, pieces: Pieces | None, start: int, end: int) -> dict[str, Json]:
+    def _part(self, node: Node, pieces: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
         ids = node.ids[start:end]
         about: dict[str, Json] = {
             "id": node.id,
@@ -304,9 +304,9 @@ class Close:
             return about
         turn = self._turn(node)
         del turn["started"], turn["ended"]
-        return {**about, **turn, "logprobs": _rounded(node, start, end)}
+        return {**about, **turn, "logprobs": _round_logprobs(node, start, end)}
 
-    def _spelled(self, ids: Ids, pieces: Pieces | None, start: int, end: int) -> dict[str, Json]:
+    def _spelled(self, ids: Ids, pieces: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
         if pieces is None or self._tokenizer is None:
             return {"text": None, "bytes": {}, "runs": [], "special": []}
         text = pieces.text[start:end]
@@ -324,11 +324,11 @@ class Close:
             "special": [n for n, token in enumerate(ids.tolist()) if token in special],
         }
 
-    def pieces(self, node: Node) -> Pieces | None:
+    def pieces(self, node: Node) -> TokenTexts | None:
         if self._tokenizer is None:
             return None
         if node.id not in self._pieces:
-            self._pieces[node.id] = pieces(self._tokenizer, node.ids)
+            self._pieces[node.id] = decode_tokens(self._tokenizer, node.ids)
         return self._pieces[node.id]
 
     # ── what a group is told of it ──────────────────────────────────────────────────────────────────────────────
@@ -366,7 +366,7 @@ class Close:
     # ── what is taken along ─────────────────────────────────────────────────────────────────────────────────────
 
     def training_rows(
-        self, outcome: Recorded | None, advantage: float | None, about: Mapping[str, Json]
+        self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
         """As `turngate export rows` writes them. `about`: of its session, what the trace does not know."""
         session = self._shown.session
@@ -406,11 +406,11 @@ class Close:
                 "trained_tokens": branch.trained_tokens,
                 "dialect": root.info.dialect,
                 "tools": msgspec.Raw(tools or b"[]"),
-                "messages": [message_to_wire(message) for node in nodes for message in self.said(node)],
+                "messages": [message_to_wire(message) for node in nodes for message in self.read_messages(node)],
             }
 
 
-def _shared(ours: Ids, theirs: Ids) -> int:
+def _common_prefix(ours: Ids, theirs: Ids) -> int:
     """How many tokens two ways have in common from the beginning."""
     size = min(len(ours), len(theirs))
     other = np.flatnonzero(ours[:size] != theirs[:size])
@@ -429,27 +429,27 @@ def _deepest(root: Context, before: int) -> Node:
     return best
 
 
-def _mean(turn: Sampled) -> float | None:
+def _mean_logprob(turn: Sampled) -> float | None:
     if turn.logprobs is None or not len(turn.logprobs) or not np.isfinite(turn.logprobs).all():
         return None
     return round(float(turn.logprobs.astype(np.float64).mean()), _DIGITS)
 
 
-def _rounded(turn: Sampled, start: int, end: int) -> Json:
+def _round_logprobs(turn: Sampled, start: int, end: int) -> Json:
     """None where there is none for each token; a single one that is missing is null."""
     if turn.logprobs is None or len(turn.logprobs) != turn.size:
         return None
     return np.round(turn.logprobs[start:end].astype(np.float64), _DIGITS)
 
 
-def _message(message: Message, *, whole: bool) -> dict[str, Json]:
+def _message_to_json(message: Message, *, whole: bool) -> dict[str, Json]:
     cut: dict[str, int] = {}
 
     def short(name: str, text: str) -> str:
-        if whole or len(text) <= LONGEST:
+        if whole or len(text) <= MAX_CHARS:
             return text
         cut[name] = len(text)
-        return f"{text[: LONGEST * 3 // 4]}\n…\n{text[-LONGEST // 4 :]}"
+        return f"{text[: MAX_CHARS * 3 // 4]}\n…\n{text[-MAX_CHARS // 4 :]}"
 
     told: dict[str, Json] = {"role": message.role, "content": short("content", message.content)}
     if message.reasoning:
@@ -468,5 +468,5 @@ def _one_line(text: str) -> str:
     return " ".join(text[: 4 * _LABEL].split())
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"

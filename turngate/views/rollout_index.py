@@ -9,8 +9,8 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from turngate.store.outcome import Class
-from turngate.store.queries import Fact, SurveyedSession
+from turngate.store.outcomes import OutcomeClass
+from turngate.store.queries import RawEvent, RawSession
 from turngate.store.sqlite import Store
 from turngate.types import BATCH_STREAM, Json, Mode
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 Else = TypeVar("Else")
 Status = Literal["starting", "running", "finishing", "done", "cancelled"]
 STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "cancelled")
-UNDER_WAY: tuple[Status, ...] = ("starting", "running", "finishing")
+ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "running", "finishing")
 DONE = "done"  # the stage that a runner tells last
 DAMAGED = "its outcome is damaged on disk"
-SPAN_S = 10.0  # of time, in which turns are counted together
-SOME = 1000  # rollouts that are looked at in one go
+BUCKET_S = 10.0  # of time, in which turns are counted together
+CHUNK = 1000  # rollouts that are looked at in one go
 _PAGE = 2000  # sessions or events that are read at once
 _SILENT_S = 3600.0  # after which a runner that told no end is taken for gone
 _DELIVERIES = 10_000  # that are remembered at most
@@ -30,7 +30,7 @@ _LONG = 2000  # characters of a message in a list
 _YIELD_S = 0.0002  # between two pieces of work: whoever serves calls comes first
 
 
-class Row(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
+class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     """One rollout in a list."""
 
     id: str
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     attempt: int = 1
     status: Status = "starting"
     stage: str = ""
-    kind: Class | Literal[""] = ""
+    kind: OutcomeClass | Literal[""] = ""
     reward: float | None = None
     resolved: bool | None = None
     stop: str = ""
@@ -61,10 +61,10 @@ class Row(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     version_end: int | None = None
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _OutcomeSummary(msgspec.Struct, frozen=True):
     """What a list needs of an outcome; the rest of it is passed over."""
 
-    kind: Class
+    kind: OutcomeClass
     reward: float | None = None
     resolved: bool | None = None
     message: str = ""
@@ -73,7 +73,7 @@ class _Told(msgspec.Struct, frozen=True):
     attempt: int = 1
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _SessionSettings(msgspec.Struct, frozen=True):
     """Likewise, of a session's settings."""
 
     model: str = ""
@@ -81,7 +81,7 @@ class _Config(msgspec.Struct, frozen=True):
     metadata: dict[str, Json] = {}
 
 
-class _Stage(msgspec.Struct, frozen=True):
+class _StageEvent(msgspec.Struct, frozen=True):
     """What runners tell of a stage. Whoever announces may say anything, so nothing is taken for granted."""
 
     stage: Json = ""
@@ -97,23 +97,23 @@ class _Stage(msgspec.Struct, frozen=True):
     message: Json = ""
 
 
-class _Turn(msgspec.Struct, frozen=True):
+class _TurnEvent(msgspec.Struct, frozen=True):
     finish: str = ""
     sampled_tokens: int = 0
 
 
-class _Fence(msgspec.Struct, frozen=True):
+class _FenceEvent(msgspec.Struct, frozen=True):
     version: int | None = None
 
 
-class _Delivery(msgspec.Struct, frozen=True):
+class _DeliveryEvent(msgspec.Struct, frozen=True):
     feed: str
     number: int
     group: str
     rollouts: int
 
 
-class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
     feed: str
     number: int
     group: str
@@ -121,20 +121,20 @@ class Delivered(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
 
-_told = msgspec.json.Decoder(_Told)
-_config = msgspec.json.Decoder(_Config)
-_stage = msgspec.json.Decoder(_Stage)
-_turn = msgspec.json.Decoder(_Turn)
-_fence = msgspec.json.Decoder(_Fence)
-_delivery = msgspec.json.Decoder(_Delivery)
+_outcome_decoder = msgspec.json.Decoder(_OutcomeSummary)
+_settings_decoder = msgspec.json.Decoder(_SessionSettings)
+_stage_decoder = msgspec.json.Decoder(_StageEvent)
+_turn_decoder = msgspec.json.Decoder(_TurnEvent)
+_fence_decoder = msgspec.json.Decoder(_FenceEvent)
+_delivery_decoder = msgspec.json.Decoder(_DeliveryEvent)
 
 
-class Kept:
+class RolloutEntry:
     """One rollout: the row, and what it is made of."""
 
     __slots__ = ("damage", "done", "found", "key", "recorded", "row", "state", "versions_of")
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: RolloutRow) -> None:
         self.row = row
         self.key = 0  # of its session; 0: none is open yet
         self.state = ""  # of that session
@@ -145,7 +145,7 @@ class Kept:
         self.found = ""  # what text is looked for in; empty: to be put together
 
 
-class Known:
+class RolloutIndex:
     """Of one data folder. Made empty; `refresh` reads what there is, and then what happened since."""
 
     def __init__(self) -> None:
@@ -153,10 +153,10 @@ class Known:
 
     def _clear(self) -> None:
         self._cursor = -1  # -1: nothing was read yet
-        self.kept: dict[str, Kept] = {}
+        self.entries: dict[str, RolloutEntry] = {}
         self.spans: dict[int, list[int]] = {}  # turns, tokens, outcomes
         self.versions: list[tuple[float, int]] = []  # when each came into force
-        self.deliveries: list[Delivered] = []
+        self.deliveries: list[DeliveryRecord] = []
         self.whole = True  # events go back to the beginning
         self._gone: set[str] = set()  # ids whose session was deleted, and that nobody has taken again
 
@@ -164,10 +164,10 @@ class Known:
 
     def refresh(self, store: Store) -> int:
         """The cursor of what it knows now."""
-        with store.at_once():
+        with store.snapshot():
             newest = store.events.newest()
             # What was removed before it was followed is never told again.
-            if self._cursor < 0 or newest < self._cursor or self._cursor < store.events.pruned():
+            if self._cursor < 0 or newest < self._cursor or self._cursor < store.events.last_pruned():
                 self._clear()
                 self._build(store)
                 self._cursor = newest
@@ -176,69 +176,69 @@ class Known:
         return self._cursor
 
     def _build(self, store: Store) -> None:
-        survey = store.survey
+        survey = store.queries
         oldest = survey.oldest()
         self._take_sessions(store)
         self.whole = self._is_whole(store)
-        self._gone = {session for session in survey.deleted() if session not in self.kept}
-        for heard in survey.heard():
-            kept = self.kept.get(heard.session)
+        self._gone = {session for session in survey.list_deleted() if session not in self.entries}
+        for heard in survey.sum_events():
+            kept = self.entries.get(heard.session)
             if kept is not None:
                 kept.row.turns, kept.row.sampled_tokens = heard.turns, heard.sampled_tokens
                 kept.row.seen = max(kept.row.seen, heard.at)
         if not self.whole:
             self._count_old(store, oldest)
-        breathe()
+        yield_interpreter()
         for number, fact in enumerate(survey.last_stages()):
             if number % _PAGE == 0:
-                breathe()
+                yield_interpreter()
             self._take_stage(fact, store)
-        for moment in survey.moments(SPAN_S):
+        for moment in survey.bucket_events(BUCKET_S):
             self.spans[moment.number] = [moment.turns, moment.sampled_tokens, moment.outcomes]
-        for fact in survey.of_kinds(("fence", "delivery")):
+        for fact in survey.list_gateway_events(("fence", "delivery")):
             self._take_gateway(fact)
 
     def _is_whole(self, store: Store) -> bool:
         """Whether nothing was removed for its age. What went with a deleted session is missed by nobody; a folder of an older version
         has sessions that nothing was told of."""
-        oldest = min(self.kept.values(), key=lambda one: one.key, default=None)
-        return not store.events.pruned() and (oldest is None or store.survey.was_told_of(oldest.row.id))
+        oldest = min(self.entries.values(), key=lambda one: one.key, default=None)
+        return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))
 
     def _count_old(self, store: Store, oldest: float | None) -> None:
         """Of sessions whose first events were removed, turns are counted in the trace."""
-        for kept in self.kept.values():
+        for kept in self.entries.values():
             if kept.key and (oldest is None or kept.row.opened < oldest):
-                breathe()
-                counted = store.survey.counted(kept.key)
+                yield_interpreter()
+                counted = store.queries.count_turns(kept.key)
                 kept.row.turns, kept.row.sampled_tokens = counted.turns, counted.sampled_tokens
 
     def _follow(self, store: Store) -> None:
         changed: dict[str, None] = {}  # sessions that are to be read again
-        while page := store.survey.past(self._cursor, _PAGE):
+        while page := store.queries.list_events_after(self._cursor, _PAGE):
             for fact in page:
                 self._take(fact, changed, store)
             self._cursor = page[-1].seq
             if len(page) < _PAGE:
                 break
-            breathe()
+            yield_interpreter()
         if changed:
-            sessions = store.survey.named(list(changed))
+            sessions = store.queries.find_sessions(list(changed))
             there = {session.id for session in sessions}
             for gone in changed.keys() - there:
-                if (kept := self.kept.get(gone)) is not None and kept.key:
-                    del self.kept[gone]
+                if (kept := self.entries.get(gone)) is not None and kept.key:
+                    del self.entries[gone]
             self._take_in(sessions, store)
 
-    def _take(self, fact: Fact, changed: dict[str, None], store: Store) -> None:
-        kept = self.kept.get(fact.session)
+    def _take(self, fact: RawEvent, changed: dict[str, None], store: Store) -> None:
+        kept = self.entries.get(fact.session)
         if kept is None and fact.kind == "opened":  # its first turn may come before it is read
-            kept = self.kept[fact.session] = Kept(Row(id=fact.session, opened=fact.time))
+            kept = self.entries[fact.session] = RolloutEntry(RolloutRow(id=fact.session, opened=fact.time))
             self._gone.discard(fact.session)
         if kept is not None:
             kept.row.seen = max(kept.row.seen, fact.time)
         match fact.kind:
             case "turn":
-                turn = _read(_turn, fact.data, _Turn(finish="abort"))
+                turn = _decode_or(_turn_decoder, fact.data, _TurnEvent(finish="abort"))
                 counts = turn.finish != "abort"
                 if kept is not None:
                     kept.row.turns += counts
@@ -254,47 +254,47 @@ class Known:
                 changed[fact.session] = None
                 self._span(fact.time)[2] += 1
             case "deleted":
-                self.kept.pop(fact.session, None)
+                self.entries.pop(fact.session, None)
                 changed.pop(fact.session, None)
                 self._gone.add(fact.session)
             case "fence" | "delivery":
                 self._take_gateway(fact)
 
     def _span(self, at: float) -> list[int]:
-        return self.spans.setdefault(int(at / SPAN_S), [0, 0, 0])
+        return self.spans.setdefault(int(at / BUCKET_S), [0, 0, 0])
 
     def _take_sessions(self, store: Store) -> None:
         after = 0
-        while page := store.survey.sessions(after, _PAGE):
+        while page := store.queries.sessions(after, _PAGE):
             self._take_in(page, store)
             after = page[-1].key
-            breathe()
+            yield_interpreter()
 
-    def _take_in(self, sessions: Sequence[SurveyedSession], store: Store) -> None:
-        outcomes = store.survey.outcomes([session.key for session in sessions])
+    def _take_in(self, sessions: Sequence[RawSession], store: Store) -> None:
+        outcomes = store.queries.outcomes([session.key for session in sessions])
         for session in sessions:
-            kept = self.kept.get(session.id)
+            kept = self.entries.get(session.id)
             if kept is None or kept.key not in (0, session.key):  # an id is used again when its session was deleted
-                kept = self.kept[session.id] = Kept(Row(id=session.id))
+                kept = self.entries[session.id] = RolloutEntry(RolloutRow(id=session.id))
             self._settle(kept, session, outcomes.get(session.key))
 
-    def _settle(self, kept: Kept, session: SurveyedSession, outcome: tuple[float, bytes] | None) -> None:
+    def _settle(self, kept: RolloutEntry, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
         row = kept.row
         kept.key, kept.state, kept.found = session.key, session.status, ""
         row.opened, row.closed, row.stop = session.opened, session.closed, session.stop
         row.seen = max(row.seen, session.closed or session.opened)
-        config = _read(_config, session.config, _Config())
+        config = _decode_or(_settings_decoder, session.config, _SessionSettings())
         told = config.metadata
         row.model, row.mode = config.model, config.mode
         row.name = _text(told.get("rollout")) or row.name
         row.group, row.task = _text(told.get("group")) or row.group, _text(told.get("task")) or row.task
         row.agent, row.agent_version = _text(told.get("agent")), _text(told.get("agent_version"))
         row.sandbox, row.batch = _text(told.get("sandbox")), _text(told.get("batch")) or row.batch
-        row.attempt = _count(told.get("attempt"))
+        row.attempt = _positive_int(told.get("attempt"))
         if outcome is not None:
             kept.recorded, written = outcome
             row.seen = max(row.seen, kept.recorded)
-            recorded = _read(_told, written, None)
+            recorded = _decode_or(_outcome_decoder, written, None)
             if recorded is None:  # nobody knows any more how it was judged
                 row.kind, row.reward, row.resolved = "", None, None
                 row.message = kept.damage = DAMAGED
@@ -304,19 +304,19 @@ class Known:
             row.message, row.attempt = recorded.message[:_LONG], recorded.attempt
             row.group, row.task = recorded.group or row.group, recorded.task or row.task
 
-    def _take_stage(self, fact: Fact, store: Store) -> None:
+    def _take_stage(self, fact: RawEvent, store: Store) -> None:
         if not fact.session or fact.session.startswith(BATCH_STREAM):
             return  # of no rollout
-        told = _read(_stage, fact.data, _Stage())
-        kept = self.kept.get(fact.session)
+        told = _decode_or(_stage_decoder, fact.data, _StageEvent())
+        kept = self.entries.get(fact.session)
         if kept is None and fact.session in self._gone:
             return  # its runner goes on telling; there is nothing to show any more
         if kept is None:
-            kept = self.kept[fact.session] = Kept(Row(id=fact.session, opened=fact.time))
-            begun = store.survey.first_stage(fact.session)
+            kept = self.entries[fact.session] = RolloutEntry(RolloutRow(id=fact.session, opened=fact.time))
+            begun = store.queries.first_stage(fact.session)
             if begun is not None:
                 kept.row.opened = begun.time
-                self._describe(kept.row, _read(_stage, begun.data, _Stage()))
+                self._describe(kept.row, _decode_or(_stage_decoder, begun.data, _StageEvent()))
         kept.row.stage, kept.row.seen, kept.found = _text(told.stage), max(kept.row.seen, fact.time), ""
         self._describe(kept.row, told)
         if told.stage == DONE:
@@ -331,7 +331,7 @@ class Known:
                 kept.row.kind = told.kind
             kept.row.message = kept.row.message or _text(told.message)[:_LONG]
 
-    def _describe(self, row: Row, told: _Stage) -> None:
+    def _describe(self, row: RolloutRow, told: _StageEvent) -> None:
         """What a runner says of a rollout whose session is not open, and may never be."""
         row.name = row.name or _text(told.rollout)
         row.task, row.agent, row.model = (
@@ -340,61 +340,61 @@ class Known:
             row.model or _text(told.model),
         )
         row.group, row.batch = row.group or _text(told.group), row.batch or _text(told.batch)
-        row.attempt = max(row.attempt, _count(told.attempt))
+        row.attempt = max(row.attempt, _positive_int(told.attempt))
 
-    def _take_gateway(self, fact: Fact) -> None:
+    def _take_gateway(self, fact: RawEvent) -> None:
         if fact.kind == "fence":
-            version = _read(_fence, fact.data, _Fence()).version
+            version = _decode_or(_fence_decoder, fact.data, _FenceEvent()).version
             if version is not None and (not self.versions or version > self.versions[-1][1]):
                 self.versions.append((fact.time, version))
             return
-        one = _read(_delivery, fact.data, None)
+        one = _decode_or(_delivery_decoder, fact.data, None)
         if one is None:
             return
         self.deliveries.append(
-            Delivered(feed=one.feed, number=one.number, group=one.group, rollouts=one.rollouts, at=fact.time)
+            DeliveryRecord(feed=one.feed, number=one.number, group=one.group, rollouts=one.rollouts, at=fact.time)
         )
         if len(self.deliveries) > _DELIVERIES:
             del self.deliveries[: _DELIVERIES // 2]
 
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def shown(self, kept: Kept, now: float, store: Store) -> Row:
+    def refresh_row(self, kept: RolloutEntry, now: float, store: Store) -> RolloutRow:
         """Its row as of now, with the versions, which are looked up only for what is looked at."""
         row = kept.row
         row.status = _status(kept, now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
         sampled = row.turns, row.sampled_tokens  # of what was cut short there are tokens, and no turn
         if kept.key and sampled != kept.versions_of:
-            found = store.survey.versions(kept.key)
+            found = store.queries.versions(kept.key)
             row.version_start, row.version_end = found or (None, None)
             kept.versions_of = sampled
         return row
 
-    def all(self, now: float) -> Iterator[Kept]:
+    def all(self, now: float) -> Iterator[RolloutEntry]:
         """Each with its status as of now. Some at a time: whoever serves calls comes in between."""
-        for number, kept in enumerate(self.kept.values(), 1):
+        for number, kept in enumerate(self.entries.values(), 1):
             kept.row.status = _status(kept, now)
             yield kept
-            if number % SOME == 0:
-                breathe()
+            if number % CHUNK == 0:
+                yield_interpreter()
 
-    def in_force(self, at: float) -> int | None:
+    def version_at(self, at: float) -> int | None:
         """The policy's version at a moment; None: nobody knows any more."""
         place = bisect_right(self.versions, at, key=lambda one: one[0])
         if place:
             return self.versions[place - 1][1]
         return 0 if self.whole else None
 
-    def by_group(self) -> dict[str, list[Kept]]:
-        found: dict[str, list[Kept]] = {}
-        for kept in self.kept.values():
+    def by_group(self) -> dict[str, list[RolloutEntry]]:
+        found: dict[str, list[RolloutEntry]] = {}
+        for kept in self.entries.values():
             if kept.row.group:
                 found.setdefault(kept.row.group, []).append(kept)
         return found
 
 
-def _status(kept: Kept, now: float) -> Status:
+def _status(kept: RolloutEntry, now: float) -> Status:
     if not kept.key:
         if kept.done:
             return "cancelled" if kept.done == "cancelled" else "done"
@@ -407,7 +407,7 @@ def _status(kept: Kept, now: float) -> Status:
     return "done" if told_all or now - kept.row.seen > _SILENT_S else "finishing"
 
 
-def _read(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
+def _decode_or(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
     """`otherwise`: it is damaged on disk, and the list goes on without."""
     try:
         return decoder.decode(written)
@@ -419,10 +419,10 @@ def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _count(value: Json) -> int:
+def _positive_int(value: Json) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
-def breathe() -> None:
+def yield_interpreter() -> None:
     """Let the thread that serves calls go on: this one would otherwise be asked for the interpreter only every few milliseconds."""
     time.sleep(_YIELD_S)

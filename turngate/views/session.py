@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from turngate.errors import NotFound
-from turngate.store.reader import Apart
+from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import assign_roles
@@ -27,7 +27,7 @@ from turngate.types import Json
 T = TypeVar("T")
 
 
-class Shown(msgspec.Struct, frozen=True):
+class SessionView(msgspec.Struct, frozen=True):
     """One session as the store has it, and what its ids stand for."""
 
     session: Session
@@ -43,7 +43,7 @@ class Shown(msgspec.Struct, frozen=True):
             for digest, (tools, kwargs) in self.preambles.items()
         }
         nodes = [
-            _context_view(n, self.texts) if isinstance(n, Context) else _sampled_view(n, self.texts, role_of[n.id])
+            _context_to_json(n, self.texts) if isinstance(n, Context) else _turn_to_json(n, self.texts, role_of[n.id])
             for n in session.trace.nodes
         ]
         return {
@@ -60,47 +60,47 @@ class Shown(msgspec.Struct, frozen=True):
         return build_samples(self.session.trace, policy or self.session.config.policy, keep_empty=keep_empty)
 
 
-class Looks:
+class SessionViews:
     """`close` when the gateway stops."""
 
     def __init__(self, store: Store) -> None:
-        self._apart = Apart(store, "looks")
+        self._reader = StoreReader(store, "looks")
 
     def close(self) -> None:
-        self._apart.close()
+        self._reader.close()
 
-    async def at(self, session_id: str, made: Callable[[Shown], T]) -> T:
+    async def build(self, session_id: str, make: Callable[[SessionView], T]) -> T:
         """What is made of a session, in the thread. What that takes is best done in pieces: a single long call into C keeps the
         interpreter from everybody."""
 
         def look(store: Store) -> T:
-            with store.at_once():
-                shown = read(store, session_id)
-            return made(shown)
+            with store.snapshot():
+                shown = load_session_view(store, session_id)
+            return make(shown)
 
-        return await self._apart.run(look)
+        return await self._reader.run(look)
 
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
         """Of sessions with keys in a range: turns and roots."""
-        return await self._apart.run(lambda store: store.shapes(first, last))
+        return await self._reader.run(lambda store: store.shapes(first, last))
 
 
-def read(store: Store, session_id: str) -> Shown:
+def load_session_view(store: Store, session_id: str) -> SessionView:
     row = store.find(session_id)
     if row is None:
         raise NotFound(f"there is no session {redact_known(session_id)!r}")
     # In this order: where others write meanwhile, there is a text for every node.
     session = store.load(row)
-    return Shown(session, store.messages(row.key), store.preambles(row.key))
+    return SessionView(session, store.messages(row.key), store.preambles(row.key))
 
 
-def as_json(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
     return msgspec.json.encode(value, enc_hook=encode_array)
 
 
-def piece(value: object) -> msgspec.Raw:
+def encode_piece(value: object) -> msgspec.Raw:
     """Of a larger answer, written down already."""
-    return msgspec.Raw(as_json(value))
+    return msgspec.Raw(encode_json(value))
 
 
 def encode_array(value: object) -> Json:
@@ -112,7 +112,7 @@ def encode_array(value: object) -> Json:
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
-def _context_view(node: Context, texts: Mapping[int, bytes]) -> dict[str, Json]:
+def _context_to_json(node: Context, texts: Mapping[int, bytes]) -> dict[str, Json]:
     return {
         "id": node.id,
         "parent": None if node.parent is None else node.parent.id,
@@ -126,7 +126,7 @@ def _context_view(node: Context, texts: Mapping[int, bytes]) -> dict[str, Json]:
     }
 
 
-def _sampled_view(node: Sampled, texts: Mapping[int, bytes], role: str) -> dict[str, Json]:
+def _turn_to_json(node: Sampled, texts: Mapping[int, bytes], role: str) -> dict[str, Json]:
     info = node.info
     return {
         "id": node.id,

@@ -9,23 +9,23 @@ import msgspec
 
 from turngate.errors import NotFound, StoreError
 from turngate.gateway.sessions import Sessions
-from turngate.store.outcome import DAMAGED
+from turngate.store.outcomes import DAMAGED_OUTCOME
 from turngate.store.sqlite import SessionRow, Store
 from turngate.telemetry.logs import redact_known
 from turngate.trace.roles import assign_roles
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
 from turngate.types import Json
-from turngate.views.session import Looks
+from turngate.views.session import SessionViews
 
 
 class SessionDirectory:
     """Lists and describes the sessions of a running gateway."""
 
-    def __init__(self, store: Store, sessions: Sessions, looks: Looks) -> None:
+    def __init__(self, store: Store, sessions: Sessions, session_views: SessionViews) -> None:
         self._store = store
         self._sessions = sessions
-        self._looks = looks
+        self._session_views = session_views
 
     def list(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[dict[str, Json]]:
         rows = self._store.sessions(status=status, before=before, limit=limit)
@@ -40,7 +40,7 @@ class SessionDirectory:
         if live is not None and not live.is_evicted:
             return self.describe(live)
         try:
-            stored = await self._looks.at(session_id, lambda shown: shown.session)
+            stored = await self._session_views.build(session_id, lambda shown: shown.session)
         except StoreError:
             if (live := find_live(session_id)) is None:
                 raise
@@ -66,7 +66,7 @@ def describe_session(
     if row is None:
         raise NotFound(f"there is no session {redact_known(session.id)!r}")
     description = {
-        **_summarize(row, live, outcome, DAMAGED if lost else ""),
+        **_summarize(row, live, outcome, DAMAGED_OUTCOME if lost else ""),
         "stop": session.stop,
         "turns": session.turns,
         "sampled_tokens": session.sampled_tokens,

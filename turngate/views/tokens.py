@@ -8,7 +8,7 @@ from turngate.render import Tokenizer
 from turngate.types import Ids
 
 
-class Pieces(msgspec.Struct, frozen=True):
+class TokenTexts(msgspec.Struct, frozen=True):
     """The text that each token of a node stands for. Where a character is spread over several, none of them has a text of its own."""
 
     text: list[str | None]
@@ -22,11 +22,11 @@ class Pieces(msgspec.Struct, frozen=True):
         return place
 
 
-def pieces(tokenizer: Tokenizer, ids: Ids) -> Pieces:
+def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
     """What each token adds, never wrong: a token that holds but a part of a character has no text, and the run that makes the
     character has it."""
     if tokenizer.vocabulary.table is None:
-        return _decoded(tokenizer, ids)
+        return _decode_streaming(tokenizer, ids)
     text: list[str | None] = []
     runs: list[tuple[int, int, str | None]] = []
     known: dict[int, str | None] = {}
@@ -34,38 +34,38 @@ def pieces(tokenizer: Tokenizer, ids: Ids) -> Pieces:
     for place, token in enumerate(ids.tolist()):
         if not held:
             if token not in known:
-                known[token] = _whole(tokenizer.bytes_of(token))
+                known[token] = _decode_whole(tokenizer.bytes_of(token))
             piece = known[token]
             text.append(piece)
             if piece is None:
                 begun = place
-                held = _begun(tokenizer.bytes_of(token))
+                held = _incomplete_prefix(tokenizer.bytes_of(token))
                 if not held:
                     runs.append((place, place + 1, None))
             continue
         more = held + tokenizer.bytes_of(token)
-        together = _whole(more) if len(more) > len(held) else None
+        together = _decode_whole(more) if len(more) > len(held) else None
         if together is not None:
             text.append(None)
             runs.append((begun, place + 1, together))
             held = b""
-        elif len(more) > len(held) and _begun(more):
+        elif len(more) > len(held) and _incomplete_prefix(more):
             text.append(None)
             held = more
         else:  # it never becomes a character; what comes now may begin another one
             runs.append((begun, place, None))
-            piece = _whole(tokenizer.bytes_of(token))
+            piece = _decode_whole(tokenizer.bytes_of(token))
             text.append(piece)
-            held = b"" if piece is not None else _begun(tokenizer.bytes_of(token))
+            held = b"" if piece is not None else _incomplete_prefix(tokenizer.bytes_of(token))
             begun = place
             if piece is None and not held:
                 runs.append((place, place + 1, None))
     if held:
         runs.append((begun, len(text), None))
-    return Pieces(text, runs)
+    return TokenTexts(text, runs)
 
 
-def _whole(spelled: bytes) -> str | None:
+def _decode_whole(spelled: bytes) -> str | None:
     """None: not whole characters, or no bytes at all: an id that is past the vocabulary."""
     try:
         return spelled.decode() or None
@@ -73,7 +73,7 @@ def _whole(spelled: bytes) -> str | None:
         return None
 
 
-def _begun(spelled: bytes) -> bytes:
+def _incomplete_prefix(spelled: bytes) -> bytes:
     """The same, if more bytes can still make characters of it; else nothing."""
     try:
         spelled.decode()
@@ -82,7 +82,7 @@ def _begun(spelled: bytes) -> bytes:
     return b""
 
 
-def _decoded(tokenizer: Tokenizer, ids: Ids) -> Pieces:
+def _decode_streaming(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
     """A vocabulary that is not of bytes: its own decoder says when something is whole."""
     decoder = tokenizer.decoder()
     text: list[str | None] = []
@@ -101,4 +101,4 @@ def _decoded(tokenizer: Tokenizer, ids: Ids) -> Pieces:
             text.append(piece)
     if begun is not None:
         runs.append((begun, len(text), None))
-    return Pieces(text, runs)
+    return TokenTexts(text, runs)

@@ -24,7 +24,7 @@ from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
 _CHAT = "chat"
 
 
-class ViewedContext(msgspec.Struct, frozen=True):
+class ContextView(msgspec.Struct, frozen=True):
     """Messages that were added, and their ids."""
 
     id: int
@@ -37,7 +37,7 @@ class ViewedContext(msgspec.Struct, frozen=True):
     told: Mapping[str, str]
 
 
-class ViewedTurn(msgspec.Struct, frozen=True):
+class TurnView(msgspec.Struct, frozen=True):
     """One model call. `untrained` says why it may not be trained; empty if it may."""
 
     id: int
@@ -61,7 +61,7 @@ class ViewedTurn(msgspec.Struct, frozen=True):
     delivered: bool
 
 
-class Viewed:
+class TraceView:
     """The tree of one session."""
 
     def __init__(self, view: Mapping[str, Any]) -> None:
@@ -69,9 +69,9 @@ class Viewed:
         self.status: str = view["status"]
         self.stop: str = view["stop"]
         self.config: Mapping[str, Json] = view["config"]
-        self.contexts: dict[int, ViewedContext] = {}
-        self.turns: list[ViewedTurn] = []  # oldest first
-        self._turns: dict[int, ViewedTurn] = {}
+        self.contexts: dict[int, ContextView] = {}
+        self.turns: list[TurnView] = []  # oldest first
+        self._turns: dict[int, TurnView] = {}
         policy = msgspec.convert(self.config.get("policy", {}), TrainingPolicy)
         for node in view["nodes"]:
             if node["kind"] == "context":
@@ -86,9 +86,9 @@ class Viewed:
         parent = self.contexts[context].parent
         return context if parent is None else self._turns[parent].root
 
-    def path(self, turn: ViewedTurn) -> list[ViewedContext | ViewedTurn]:
+    def path(self, turn: TurnView) -> list[ContextView | TurnView]:
         """From the root to `turn`."""
-        found: list[ViewedContext | ViewedTurn] = [turn]
+        found: list[ContextView | TurnView] = [turn]
         while True:
             context = self.contexts[found[-1].parent]  # type: ignore[index]  # a turn always has one
             found.append(context)
@@ -96,57 +96,57 @@ class Viewed:
                 return found[::-1]
             found.append(self._turns[context.parent])
 
-    def prompt(self, turn: ViewedTurn) -> list[int]:
+    def prompt(self, turn: TurnView) -> list[int]:
         """The ids that were sent to the engine."""
         ids: list[int] = []
         for node in self.path(turn)[:-1]:
             ids += node.ids
         return ids
 
-    def messages(self, turn: ViewedTurn) -> list[Json]:
+    def messages(self, turn: TurnView) -> list[Json]:
         """The conversation that it answers, in OpenAI's form."""
         found: list[Json] = []
         for node in self.path(turn)[:-1]:
-            found += [node.message] if isinstance(node, ViewedTurn) else node.messages
+            found += [node.message] if isinstance(node, TurnView) else node.messages
         return found
 
-    def tools(self, turn: ViewedTurn) -> list[Json]:
+    def tools(self, turn: TurnView) -> list[Json]:
         return self.contexts[turn.parent].tools
 
 
-def read(view: Mapping[str, Any]) -> Viewed:
+def parse_trace(view: Mapping[str, Any]) -> TraceView:
     """A view as the admin API tells it."""
     missing = [name for name in ("session", "status", "stop", "config", "preambles", "nodes") if name not in view]
     if missing:
         raise BadRequest(f"trace: {', '.join(missing)}: missing; give what GET /admin/sessions/ID/trace answers")
-    return Viewed(view)
+    return TraceView(view)
 
 
-def told_apart(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
+def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
     """The role of a turn, in the words of those who know three."""
     if role in ("main", "subagent"):
         return "agent"
     return "auxiliary" if role == "side" else "discarded"
 
 
-def _context(node: Mapping[str, Any], preambles: Mapping[str, Any]) -> ViewedContext:
+def _context(node: Mapping[str, Any], preambles: Mapping[str, Any]) -> ContextView:
     messages = node["messages"]
     if node["dialect"] != _CHAT:
         messages = [message_to_wire(m) for m in decode_stored_messages(node["dialect"], msgspec.json.encode(messages))]
     tools = preambles.get(node["preamble"], {}).get("tools") or []
-    return ViewedContext(
+    return ContextView(
         node["id"], node["parent"], node["ids"], messages, tools, node["dialect"], node["cause"], node["told"]
     )
 
 
-def _turn(node: Mapping[str, Any], root: int, policy: TrainingPolicy) -> ViewedTurn:
-    reason = untrainable_reason(_as_recorded(node), node["role"], policy)
+def _turn(node: Mapping[str, Any], root: int, policy: TrainingPolicy) -> TurnView:
+    reason = untrainable_reason(_to_sampled(node), node["role"], policy)
     logprobs = node["logprobs"]
-    if logprobs is not None and (len(logprobs) != len(node["ids"]) or not all(map(_is_one, logprobs))):
+    if logprobs is not None and (len(logprobs) != len(node["ids"]) or not all(map(_is_logprob, logprobs))):
         logprobs = None
         reason = reason or "log-probabilities that are none"
     message = msgspec.convert(node["message"], Message)
-    return ViewedTurn(
+    return TurnView(
         id=node["id"],
         parent=node["parent"],
         root=root,
@@ -169,12 +169,12 @@ def _turn(node: Mapping[str, Any], root: int, policy: TrainingPolicy) -> ViewedT
     )
 
 
-def _is_one(value: float | None) -> bool:
+def _is_logprob(value: float | None) -> bool:
     """A log-probability is a number, and never above 0."""
     return value is not None and math.isfinite(value) and value <= 0
 
 
-def _as_recorded(node: Mapping[str, Any]) -> Sampled:
+def _to_sampled(node: Mapping[str, Any]) -> Sampled:
     """As much of the node as the rule about training looks at."""
     context = Context(node["parent"], None, np.empty(0, ID_DTYPE), ContextInfo(b"", b"", "", False))
     given = node["logprobs"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from turngate.server.compat.openenv import training_turns
 from turngate.types import Json
-from turngate.views.trace import read
+from turngate.views.trace import parse_trace
 
 SCHEMA_VERSION = 1
 
@@ -24,4 +24,4 @@ def training_trace(view: Mapping[str, Any]) -> dict[str, Json]:
     `loss_mask`, and `metadata.untrained` says why. Where log-probabilities are missing, `completion_token_ids` is empty (the format
     knows no token without one) and the sampled ids are in `metadata.sampled_token_ids`. A trace without ids is refused.
     """
-    return {"schema_version": SCHEMA_VERSION, "turns": training_turns(read(view))}
+    return {"schema_version": SCHEMA_VERSION, "turns": training_turns(parse_trace(view))}

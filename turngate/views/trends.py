@@ -11,7 +11,7 @@ from turngate.store.sqlite import Store
 from turngate.trace.advantage import is_too_large
 from turngate.types import Json
 from turngate.views.groups import mean
-from turngate.views.rollout_index import SOME, SPAN_S, Kept, Known, Row, breathe
+from turngate.views.rollout_index import BUCKET_S, CHUNK, RolloutEntry, RolloutIndex, RolloutRow, yield_interpreter
 
 _MOST_DELIVERIES = 500
 _MOST_MESSAGES = 50
@@ -19,15 +19,15 @@ _EXAMPLES = 5
 _DIGITS = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
 
 
-def training(known: Known, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
+def summarize_training(known: RolloutIndex, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
     cursor, now = known.refresh(store), time.time()
-    mine = [one for one in known.kept.values() if one.row.group.startswith(prefix)]
+    mine = [one for one in known.entries.values() if one.row.group.startswith(prefix)]
     for number, one in enumerate(mine):
-        if number % (SOME // 2) == 0:
-            breathe()
-        known.shown(one, now, store)
+        if number % (CHUNK // 2) == 0:
+            yield_interpreter()
+        known.refresh_row(one, now, store)
     first = min((one.row.opened for one in mine), default=now)
-    width = _width((now - first) / buckets)
+    width = _bucket_width((now - first) / buckets)
     graded = [
         (one.recorded, one.row)
         for one in mine
@@ -38,11 +38,11 @@ def training(known: Known, store: Store, prefix: str, buckets: int) -> dict[str,
         "now": now,
         "first": first,
         "bucket_s": width,
-        "time": _over_time(graded, width),
-        "version": _over_versions([row for _, row in graded]),
+        "time": _rewards_over_time(graded, width),
+        "version": _rewards_by_version([row for _, row in graded]),
         "throughput": _throughput(known, first, now, width),
         "staleness": _staleness(known, mine),
-        "deliveries": _delivered(known, prefix),
+        "deliveries": _list_deliveries(known, prefix),
         "versions": [{"version": version, "at": at} for at, version in known.versions[-_MOST_DELIVERIES:]],
         "feeds": [
             {
@@ -58,20 +58,20 @@ def training(known: Known, store: Store, prefix: str, buckets: int) -> dict[str,
     }
 
 
-def _throughput(known: Known, first: float, now: float, width: float) -> list[Json]:
+def _throughput(known: RolloutIndex, first: float, now: float, width: float) -> list[Json]:
     """Of the whole gateway, without gaps."""
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}
     for number, counted in known.spans.items():
-        into = sums.get(int(number * SPAN_S // width))
+        into = sums.get(int(number * BUCKET_S // width))
         if into is not None:
             for place in range(3):
                 into[place] += counted[place]
     told = []
     for number, (turns, tokens, outcomes) in sums.items():
         # The first and the last are not whole.
-        lasted = min(now, (number + 1) * width) - max(first - first % SPAN_S, number * width)
-        lasted = max(lasted, SPAN_S)
+        lasted = min(now, (number + 1) * width) - max(first - first % BUCKET_S, number * width)
+        lasted = max(lasted, BUCKET_S)
         told.append(
             {
                 "at": number * width,
@@ -83,7 +83,7 @@ def _throughput(known: Known, first: float, now: float, width: float) -> list[Js
     return told
 
 
-def _delivered(known: Known, prefix: str) -> list[Json]:
+def _list_deliveries(known: RolloutIndex, prefix: str) -> list[Json]:
     members = known.by_group()
     newest = [one for one in known.deliveries if one.group.startswith(prefix)][-_MOST_DELIVERIES:]
     told = []
@@ -92,7 +92,7 @@ def _delivered(known: Known, prefix: str) -> list[Json]:
         rows = [kept.row for kept in members.get(one.group, ()) if (kept.recorded or 0) <= one.at]
         sampled = [row.version_start for row in rows if row.version_start is not None]
         rewards = [row.reward for row in rows if row.reward is not None]
-        version, oldest = known.in_force(one.at), min(sampled, default=None)
+        version, oldest = known.version_at(one.at), min(sampled, default=None)
         told.append(
             {
                 "feed": one.feed,
@@ -109,21 +109,21 @@ def _delivered(known: Known, prefix: str) -> list[Json]:
     return told
 
 
-def _staleness(known: Known, kept: Iterable[Kept]) -> list[Json]:
+def _staleness(known: RolloutIndex, kept: Iterable[RolloutEntry]) -> list[Json]:
     """Of each rollout that has an outcome, by how many versions the policy had moved on by then."""
     behind: Counter[int] = Counter()
     for one in kept:
         if one.recorded is not None and one.row.version_start is not None:
-            version = known.in_force(one.recorded)
+            version = known.version_at(one.recorded)
             if version is not None:
                 behind[version - one.row.version_start] += 1
     return [{"behind": gap, "rollouts": behind[gap]} for gap in sorted(behind)]
 
 
-def failures(known: Known, store: Store, prefix: str) -> dict[str, Json]:
+def summarize_failures(known: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
     """By class, what was said, most frequent first. Numbers in it do not make two messages of one."""
     cursor, now = known.refresh(store), time.time()
-    said: dict[str, dict[str, list[Row]]] = {}
+    said: dict[str, dict[str, list[RolloutRow]]] = {}
     for kept in known.all(now):
         row = kept.row
         kind: str = row.kind or ("damaged" if kept.damage else "cancelled" if row.status == "cancelled" else "")
@@ -151,7 +151,7 @@ def failures(known: Known, store: Store, prefix: str) -> dict[str, Json]:
     return {"classes": classes, "cursor": cursor}
 
 
-def _over_time(graded: Sequence[tuple[float, Row]], width: float) -> list[Json]:
+def _rewards_over_time(graded: Sequence[tuple[float, RolloutRow]], width: float) -> list[Json]:
     spans: dict[int, list[float]] = {}
     for at, row in graded:
         assert row.reward is not None
@@ -162,7 +162,7 @@ def _over_time(graded: Sequence[tuple[float, Row]], width: float) -> list[Json]:
     ]
 
 
-def _over_versions(rows: Iterable[Row]) -> list[Json]:
+def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
     """By the version at a rollout's first token."""
     found: dict[int, list[float]] = {}
     for row in rows:
@@ -171,7 +171,7 @@ def _over_versions(rows: Iterable[Row]) -> list[Json]:
     return [{"version": version, "mean": mean(known), "count": len(known)} for version, known in sorted(found.items())]
 
 
-def _width(least: float) -> float:
+def _bucket_width(least: float) -> float:
     """Of a bucket: a round number of seconds."""
     for width in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400):
         if width >= least:

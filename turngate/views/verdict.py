@@ -19,7 +19,7 @@ import msgspec
 from turngate.errors import StoreError, TurngateError
 from turngate.store.sqlite import Store
 from turngate.verify import Renderers, RowSource, SpotChecker, StoreReader, Verdict, VerifyOptions, verify
-from turngate.views.session import read
+from turngate.views.session import load_session_view
 
 _LOWEST_PRIORITY = 19  # as `nice` counts
 
@@ -29,7 +29,7 @@ def open_row_source(data: Path) -> Iterator[RowSource]:
     """The rows that the gateway's own code hands to a trainer, whether a gateway serves the folder or not."""
     store = Store.reading(data)
     try:
-        yield lambda session_id, everything: read(store, session_id).samples(keep_empty=everything)
+        yield lambda session_id, everything: load_session_view(store, session_id).samples(keep_empty=everything)
     finally:
         store.close()
 
@@ -105,8 +105,8 @@ class BackgroundVerifier:
     """Every n-th session that ends, verified while the gateway serves."""
 
     def __init__(self, data: Path, every: int, report: Callable[[Verdict], None]) -> None:
-        self._apart = VerifierProcess(data)
-        self._sampler = SpotChecker(every, self._apart, report)
+        self._reader = VerifierProcess(data)
+        self._sampler = SpotChecker(every, self._reader, report)
 
     def start(self) -> None:
         self._sampler.start()
@@ -116,7 +116,7 @@ class BackgroundVerifier:
 
     def stop(self) -> None:
         """What is being looked at is left; `turngate verify` can look at it any time."""
-        self._sampler.stop(self._apart.close)
+        self._sampler.stop(self._reader.close)
 
 
 def main(data: Path) -> None:

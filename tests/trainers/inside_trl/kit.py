@@ -17,7 +17,7 @@ from tests.kit import Json, Running, user
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig
-from turngate.store.outcome import Recorded
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ async def rolled(
     await g.seal(session.id)
     async with GatewayClient(g.root, g.app.admin_key) as client:
         kind = "graded" if reward is not None else "agent failed"
-        await client.record(session.id, Recorded(kind=kind, reward=reward, group=group, task="t"))
+        await client.record(session.id, RecordedOutcome(kind=kind, reward=reward, group=group, task="t"))
     return session.id
 
 

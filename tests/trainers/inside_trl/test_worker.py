@@ -18,7 +18,7 @@ from tests.trainers.inside_trl.kit import apart, following, none_left, rolled, s
 from turngate.agents.install import Installation
 from turngate.agents.spec import find_agent
 from turngate.client.feed import Feed, OtherFeed
-from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
 from turngate.rollout.concurrency import Bounds
@@ -228,7 +228,7 @@ async def test_what_is_wrong_is_told_by_start_or_by_its_health() -> None:
                 worker.check_health(scaled(5))
         async with following(g, n=3, start=False) as worker:
             await apart(worker.update_model_version, 1)
-            with pytest.raises(Refused, match="n: is 2, not 3"):
+            with pytest.raises(RequestRejected, match="n: is 2, not 3"):
                 await apart(worker.start)
         with pytest.raises(ConfigError, match="TURNGATE_ADMIN_KEY"):
             TurngateWorker(worker.config)

@@ -27,9 +27,9 @@ from turngate.server.http import decode_body, encoded_response, int_param, json_
 from turngate.trace.sample import Sample
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
-from turngate.views.session import Looks, Shown, as_json, piece
+from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 from turngate.views.session_directory import SessionDirectory
-from turngate.views.trace import Viewed, ViewedTurn, read, told_apart
+from turngate.views.trace import TraceView, TurnView, parse_trace, training_role
 
 Purpose = Literal["auto", "train", "eval"]
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
@@ -63,10 +63,12 @@ class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnvRoutes:
-    def __init__(self, sessions: Sessions, directory: SessionDirectory, looks: Looks, auth: Auth) -> None:
+    def __init__(
+        self, sessions: Sessions, directory: SessionDirectory, session_views: SessionViews, auth: Auth
+    ) -> None:
         self._sessions = sessions
         self._directory = directory
-        self._looks = looks
+        self._session_views = session_views
         self._auth = auth
 
     def routes(self) -> list[Route]:
@@ -116,7 +118,7 @@ class OpenEnvRoutes:
         limit = int_param(request, "limit", 100) or 100
         before = int_param(request, "before")
         listed = self._directory.list(before=before, limit=min(limit, 1000))
-        shapes = await self._looks.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
+        shapes = await self._session_views.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
         opened_here = [row for row in listed if _METADATA_KEY in row["config"].metadata]
         return json_response({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})
 
@@ -124,7 +126,7 @@ class OpenEnvRoutes:
         name = self._named(request)
         live = self._sessions.find_live(name)
 
-        def made(shown: Shown) -> bytes:
+        def made(shown: SessionView) -> bytes:
             session = shown.session
             told = {
                 "session_id": session.id,
@@ -133,9 +135,9 @@ class OpenEnvRoutes:
                 "stop": session.stop,
                 **_tree_stats(_trace_view(shown)),
             }
-            return as_json(told)
+            return encode_json(told)
 
-        return encoded_response(await self._looks.at(name, made))
+        return encoded_response(await self._session_views.build(name, made))
 
     async def rollout(self, request: Request) -> Response:
         name = self._named(request)
@@ -144,13 +146,13 @@ class OpenEnvRoutes:
         live = self._sessions.find_live(name)
         limits_met = 0 if live is None else len(live.limits_announced)
         return encoded_response(
-            await self._looks.at(
+            await self._session_views.build(
                 name, lambda shown: _encode_rollout(shown, limits_met, discarded=discarded, messages=messages)
             )
         )
 
     async def trace_entries(self, request: Request) -> Response:
-        return encoded_response(await self._looks.at(self._named(request), _encode_entries))
+        return encoded_response(await self._session_views.build(self._named(request), _encode_entries))
 
     async def delete(self, request: Request) -> Response:
         """Ends it and removes all that was recorded. Twice is fine."""
@@ -183,13 +185,13 @@ def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
     return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
 
 
-def _trace_view(shown: Shown) -> Viewed:
+def _trace_view(shown: SessionView) -> TraceView:
     view = shown.trace()
-    nodes = [msgspec.json.decode(as_json(node)) for node in view.pop("nodes")]
-    return read({**msgspec.json.decode(as_json(view)), "nodes": nodes})
+    nodes = [msgspec.json.decode(encode_json(node)) for node in view.pop("nodes")]
+    return parse_trace({**msgspec.json.decode(encode_json(view)), "nodes": nodes})
 
 
-def _encode_entries(shown: Shown) -> bytes:
+def _encode_entries(shown: SessionView) -> bytes:
     if _capture_kind(shown.session)["rollout_type"] == "eval":
         raise Conflict("this is an evaluation: it has a trace (/rollout), but nothing that may be trained")
     viewed = _trace_view(shown)
@@ -197,16 +199,16 @@ def _encode_entries(shown: Shown) -> bytes:
     for one in viewed.turns:
         turn = _training_turn(viewed, one)
         node = turn.pop("node_id")
-        entries.append(piece({**turn, "metadata": {**turn["metadata"], "node_id": node}}))
-    return as_json({"session_id": shown.session.id, "entries": entries})
+        entries.append(encode_piece({**turn, "metadata": {**turn["metadata"], "node_id": node}}))
+    return encode_json({"session_id": shown.session.id, "entries": entries})
 
 
-def training_turns(viewed: Viewed) -> list[dict[str, Json]]:
+def training_turns(viewed: TraceView) -> list[dict[str, Json]]:
     """Every model call as OpenEnv's `TrainingTurn`, each once; what may not be trained has no 1 in its mask and says why."""
     return [_training_turn(viewed, turn) for turn in viewed.turns]
 
 
-def _training_turn(viewed: Viewed, turn: ViewedTurn) -> dict[str, Json]:
+def _training_turn(viewed: TraceView, turn: TurnView) -> dict[str, Json]:
     prompt = viewed.prompt(turn)
     if not prompt:
         raise Conflict(
@@ -294,7 +296,7 @@ def _is_true(text: str | None) -> bool:
 # ── the rollout as one document ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _encode_rollout(shown: Shown, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
+def _encode_rollout(shown: SessionView, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
     session, viewed, rows = shown.session, _trace_view(shown), shown.samples(keep_empty=True)
     kind = _capture_kind(session)
     trains = kind["rollout_type"] == "train"
@@ -306,29 +308,29 @@ def _encode_rollout(shown: Shown, limits_met: int, *, discarded: bool, messages:
         "session_id": session.id,
         "metadata": {name: value for name, value in session.config.metadata.items() if name != _METADATA_KEY},
         "budget_stop_count": limits_met,
-        "turns": [piece(_turn_json(viewed, turn, index, messages)) for index, turn in enumerate(viewed.turns)],
+        "turns": [encode_piece(_turn_json(viewed, turn, index, messages)) for index, turn in enumerate(viewed.turns)],
         "stats": {
             **_tree_stats(viewed),
             "n_sequences": len(kept),
             "n_trainable_sequences": len(trained),
             "n_trainable_tokens": sum(row["n_trainable"] for row in trained),
         },
-        "sequences": [piece(row) for row in kept],
+        "sequences": [encode_piece(row) for row in kept],
         "validation": [f"[WARN] untrained: turn {t.id}: {t.untrained}" for t in viewed.turns if t.untrained],
         "trainable": bool(trained),
         **kind,
     }
-    return as_json(document)
+    return encode_json(document)
 
 
-def _sequence_json(row: Sample, by_id: dict[int, ViewedTurn], trains: bool) -> dict[str, Json]:
+def _sequence_json(row: Sample, by_id: dict[int, TurnView], trains: bool) -> dict[str, Json]:
     """A branch. In this format a position without a log-probability has 0.0 and a 0 in the mask, so that the mask alone decides."""
     turns = [by_id[span.node] for span in row.spans]
     mask = row.mask & trains
     for span, turn in zip(row.spans, turns, strict=True):
         mask[span.start : span.end] &= turn.logprobs is not None
     logprobs = [value if on else 0.0 for value, on in zip(row.logprobs.tolist(), mask.tolist(), strict=True)]
-    role = told_apart(turns[-1].role)
+    role = training_role(turns[-1].role)
     trained = int(mask.sum())
     return {
         "role": role,
@@ -346,7 +348,7 @@ def _sequence_json(row: Sample, by_id: dict[int, ViewedTurn], trains: bool) -> d
     }
 
 
-def _turn_json(viewed: Viewed, turn: ViewedTurn, index: int, messages: bool) -> dict[str, Json]:
+def _turn_json(viewed: TraceView, turn: TurnView, index: int, messages: bool) -> dict[str, Json]:
     context = viewed.contexts[turn.parent]
     return {
         "node_id": str(turn.id),
@@ -360,7 +362,7 @@ def _turn_json(viewed: Viewed, turn: ViewedTurn, index: int, messages: bool) -> 
         "sampling_params": turn.sampling or {},
         "requested_sampling_params": {},  # what the agent asked for and was not applied is not kept
         "sampled_logprobs": turn.logprobs,
-        "discarded": told_apart(turn.role) == "discarded",
+        "discarded": training_role(turn.role) == "discarded",
         **(
             {
                 "request_messages": viewed.messages(turn),
@@ -373,7 +375,7 @@ def _turn_json(viewed: Viewed, turn: ViewedTurn, index: int, messages: bool) -> 
     }
 
 
-def _tree_stats(viewed: Viewed) -> dict[str, int]:
+def _tree_stats(viewed: TraceView) -> dict[str, int]:
     """The shape of the tree, counted as there: over calls, so that two answers to one question are a fork."""
     before = [viewed.contexts[turn.parent].parent for turn in viewed.turns]
     children: dict[int, int] = {}
@@ -385,5 +387,5 @@ def _tree_stats(viewed: Viewed) -> dict[str, int]:
         "n_roots": sum(parent is None for parent in before),
         "n_leaves": sum(turn.id not in children for turn in viewed.turns),
         "n_forks": sum(count > 1 for count in children.values()),
-        "n_discarded": sum(told_apart(turn.role) == "discarded" for turn in viewed.turns),
+        "n_discarded": sum(training_role(turn.role) == "discarded" for turn in viewed.turns),
     }

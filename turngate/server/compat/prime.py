@@ -29,7 +29,7 @@ from turngate.trace.sample import untrainable_reason
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Node, Sampled, path_ids, path_to
 from turngate.types import Json, Limits, Message, Sampling
-from turngate.views.session import Looks, Shown, as_json, piece
+from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 
 PREFIX = "/v1/rollouts/"
 _chat = Chat()
@@ -43,9 +43,9 @@ class RegisterBody(msgspec.Struct, frozen=True):
 
 
 class PrimeRoutes:
-    def __init__(self, sessions: Sessions, looks: Looks, auth: Auth) -> None:
+    def __init__(self, sessions: Sessions, session_views: SessionViews, auth: Auth) -> None:
         self._sessions = sessions
-        self._looks = looks
+        self._session_views = session_views
         self._auth = auth
 
     def routes(self) -> list[Route]:
@@ -96,7 +96,7 @@ class PrimeRoutes:
         )
 
     async def trajectory(self, request: Request) -> Response:
-        return encoded_response(await self._looks.at(request.path_params["id"], _encode_trajectory))
+        return encoded_response(await self._session_views.build(request.path_params["id"], _encode_trajectory))
 
     async def cancel(self, request: Request) -> Response:
         session = self._sessions.find(request.path_params["id"])
@@ -119,14 +119,14 @@ def rollout_status(session: Session) -> str:
     return "completed" if done else "active"
 
 
-def _encode_trajectory(shown: Shown) -> bytes:
+def _encode_trajectory(shown: SessionView) -> bytes:
     session = shown.session
     said = {node.id: _node_messages(node, shown.texts[node.id]) for node in session.trace.nodes}
     turns = _main_turns(session)
     first, last = (path_to(turns[0][0]), path_to(turns[-1][0])) if turns else ([], [])
     prompt = [message for node in first[:-1] for message in said[node.id]]
     whole = [message for node in last for message in said[node.id]]
-    return as_json(
+    return encode_json(
         {
             "rollout_id": session.id,
             "status": rollout_status(session),
@@ -135,7 +135,7 @@ def _encode_trajectory(shown: Shown) -> bytes:
             "prompt": prompt,
             "completion": whole[len(prompt) :],
             "is_truncated": session.truncated,
-            "trajectory": [piece(_step(turn, role, said, session)) for turn, role in turns],
+            "trajectory": [encode_piece(_step(turn, role, said, session)) for turn, role in turns],
         }
     )
 
@@ -203,10 +203,10 @@ def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], 
 def _node_messages(node: Node, text: bytes) -> list[msgspec.Raw]:
     """What a node stands for, in OpenAI's form; what a context added as it came where it came so."""
     if isinstance(node, Sampled):
-        return [piece(_to_wire(orjson.loads(text)))]
+        return [encode_piece(_to_wire(orjson.loads(text)))]
     if node.info.dialect == _chat.name:
-        return [piece(message) for message in orjson.loads(text)]
-    return [piece(message_to_wire(message)) for message in decode_stored_messages(node.info.dialect, text)]
+        return [encode_piece(message) for message in orjson.loads(text)]
+    return [encode_piece(message_to_wire(message)) for message in decode_stored_messages(node.info.dialect, text)]
 
 
 def _to_wire(stored: Json) -> Json:

@@ -32,14 +32,14 @@ from turngate.server.http import decode_body, encoded_response, error_response, 
 from turngate.server.web.files import StaticFiles
 from turngate.server.web.login import COOKIE_LIFETIME_S, PageLogin, require_same_origin, set_login_cookie
 from turngate.server.web.view_cache import FORMATS, ViewCache, summarize_drift
-from turngate.store.reader import Apart
+from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages
 from turngate.types import BATCH_STREAM, Json
-from turngate.views.filters import Wanted
-from turngate.views.rollout import Close
+from turngate.views.filters import RolloutFilter
+from turngate.views.rollout import RolloutView
 from turngate.views.rollout_index import STATUSES
-from turngate.views.session import as_json, piece, read
+from turngate.views.session import encode_json, encode_piece, load_session_view
 
 CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
 _MOST = 500  # rows of a list
@@ -79,14 +79,14 @@ class Page:
         self._store = store
         self._model = model
         self._shard = shard
-        self._apart = Apart(store, "page")
-        self._looks = ViewCache(tokenizer)
+        self._reader = StoreReader(store, "page")
+        self._views = ViewCache(tokenizer)
         self._files = StaticFiles()
         self.login = PageLogin(admin_key, auth, store)
         self._streams = 0
 
     def close(self) -> None:
-        self._apart.close()
+        self._reader.close()
 
     def routes(self) -> list[Route]:
         one = "/page/api/rollouts/{id}"
@@ -158,7 +158,7 @@ class Page:
     # ── all of them ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def overview(self, request: Request) -> Response:
-        sums = await self._apart.run(self._looks.overview.sums)
+        sums = await self._reader.run(self._views.overview.sums)
         return json_response({**sums, "turngate": __version__, "gateway": self._gateway()})
 
     def _gateway(self) -> dict[str, Json]:
@@ -172,44 +172,45 @@ class Page:
 
     async def rollouts(self, request: Request) -> Response:
         wanted = _wanted(request, "-opened")
-        return await self._made(lambda store: self._looks.overview.rollouts(store, wanted))
+        return await self._made(lambda store: self._views.overview.rollouts(store, wanted))
 
     async def groups(self, request: Request) -> Response:
         wanted = _wanted(request, "-latest")
-        return await self._made(lambda store: self._looks.overview.groups(store, wanted))
+        return await self._made(lambda store: self._views.overview.groups(store, wanted))
 
     async def group(self, request: Request) -> Response:
         """Whether a rollout counts is in its trace. One after the other, so that others are answered in between."""
         name = request.query_params.get("name", "")
-        graded = await self._apart.run(lambda store: self._looks.overview.graded(store, name))
-        if len(self._looks.unread(graded)) > _READ:
-            return await self._made(lambda store: self._looks.overview.group(store, name, {}))
+        graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))
+        if len(self._views.unread(graded)) > _READ:
+            return await self._made(lambda store: self._views.overview.group(store, name, {}))
         trains = {
-            key: await self._apart.run(partial(self._looks.trains, session=session, key=key)) for session, key in graded
+            key: await self._reader.run(partial(self._views.trains, session=session, key=key))
+            for session, key in graded
         }
-        return await self._made(lambda store: self._looks.overview.group(store, name, trains))
+        return await self._made(lambda store: self._views.overview.group(store, name, trains))
 
     async def group_evidence(self, request: Request) -> Response:
         """One rollout after the other, so that others are answered in between."""
         name = request.query_params.get("name", "")
-        members = await self._apart.run(lambda store: self._looks.overview.members(store, name))
+        members = await self._reader.run(lambda store: self._views.overview.members(store, name))
         found = []
         for session, key in members:
-            facts = await self._apart.run(partial(self._looks.facts, session=session, key=key))
+            facts = await self._reader.run(partial(self._views.facts, session=session, key=key))
             found.append({"id": session, **facts})
         return json_response(summarize_drift(name, found))
 
     async def training(self, request: Request) -> Response:
         prefix = request.query_params.get("group", "")
         buckets = min(max(int_param(request, "buckets", 120) or 120, 1), 500)
-        return await self._made(lambda store: self._looks.overview.training(store, prefix, buckets))
+        return await self._made(lambda store: self._views.overview.training(store, prefix, buckets))
 
     async def failures(self, request: Request) -> Response:
         prefix = request.query_params.get("group", "")
-        return await self._made(lambda store: self._looks.overview.failures(store, prefix))
+        return await self._made(lambda store: self._views.overview.failures(store, prefix))
 
     async def _made(self, make: Callable[[Store], Json]) -> Response:
-        return encoded_response(await self._apart.run(lambda store: as_json(make(store))))
+        return encoded_response(await self._reader.run(lambda store: encode_json(make(store))))
 
     # ── one of them ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -217,7 +218,7 @@ class Page:
         session = request.path_params["id"]
         live = self._sessions.find_live(session)
         told = None if live is None else {"in_flight": live.in_flight, "last_error": live.last_error}
-        return await self._made(lambda store: {**self._looks.header(store, session), "live": told})
+        return await self._made(lambda store: {**self._views.header(store, session), "live": told})
 
     async def tree(self, request: Request) -> Response:
         return await self._closely(request, lambda close: close.tree())
@@ -238,18 +239,18 @@ class Page:
             request, lambda close: close.tokens(node=node, token=token, limit=limit, branch=branch)
         )
 
-    async def _closely(self, request: Request, make: Callable[[Close], dict[str, Json]]) -> Response:
+    async def _closely(self, request: Request, make: Callable[[RolloutView], dict[str, Json]]) -> Response:
         session = request.path_params["id"]
 
         def made(store: Store) -> bytes:
-            close, cursor = self._looks.close(store, session)
+            close, cursor = self._views.close(store, session)
             told = make(close)
             nodes = [
-                piece(node) for node in told["nodes"]
+                encode_piece(node) for node in told["nodes"]
             ]  # one by one: a long call into C keeps the interpreter from everybody
-            return as_json({**told, "nodes": nodes, "cursor": cursor})
+            return encode_json({**told, "nodes": nodes, "cursor": cursor})
 
-        return encoded_response(await self._apart.run(made))
+        return encoded_response(await self._reader.run(made))
 
     # ── as it happens ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -309,22 +310,22 @@ class Page:
             if newest is None:
                 yield b": alive\n\n"
                 continue
-            if newest - after > _BEHIND or after < self._store.events.pruned():
+            if newest - after > _BEHIND or after < self._store.events.last_pruned():
                 after = newest
-                yield _event("reload", after, as_json({"cursor": after}))
+                yield _event("reload", after, encode_json({"cursor": after}))
                 continue
             try:
-                told = await self._apart.run(partial(self._changed, after=after))
+                told = await self._reader.run(partial(self._changed, after=after))
             except StoreError:  # the gateway is being stopped
                 return
             after = told["cursor"]
-            yield _event("changed", after, as_json({**told, "gateway": self._gateway()}))
+            yield _event("changed", after, encode_json({**told, "gateway": self._gateway()}))
             await asyncio.sleep(_PACE_S)  # what happens meanwhile is told together
 
     def _changed(self, store: Store, *, after: int) -> dict[str, Json]:
         """Written down in the thread, whose rows they are."""
-        told = self._looks.overview.changed(store, after)
-        return {**told, "rollouts": [piece(row) for row in told["rollouts"]]}
+        told = self._views.overview.list_changes(store, after)
+        return {**told, "rollouts": [encode_piece(row) for row in told["rollouts"]]}
 
     async def _stream_events(self, request: Request, session: str, after: int) -> AsyncGenerator[bytes, None]:
         yield b": live\n\n"
@@ -352,7 +353,7 @@ class Page:
     async def retry(self, request: Request) -> Response:
         """Its batch is asked for another attempt, durably: one that runs answers at once, another one reads it when it is run again."""
         session = request.path_params["id"]
-        row, why = await self._apart.run(partial(self._looks.overview.no_retry, session=session))
+        row, why = await self._reader.run(partial(self._views.overview.check_retry, session=session))
         if why:
             raise Conflict(f"it cannot be tried again: {why}")
         stream = f"{BATCH_STREAM}{row.batch}"
@@ -381,20 +382,20 @@ class Page:
 
     async def _row(self, request: Request) -> Response:
         session = request.path_params["id"]
-        return await self._made(lambda store: {"rollout": self._looks.overview.rollout(store, session)[0]})
+        return await self._made(lambda store: {"rollout": self._views.overview.rollout(store, session)[0]})
 
     async def export(self, request: Request) -> Response:
         session, format = request.path_params["id"], _format(request, FORMATS)
         if format == "trace":
-            trace = await self._apart.run(partial(_trace, session=session))
+            trace = await self._reader.run(partial(_trace, session=session))
             return _attached(_whole(trace), f"{session}.trace.json", "application/json")
-        members = await self._apart.run(partial(self._looks.group_of, session=session))
+        members = await self._reader.run(partial(self._views.group_of, session=session))
         mine = [(session, dict(members)[session])]
         return await self._told_lines(f"{session}.{format}.jsonl", format, mine, members)
 
     async def export_group(self, request: Request) -> Response:
         name, format = request.query_params.get("group", ""), _format(request, ("rows", "messages"))
-        members = await self._apart.run(partial(self._looks.overview.members, name=name))
+        members = await self._reader.run(partial(self._views.overview.members, name=name))
         return await self._told_lines(f"{name}.{format}.jsonl", format, members, members)
 
     async def _told_lines(
@@ -403,7 +404,7 @@ class Page:
         """How many of them are damaged is known before the first line: it is left out, not broken off at."""
         damaged = 0
         for session, key in wanted:
-            damaged += await self._apart.run(partial(self._looks.damaged, session=session, key=key))
+            damaged += await self._reader.run(partial(self._views.damaged, session=session, key=key))
         if damaged == len(wanted):
             raise StoreError("nothing of it can be read: its trace is damaged on disk")
         response = _attached(self._exported(format, wanted, group), name, "application/x-ndjson")
@@ -416,15 +417,15 @@ class Page:
         """One rollout at a time. Advantages are over the whole group, whichever of it are asked for."""
         rewards = []
         for session, key in group if format == "rows" else ():
-            rewards.append(await self._apart.run(partial(self._looks.counted_reward, session=session, key=key)))
+            rewards.append(await self._reader.run(partial(self._views.counted_reward, session=session, key=key)))
         known = dict(zip((session for session, _ in group), compute_advantages(rewards, "normalised"), strict=False))
         for session, key in wanted:
-            told = partial(self._looks.lines, session=session, key=key, format=format, advantage=known.get(session))
-            for line in await self._apart.run(told):
+            told = partial(self._views.lines, session=session, key=key, format=format, advantage=known.get(session))
+            for line in await self._reader.run(told):
                 yield line
 
 
-def _wanted(request: Request, sort: str) -> Wanted:
+def _wanted(request: Request, sort: str) -> RolloutFilter:
     query = request.query_params
 
     def one_of(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -437,7 +438,7 @@ def _wanted(request: Request, sort: str) -> Wanted:
     def any_of(name: str) -> tuple[str, ...]:
         return tuple(value for value in query.getlist(name) if value)
 
-    return Wanted(
+    return RolloutFilter(
         status=one_of("status", STATUSES),
         kind=one_of("class", CLASSES),
         group=any_of("group"),
@@ -464,10 +465,10 @@ def _event(kind: str, seq: int, data: bytes) -> bytes:
 
 
 def _trace(store: Store, *, session: str) -> bytes:
-    with store.at_once():
-        shown = read(store, session)
+    with store.snapshot():
+        shown = load_session_view(store, session)
     view = shown.trace()
-    return as_json({**view, "nodes": [piece(node) for node in view["nodes"]]})
+    return encode_json({**view, "nodes": [encode_piece(node) for node in view["nodes"]]})
 
 
 async def _whole(content: bytes) -> AsyncIterator[bytes]:

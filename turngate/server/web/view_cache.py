@@ -10,16 +10,16 @@ import msgspec
 from turngate.errors import ConfigError, NotFound, StoreError
 from turngate.render import Tokenizer
 from turngate.render.certificate_cache import load_any_record
-from turngate.store.outcome import Recorded
-from turngate.store.queries import Fact
+from turngate.store.outcomes import RecordedOutcome
+from turngate.store.queries import RawEvent
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import is_too_large
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Json
 from turngate.views.overview import Overview
-from turngate.views.rollout import Close
-from turngate.views.rollout_index import DONE, Row
-from turngate.views.session import Shown, as_json, read
+from turngate.views.rollout import RolloutView
+from turngate.views.rollout_index import DONE, RolloutRow
+from turngate.views.session import SessionView, encode_json, load_session_view
 
 FORMATS = ("rows", "trace", "messages")
 _MAX_ROLLOUTS = 4  # rollouts that are kept in memory as they were read
@@ -36,25 +36,25 @@ class ViewCache:
         self.overview = Overview()
         self._own = tokenizer
         self._other: tuple[str, Tokenizer | None, str] | None = None  # the last one of another vocabulary
-        self._close: OrderedDict[str, tuple[object, Close]] = OrderedDict()
+        self._close: OrderedDict[str, tuple[object, RolloutView]] = OrderedDict()
         self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
         self._trains: dict[int, bool] = {}  # ended rollouts, by session key
 
-    def close(self, store: Store, session: str) -> tuple[Close, int]:
+    def close(self, store: Store, session: str) -> tuple[RolloutView, int]:
         """A rollout as it is now, and the cursor of what is known. One whose session is not open yet, or never was, is empty."""
         row, key, cursor = self.overview.rollout(store, session)
         return self._looked_at(store, session, key) if key else _empty_view(row), cursor
 
-    def _looked_at(self, store: Store, session: str, key: int) -> Close:
-        with store.at_once():
+    def _looked_at(self, store: Store, session: str, key: int) -> RolloutView:
+        with store.snapshot():
             stored = store.find_key(key)
-            state = (key, store.survey.state(key), None if stored is None else (stored.status, stored.stop))
+            state = (key, store.queries.state(key), None if stored is None else (stored.status, stored.stop))
             known = self._close.get(session)
             if known is not None and known[0] == state:
                 self._close.move_to_end(session)
                 return known[1]
-            shown = read(store, session)
-        close = Close(shown, self._tokenizer(store, shown.session.vocabulary)[0])
+            shown = load_session_view(store, session)
+        close = RolloutView(shown, self._tokenizer(store, shown.session.vocabulary)[0])
         self._close[session] = (state, close)
         while len(self._close) > _MAX_ROLLOUTS:
             self._close.popitem(last=False)
@@ -82,7 +82,7 @@ class ViewCache:
 
     def header(self, store: Store, session: str) -> dict[str, Json]:
         row, key, cursor = self.overview.rollout(store, session)
-        facts = store.survey.stages(session)
+        facts = store.queries.stages(session)
         damaged = ""
         try:
             stored = store.find_key(key) if key else None
@@ -97,7 +97,7 @@ class ViewCache:
                 totals = self._looked_at(store, session, key).totals()
             except StoreError as error:
                 unreadable = damaged = error.message
-        _, no_retry = self.overview.no_retry(store, session)
+        _, no_retry = self.overview.check_retry(store, session)
         return {
             "rollout": row,
             "cursor": cursor,
@@ -191,7 +191,7 @@ class ViewCache:
             "closed": row.closed,
         }
         records = close.training_rows(outcome, advantage, about) if format == "rows" else close.conversations(about)
-        return [as_json(record) + b"\n" for record in records]
+        return [encode_json(record) + b"\n" for record in records]
 
 
 _NO_FACTS: dict[str, Json] = {
@@ -245,7 +245,7 @@ def _value_to_json(value: Json) -> Json:
     return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
 
 
-def _stages(facts: list[Fact], data: dict[str, Json]) -> list[dict[str, Json]]:
+def _stages(facts: list[RawEvent], data: dict[str, Json]) -> list[dict[str, Json]]:
     """When each began, and how long it took: by the runner's own clock where it told, else until the next one began."""
     spent = data.get("seconds")
     known = spent if isinstance(spent, dict) else {}
@@ -262,7 +262,9 @@ def _stages(facts: list[Fact], data: dict[str, Json]) -> list[dict[str, Json]]:
     return told
 
 
-def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: list[Fact]) -> dict[str, Json] | None:
+def _error(
+    row: RolloutRow, outcome: RecordedOutcome | None, data: dict[str, Json], facts: list[RawEvent]
+) -> dict[str, Json] | None:
     """What went wrong, and on whose side; None: nothing, as far as is known."""
     if row.kind in ("", "graded"):
         return None
@@ -278,7 +280,7 @@ def _error(row: Row, outcome: Recorded | None, data: dict[str, Json], facts: lis
     }
 
 
-def _decode_fact(fact: Fact) -> dict[str, Json]:
+def _decode_fact(fact: RawEvent) -> dict[str, Json]:
     try:
         return msgspec.json.decode(fact.data, type=dict[str, Json])
     except (msgspec.DecodeError, UnicodeDecodeError):  # damaged on disk
@@ -315,17 +317,17 @@ def load_decoder(folder: Path) -> Tokenizer:
     return Tokenizer(folder, fast=False)
 
 
-def _read_outcome(store: Store, key: int) -> Recorded | None:
+def _read_outcome(store: Store, key: int) -> RecordedOutcome | None:
     """None where it is damaged too: the lists say so."""
     found = store.outcomes.of(key, key).get(key)
     try:
-        return None if found is None else msgspec.json.decode(found, type=Recorded)
+        return None if found is None else msgspec.json.decode(found, type=RecordedOutcome)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
-def _empty_view(row: Row) -> Close:
-    return Close(Shown(Session(row.id, 0, SessionConfig(), row.opened), {}, {}), None)
+def _empty_view(row: RolloutRow) -> RolloutView:
+    return RolloutView(SessionView(Session(row.id, 0, SessionConfig(), row.opened), {}, {}), None)
 
 
 def _text(value: Json) -> str:

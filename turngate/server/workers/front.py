@@ -35,7 +35,7 @@ from turngate.config import ServeConfig
 from turngate.errors import ConfigError, DataFolderInUse
 from turngate.server.auth import admin_key
 from turngate.server.bind import has_stale_note, open_listener, publish_address, raise_file_limit, startup_message
-from turngate.store.lock import lock
+from turngate.store.lock import lock_folder
 
 log = logging.getLogger("turngate")
 HEAD_BYTES = 32 * 1024
@@ -366,7 +366,7 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
     end = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
-            held = lock(data)
+            held = lock_folder(data)
             break
         except DataFolderInUse:
             if not has_stale_note(data) or time.monotonic() > end:

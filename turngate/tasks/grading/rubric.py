@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from turngate.errors import TaskError
-from turngate.tasks.grading.types import Class, Grade, PartGrade
+from turngate.store.outcomes import OutcomeClass
+from turngate.tasks.grading.types import Grade, PartGrade
 from turngate.tasks.task import Part, Rubric
 
-_WORST: tuple[Class, ...] = ("infrastructure fault", "invalid task", "agent failed")
+_WORST: tuple[OutcomeClass, ...] = ("infrastructure fault", "invalid task", "agent failed")
 
 
 async def grade_rubric(rubric: Rubric, one: Callable[[Part], Awaitable[Grade]]) -> Grade:

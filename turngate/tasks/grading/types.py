@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from turngate.sandboxes.base import Backend, Resources
-from turngate.store.outcome import Class as Class
+from turngate.store.outcomes import OutcomeClass
 
 CaseOutcome = Literal["passed", "failed", "error", "skipped", "missing"]
 
@@ -47,7 +47,7 @@ class PartGrade(msgspec.Struct, frozen=True, kw_only=True):
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
     """What the host decided. `reward` is None wherever it is not known, and never 0 for that reason."""
 
-    kind: Class
+    kind: OutcomeClass
     reward: float | None = None
     resolved: bool | None = None
     cases: Mapping[str, CaseOutcome] = {}  # per test, where the grader runs tests

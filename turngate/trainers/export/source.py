@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import ConfigError, StoreError
-from turngate.store.outcome import DAMAGED, NO_REWARD, Recorded
+from turngate.store.outcomes import DAMAGED_OUTCOME, NO_REWARD, RecordedOutcome
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.sample import Sample, build_samples
 from turngate.trace.session import Session
@@ -72,12 +72,12 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             *(["--unscored drop"] if self.unscored == "drop" else []),
         ]
 
-    def may_fit(self, row: SessionRow, outcome: Recorded | None) -> bool:
+    def may_fit(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
         """One that is damaged: as far as it is known."""
         named = ((group_of(row, outcome), self.groups), (task_of(row, outcome), self.tasks))
         return _like(row.id, self.sessions) and all(not name or _like(name, patterns) for name, patterns in named)
 
-    def fits(self, row: SessionRow, outcome: Recorded | None) -> bool:
+    def fits(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
         reward = None if outcome is None else outcome.reward
         return (
             _like(row.id, self.sessions)
@@ -92,7 +92,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 class Rollout:
     """One session with its trace and its outcome."""
 
-    def __init__(self, store: Store, row: SessionRow, session: Session, outcome: Recorded | None) -> None:
+    def __init__(self, store: Store, row: SessionRow, session: Session, outcome: RecordedOutcome | None) -> None:
         self._store = store
         self.row = row
         self.session = session
@@ -216,7 +216,7 @@ class Source(AbstractContextManager["Source"]):
         outcomes = self._store.outcomes.read(key, key)
         outcome = outcomes.get(key)
         if outcome is None and outcomes:  # since it was looked at first
-            self._left.out(DAMAGED)
+            self._left.out(DAMAGED_OUTCOME)
             return None
         try:
             session = self._store.load(row)
@@ -240,11 +240,11 @@ def counted(rollouts: int) -> str:
     return f"{rollouts:,} rollout{'' if rollouts == 1 else 's'}"
 
 
-def group_of(row: SessionRow, outcome: Recorded | None) -> str:
+def group_of(row: SessionRow, outcome: RecordedOutcome | None) -> str:
     return outcome.group if outcome is not None else _text(row.config.metadata.get("group"))
 
 
-def task_of(row: SessionRow, outcome: Recorded | None) -> str:
+def task_of(row: SessionRow, outcome: RecordedOutcome | None) -> str:
     told = "" if outcome is None else outcome.task
     return told or _text(row.config.metadata.get("task"))
 

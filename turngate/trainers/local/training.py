@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.client.feed import Feed, FeedConfig, OtherFeed
-from turngate.client.gateway import GatewayClient, Refused
+from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Generate
@@ -209,7 +209,7 @@ async def _feed(gateway: GatewayClient, config: FeedConfig, state: State) -> Fee
             "or choose another --out folder",
             param="data",
         ) from None
-    except Refused as error:
+    except RequestRejected as error:
         if error.answered != Conflict.status:
             raise
         known = msgspec.structs.asdict((await gateway.show_feed(FEED)).config)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from turngate.client.gateway import Unreachable
+from turngate.client.gateway import GatewayUnreachable
 
 T = TypeVar("T")
 _RESTART_S = 40.0
@@ -19,7 +19,7 @@ async def patiently(ask: Callable[[], Awaitable[T]]) -> T:
     while True:
         try:
             return await ask()
-        except Unreachable:
+        except GatewayUnreachable:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(0.5)

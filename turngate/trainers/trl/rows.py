@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"TRL is not there ({error}): pip install 'turngate[trl]'", name=error.name) from None
 
-from turngate.client.feed import Delivery, Rolled, Row
+from turngate.client.feed import DeliveredRollout, Delivery, Row
 
 Weigh = Literal["tokens", "rollouts"]
 Dropped = Literal["stale", "too_long"]
@@ -76,7 +76,9 @@ def _spread(delivery: Delivery) -> float:
     return float(np.std(rewards)) if rewards else float("nan")
 
 
-def _sample(delivery: Delivery, rolled: Rolled, row: Row, share: float, spread: float, base: int) -> RolloutSample:
+def _sample(
+    delivery: Delivery, rolled: DeliveredRollout, row: Row, share: float, spread: float, base: int
+) -> RolloutSample:
     """The words are left out: they are in the trace, and TRL only prints them."""
     assert rolled.reward is not None, "a rollout without a reward has no rows"
     oldest = min(span.version_start for span in row.spans if span.trained)

@@ -41,7 +41,7 @@ from turngate.tasks import Task, read_tasks
 from turngate.trainers.verifiers.gateway import gateway_url
 from turngate.trainers.verifiers.graft import graft, turns_of
 from turngate.types import Json, Sampling
-from turngate.views.trace import read as read_view
+from turngate.views.trace import parse_trace as read_view
 
 GRADE = "grade"  # the name of the one reward
 _FETCH_S = 60.0

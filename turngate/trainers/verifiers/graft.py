@@ -15,7 +15,7 @@ import msgspec
 import verifiers.v1 as vf
 
 from turngate.types import Json
-from turngate.views.trace import Viewed
+from turngate.views.trace import TraceView
 
 _FINISH = ("stop", "length", "tool_calls")
 
@@ -41,7 +41,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
 
 
-def turns_of(viewed: Viewed) -> list[Turn]:
+def turns_of(viewed: TraceView) -> list[Turn]:
     """The turns of a trace as the gateway tells it."""
     found = []
     for turn in viewed.turns:

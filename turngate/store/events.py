@@ -1,0 +1,123 @@
+"""The events table: everything that happened, in the order of the commits.
+
+An event that belongs to another write, such as a turn or the end of a session, is inserted in the transaction of that write.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+import msgspec
+
+from turngate.store.connection import Connect
+from turngate.types import Json
+
+# The number of an event grows in the order of the commits of all workers, so a reader that has read up to a number has missed none.
+EVENT_TABLES = """
+CREATE TABLE IF NOT EXISTS events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given out twice
+    time REAL NOT NULL,
+    session TEXT NOT NULL,        -- its id, which may not be open yet; empty: an event of the gateway
+    kind TEXT NOT NULL,
+    data BLOB NOT NULL            -- JSON
+);
+CREATE INDEX IF NOT EXISTS events_of_a_session ON events (session, seq);
+"""
+_EVENT = "INSERT INTO events (time, session, kind, data) VALUES (?,?,?,?)"
+_PRUNED = 1000  # rows that one transaction looks at
+_LAST_PRUNED = "events_pruned"  # settings: the number of the newest event that was removed
+_NOTE_PRUNED = (
+    "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE"
+    " SET value=max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
+)
+
+
+class Event(msgspec.Struct, frozen=True):
+    seq: int
+    time: float
+    session: str
+    kind: str
+    data: dict[str, Json]
+
+
+class NewEvent(msgspec.Struct, frozen=True):
+    """Something that happened and is to be written; its number comes with the writing."""
+
+    session: str
+    kind: str
+    data: bytes  # JSON
+    time: float
+
+
+def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
+    return NewEvent(session, kind, msgspec.json.encode(data), time.time())
+
+
+def insert_event(db: sqlite3.Connection, event: NewEvent) -> int:
+    """Inside a transaction of the caller's."""
+    written = db.execute(_EVENT, (event.time, event.session, event.kind, event.data)).lastrowid
+    assert written is not None
+    return written
+
+
+def insert_optional_event(db: sqlite3.Connection, event: NewEvent | None) -> None:
+    """The same, for what is not always told."""
+    if event is not None:
+        insert_event(db, event)
+
+
+class EventLog:
+    def __init__(self, writing: Connect, reading: Connect) -> None:
+        self._writing = writing
+        self._reading = reading
+
+    def add(self, event: NewEvent) -> int:
+        with self._writing() as db:
+            return insert_event(db, event)
+
+    def page(self, session: str, after: int, limit: int) -> list[Event]:
+        """The oldest past `after`, of one session or (empty) of all."""
+        only, values = ("session=? AND ", (session,)) if session else ("", ())
+        query = f"SELECT seq, time, session, kind, data FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
+        with self._reading() as db:
+            rows = db.execute(query, (*values, after, limit)).fetchall()
+        return [Event(seq, when, of, kind, msgspec.json.decode(data)) for seq, when, of, kind, data in rows]
+
+    def newest(self) -> int:
+        """The highest number that was given out, whether that event is still there or not."""
+        with self._reading() as db:
+            row = db.execute("SELECT seq FROM sqlite_sequence WHERE name='events'").fetchone()
+        return 0 if row is None else row[0]
+
+    def knows(self, session: str) -> bool:
+        """Whether anything was told of a session, other than that it is no more."""
+        with self._reading() as db:
+            query = "SELECT 1 FROM events WHERE session=? AND kind!='deleted' LIMIT 1"
+            return db.execute(query, (session,)).fetchone() is not None
+
+    def state(self) -> int:
+        """Another number than before: somebody has written to the file."""
+        with self._reading() as db:
+            (version,) = db.execute("PRAGMA data_version").fetchone()
+        return int(version)
+
+    def prune(self, before: float) -> int:
+        """Remove what happened before a moment, the oldest first; how many that were. In steps, so that no turn waits long."""
+        removed = 0
+        which = "seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<?"
+        while True:
+            with self._writing() as db:
+                (last,) = db.execute(f"SELECT max(seq) FROM events WHERE {which}", (_PRUNED, before)).fetchone()
+                count = db.execute(f"DELETE FROM events WHERE {which}", (_PRUNED, before)).rowcount
+                if last is not None:
+                    db.execute(_NOTE_PRUNED, (_LAST_PRUNED, str(last)))
+            removed += count
+            if count < _PRUNED:
+                return removed
+
+    def last_pruned(self) -> int:
+        """The highest number that was removed for its age; 0: none was. Who has not read that far has missed something."""
+        with self._reading() as db:
+            row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
+        return 0 if row is None else int(row[0])

@@ -1,0 +1,131 @@
+"""The outcomes table, and what an outcome is: how a rollout ended, written once by its runner."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
+
+from turngate.errors import BadRequest
+from turngate.store.connection import Connect
+from turngate.store.events import NewEvent, insert_event
+from turngate.types import Json
+
+OUTCOME_TABLES = """
+CREATE TABLE IF NOT EXISTS outcomes (
+    session INTEGER PRIMARY KEY,  -- its key
+    recorded REAL NOT NULL,
+    outcome BLOB NOT NULL         -- JSON of Recorded
+);
+"""
+OutcomeClass = Literal["graded", "agent failed", "invalid task", "infrastructure fault"]
+NO_REWARD: tuple[OutcomeClass, ...] = ("invalid task", "infrastructure fault")  # nobody judged the agent's work
+MAX_BYTES = 256 * 1024  # bytes of an outcome
+DAMAGED_OUTCOME = "its outcome is damaged on disk"
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make the decoder raise
+
+
+class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`reward` is None wherever it is not known, and never 0 for that reason."""
+
+    kind: OutcomeClass
+    reward: float | None = None
+    resolved: bool | None = None
+    message: str = ""
+    group: str = ""
+    task: str = ""
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1
+    data: Json = None  # the caller's own
+
+    def facts(self) -> dict[str, Json]:
+        """What the stream of events tells of it."""
+        return {
+            "kind": self.kind,
+            "reward": self.reward,
+            "resolved": self.resolved,
+            "task": self.task,
+            "group": self.group,
+            "attempt": self.attempt,
+        }
+
+    def check(self) -> bytes:
+        """As it is stored, the same bytes for the same outcome. `BadRequest` where it cannot be true."""
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise BadRequest(f"reward: {self.reward} is no finite number", param="reward")
+        if self.reward is not None and self.kind in NO_REWARD:
+            raise BadRequest(
+                f"reward: there is none where nobody judged the agent ({self.kind}); send null", param="reward"
+            )
+        try:
+            written = msgspec.json.encode(self, order="sorted")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(f"data: cannot be written as JSON ({error})", param="data") from None
+        if len(written) > MAX_BYTES:
+            raise BadRequest(f"data: the outcome has {len(written)} bytes, the limit is {MAX_BYTES}", param="data")
+        return written
+
+
+_decoder = msgspec.json.Decoder(RecordedOutcome)
+
+
+def decode_outcome(written: bytes) -> RecordedOutcome | None:
+    """As it was recorded. None: it is damaged on disk."""
+    try:
+        return _decoder.decode(written)
+    except _UNREADABLE:
+        return None
+
+
+class Outcomes:
+    """`enter` is told of each that is written, in the same transaction: its session's key and id, and the outcome.
+
+    One that is damaged on disk costs no other: `of` leaves it out, and `read` and `damaged` tell of it.
+    """
+
+    def __init__(
+        self,
+        writing: Connect,
+        reading: Connect,
+        enter: Callable[[sqlite3.Connection, int, str, bytes], None],
+        *,
+        there: bool = True,
+    ) -> None:
+        self._writing = writing
+        self._reading = reading
+        self._enter = enter
+        self._there = there  # False: a folder of an older version, looked at and not touched
+
+    def of(self, first: int, last: int) -> dict[int, bytes]:
+        """Those of sessions with keys in a range, as JSON."""
+        return {
+            key: written for key, written in self._stored(first, last).items() if decode_outcome(written) is not None
+        }
+
+    def read(self, first: int, last: int) -> dict[int, RecordedOutcome | None]:
+        """The same, read. None: it is damaged on disk."""
+        return {key: decode_outcome(written) for key, written in self._stored(first, last).items()}
+
+    def damaged(self, first: int, last: int) -> set[int]:
+        """Keys of sessions whose outcome is damaged on disk."""
+        return {key for key, recorded in self.read(first, last).items() if recorded is None}
+
+    def _stored(self, first: int, last: int) -> dict[int, bytes]:
+        if not self._there:
+            return {}
+        with self._reading() as db:
+            query = "SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session BETWEEN ? AND ?"
+            return dict(db.execute(query, (first, last)).fetchall())
+
+    def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
+        """Write it, unless there is one that must not be replaced. What was there before."""
+        with self._writing() as db:
+            row = db.execute("SELECT CAST(outcome AS BLOB) FROM outcomes WHERE session=?", (session,)).fetchone()
+            before: bytes | None = None if row is None else row[0]
+            if before is None or (replace and before != outcome):
+                db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", (session, event.time, outcome))
+                insert_event(db, event)
+                self._enter(db, session, event.session, outcome)
+            return before
