@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from turngate import tasks  # noqa: E402
 from turngate.agents.install import ensure_installed  # noqa: E402
 from turngate.agents.spec import find_agent  # noqa: E402
-from turngate.client.feed import Delivery, Feed
+from turngate.client.feed import Delivery, Feed  # noqa: E402
 from turngate.client.gateway import GatewayClient  # noqa: E402
 from turngate.client.keys import read_admin_key  # noqa: E402
 from turngate.client.protocol import FeedConfig  # noqa: E402
