@@ -47,10 +47,10 @@ class ContextOverflow(BadRequest):
     kind = "context_length_exceeded"
 
     def __init__(
-        self, message: str, *, param: str | None = None, most: int | None = None, size: int | None = None
+        self, message: str, *, param: str | None = None, limit: int | None = None, size: int | None = None
     ) -> None:
         super().__init__(message, param=param)
-        self.most = most  # tokens that fit, and tokens that there are; None where only the engine knows
+        self.limit = limit  # tokens that fit, and tokens that there are; None where only the engine knows
         self.size = size
 
 

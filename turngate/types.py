@@ -82,20 +82,19 @@ NO_LOGPROBS: Logprobs = np.empty(0, LOGPROB_DTYPE)
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One function call by the model. `arguments` is the JSON text as the model wrote it.
+    """A function call by the model. `arguments` is the JSON text as the model wrote it.
 
-    `seal` is a provider's opaque word about its thinking (observe mode), which the agent has to give back. It is not part of what
-    was said.
+    `signature` is a provider's opaque token for its thinking (observe mode). The agent must send it back; the model never reads it.
     """
 
     id: str
     name: str
     arguments: str
-    seal: str = ""
+    signature: str = msgspec.field(default="", name="seal")
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation, in no particular wire format."""
+    """One message of a conversation, independent of any wire format."""
 
     role: Role
     content: str = ""
@@ -103,8 +102,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
-    seal: str = ""  # likewise, of the reasoning
-    beyond: str = ""  # why it is more than text (an image …): only an endpoint of its own dialect can be given it
+    signature: str = msgspec.field(default="", name="seal")  # as in ToolCall, for the reasoning
+    # Why a text-only model cannot read it (it holds an image, say). Only an endpoint of the message's own dialect can.
+    unsupported: str = msgspec.field(default="", name="beyond")
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -215,9 +215,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str = ""
     dialect: str = "chat"
     body: bytes = b""  # the request as it came, for observe mode
-    passed: Mapping[str, str] = {}  # headers that go along to a provider of the same dialect
-    wire: object = None  # what the dialect needs of the request to answer it; nobody else looks inside
-    told: CallSignals = CallSignals()
+    forwarded_headers: Mapping[str, str] = {}  # headers that go along to a provider of the same dialect
+    reply_options: object = (
+        None  # what the dialect needs to know of the request in order to answer it; opaque to others
+    )
+    signals: CallSignals = CallSignals()
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -230,7 +232,7 @@ class Usage(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """Some text, as it is sampled. A `seal` closes the reasoning before it (observe mode)."""
 
-    kind: Literal["content", "reasoning", "seal"]
+    kind: Literal["content", "reasoning", "signature"]
     text: str
 
 

@@ -172,14 +172,14 @@ def test_messages_that_make_no_sense_are_refused_by_their_place(wire: Json, para
 def test_what_is_no_text_is_marked_for_whoever_can_read_only_text(role: str, parts: Json, place: str) -> None:
     """The pipeline decides: an endpoint of this dialect may be able to see images."""
     got = message({"role": role, "content": parts, "tool_call_id": "c"})
-    assert got.beyond.startswith(place) and f"[{parts[-1]['type']} " in got.content
+    assert got.unsupported.startswith(place) and f"[{parts[-1]['type']} " in got.content
 
 
 def test_two_images_are_not_the_same() -> None:
     one, other = (
         message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": u}}]}) for u in ("a", "b")
     )
-    assert one.content != other.content and one.beyond == other.beyond
+    assert one.content != other.content and one.unsupported == other.unsupported
 
 
 def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:

@@ -14,7 +14,7 @@ from tests.speed import scaled
 from turngate.dialects import decode_stored_messages
 from turngate.dialects.base import Verb, WireRequest
 from turngate.dialects.gemini import Gemini
-from turngate.dialects.gemini_contents import RAW_ARGUMENTS, decode_signature, encode_signature, to_camel
+from turngate.dialects.gemini_history import RAW_ARGUMENTS, decode_signature, encode_signature, to_camel
 from turngate.dialects.gemini_tools import to_json_schema
 from turngate.errors import (
     BadRequest,
@@ -79,8 +79,8 @@ def refused(**fields: Json) -> BadRequest:
         got = decoded(**fields)
         for n in range(len(got.history.raws)):
             for message in got.history.decode(n):
-                if message.beyond:  # which the pipeline refuses, unless it passes the call on as it is
-                    raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
+                if message.unsupported:  # which the pipeline refuses, unless it passes the call on as it is
+                    raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
         if got.tools is not None:
             got.tools.decode()
     assert caught.value.param is not None and caught.value.message.startswith(caught.value.param)
@@ -297,7 +297,7 @@ def test_both_spellings_mean_the_same() -> None:
     one, other = decoded(body), decoded(snake(body))
     assert [one.history.decode(n) for n in range(4)] == [other.history.decode(n) for n in range(4)]
     assert one.tools is not None and other.tools is not None and one.tools.decode() == other.tools.decode()
-    for name in ("sampling", "max_tokens", "stop", "constraint", "template_hints", "wire"):
+    for name in ("sampling", "max_tokens", "stop", "constraint", "template_hints", "reply_options"):
         assert getattr(one, name) == getattr(other, name), name
     assert one.max_tokens == 5 and one.constraint == Constraint("json_schema", {"my_key": 1})
     assert (to_camel("x"), to_camel("a_b_c"), to_camel("$defs"), to_camel("_x"), to_camel("aB")) == (
@@ -327,9 +327,9 @@ def test_a_signature_of_our_own_carries_the_thought() -> None:
 def test_any_other_signature_is_kept_and_not_believed(mark: str) -> None:
     assert decode_signature(mark) is None
     got = model({**call("f"), "thoughtSignature": mark})
-    assert got.reasoning == "" and got.tool_calls[0].seal == mark and got.seal == ""
-    assert model({"text": "x", "thoughtSignature": mark}) == Message("assistant", "x", seal=mark)
-    assert model({"text": "x"}, {"thoughtSignature": mark}) == Message("assistant", "x", seal=mark)
+    assert got.reasoning == "" and got.tool_calls[0].signature == mark and got.signature == ""
+    assert model({"text": "x", "thoughtSignature": mark}) == Message("assistant", "x", signature=mark)
+    assert model({"text": "x"}, {"thoughtSignature": mark}) == Message("assistant", "x", signature=mark)
 
 
 def test_thoughts_that_came_back_count_more_than_those_in_a_signature() -> None:
@@ -569,7 +569,7 @@ def test_keys() -> None:
 def test_what_a_client_says_about_its_retries_and_itself() -> None:
     got = decoded(headers={"x-turngate-attempt": "2", "x-goog-api-client": "sdk/1", "x-goog-api-key": "secret"})
     assert got.retried and not decoded().retried
-    assert got.passed == {"x-goog-api-client": "sdk/1"}  # never the key
+    assert got.forwarded_headers == {"x-goog-api-client": "sdk/1"}  # never the key
 
 
 # ── tools and shapes ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -759,8 +759,8 @@ def test_signatures_of_a_provider_are_handed_on() -> None:
     by_provider = ToolCall("c1", "f", "{}", "c2ln")
     [got] = parts(Message("assistant", "", "r", (by_provider,)))
     assert got["thoughtSignature"] == "c2ln"
-    assert parts(Message("assistant", "x", "r", seal="c2ln")) == [{"text": "x", "thoughtSignature": "c2ln"}]
-    assert parts(Message("assistant", "", "r", seal="c2ln")) == [{"text": "", "thoughtSignature": "c2ln"}]
+    assert parts(Message("assistant", "x", "r", signature="c2ln")) == [{"text": "x", "thoughtSignature": "c2ln"}]
+    assert parts(Message("assistant", "", "r", signature="c2ln")) == [{"text": "", "thoughtSignature": "c2ln"}]
 
 
 @pytest.mark.parametrize(
@@ -875,7 +875,9 @@ def test_signatures_of_a_provider_in_a_stream() -> None:
     done = Done("tool_calls", Message("assistant"), None)
     chunks = streamed(Delta("reasoning", "r"), CallDelta(0, ToolCall("c1", "f", "{}", "c2ln")), done)
     assert chunks[0]["candidates"][0]["content"]["parts"][0]["thoughtSignature"] == "c2ln"
-    chunks = streamed(Delta("reasoning", "r"), Delta("seal", "c2ln"), CallDelta(0, ToolCall("c1", "f", "{}")), done)
+    chunks = streamed(
+        Delta("reasoning", "r"), Delta("signature", "c2ln"), CallDelta(0, ToolCall("c1", "f", "{}")), done
+    )
     first, second, _ = (c["candidates"][0]["content"]["parts"][0] for c in chunks)
     assert first == {"text": "", "thoughtSignature": "c2ln"} and "thoughtSignature" not in second
 
@@ -952,7 +954,7 @@ def test_an_overflow_reads_as_googles() -> None:
     def message(**sizes: int) -> Json:
         return json.loads(gemini.error(ContextOverflow("x", param="messages", **sizes)))["error"]["message"]
 
-    assert message(most=8192, size=9000) == (
+    assert message(limit=8192, size=9000) == (
         "The input token count (9000) exceeds the maximum number of tokens allowed (8192)."
     )
     assert message() == "The input token count exceeds the maximum number of tokens allowed."

@@ -179,9 +179,9 @@ def test_no_system_prompt_however_it_is_spelled(system: Json) -> None:
 def test_thinking() -> None:
     thought = {"type": "thinking", "thinking": "r", "signature": "sig"}
     got = assistant(thought, text("x"))
-    assert (got.reasoning, got.content, got.seal) == ("r", "x", "sig")
+    assert (got.reasoning, got.content, got.signature) == ("r", "x", "sig")
     interleaved = assistant(thought, tool_use({}), {**thought, "thinking": "s", "signature": "t"}, text("x"))
-    assert (interleaved.reasoning, interleaved.seal) == ("r\n\ns", "sig")
+    assert (interleaved.reasoning, interleaved.signature) == ("r\n\ns", "sig")
     assert assistant({"type": "redacted_thinking", "data": "opaque"}, text("x")) == Message("assistant", "x")
     assert assistant({"type": "thinking"}, text("x")).reasoning == ""
 
@@ -294,14 +294,14 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
 )
 def test_what_is_more_than_text_is_named_by_its_place(block: Json, at: str) -> None:
     """A provider of this dialect may be given it; a model that reads text cannot, and says so (`prompt.py`)."""
-    [beyond] = [m.beyond for m in results(text("Look:"), block) if m.beyond]
-    assert beyond.startswith(f"{at}: '") and "not supported here" in beyond
+    [unsupported] = [m.unsupported for m in results(text("Look:"), block) if m.unsupported]
+    assert unsupported.startswith(f"{at}: '") and "not supported here" in unsupported
 
 
 @pytest.mark.parametrize("kind", ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "compaction", "image"])
 def test_blocks_of_a_providers_own_tools_are_named_too(kind: str) -> None:
     got = assistant(text("x"), {"type": kind, "id": "s1", "name": "web_search", "input": {}})
-    assert got.content == "x" and got.beyond.startswith(f"messages.0.content.1: {kind!r}")
+    assert got.content == "x" and got.unsupported.startswith(f"messages.0.content.1: {kind!r}")
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_what_cannot_change_the_answer_is_ignored() -> None:
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     )
     for field in Call.__struct_fields__:
-        if field not in ("body", "history", "wire"):
+        if field not in ("body", "history", "reply_options"):
             assert getattr(got, field) == getattr(plain, field), field
 
 
@@ -500,7 +500,7 @@ def test_keys() -> None:
 
 def test_headers_for_a_provider_go_along() -> None:
     got = decoded({"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "secret"})
-    assert got.passed == {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+    assert got.forwarded_headers == {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
 
 
 @pytest.mark.parametrize(
@@ -705,14 +705,14 @@ REPLIES = [
     Message("assistant", "Hi\n\n", "thought", (CALL, ToolCall("c2", "g", "{}"))),
     Message("assistant", "", "only thought"),
     Message("assistant", tool_calls=(ToolCall("c2", "g", "not json"),)),
-    Message("assistant", "x", "thought", seal="a provider's"),
-    Message("assistant", "x", "", seal="a provider's"),
+    Message("assistant", "x", "thought", signature="a provider's"),
+    Message("assistant", "x", "", signature="a provider's"),
 ]
 
 
 def events_of(message: Message) -> list[Any]:
     events: list[Any] = [Delta("reasoning", c) for c in message.reasoning]
-    events += [Delta("seal", message.seal)] if message.seal else []
+    events += [Delta("signature", message.signature)] if message.signature else []
     events += [Delta("content", c) for c in message.content]
     return events + [CallDelta(n, call) for n, call in enumerate(message.tool_calls)]
 
@@ -734,7 +734,7 @@ def test_what_was_sampled_is_what_comes_back(message: Message, body: Json) -> No
     [got] = conversation({"role": "assistant", "content": given_back})
     assert (got.content, got.tool_calls) == (message.content, message.tool_calls)
     # Thinking that is not shown is in the signature, unless a provider put its own there.
-    assert got.reasoning == (message.reasoning if not (message.seal and body) else "")
+    assert got.reasoning == (message.reasoning if not (message.signature and body) else "")
 
 
 def test_the_events_of_a_streamed_reply() -> None:
@@ -808,7 +808,7 @@ def test_signatures_of_others_and_damaged_ones_say_nothing(signature: str) -> No
 def test_a_signature_that_swells_says_nothing(size: int) -> None:
     bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * size, 9)).decode()
     got = assistant({"type": "thinking", "thinking": "", "signature": "tg1.t" + bomb}, text("x"))
-    assert got == Message("assistant", "x", seal="tg1.t" + bomb)
+    assert got == Message("assistant", "x", signature="tg1.t" + bomb)
 
 
 def test_a_signature_that_was_compressed_is_still_read() -> None:
@@ -869,7 +869,7 @@ def test_errors(error: TurngateError, status: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ContextOverflow("x", most=100, size=120), "prompt is too long: 120 tokens > 100 maximum"),
+        (ContextOverflow("x", limit=100, size=120), "prompt is too long: 120 tokens > 100 maximum"),
         (ContextOverflow("it does not fit"), "prompt is too long: it does not fit"),
     ],
 )

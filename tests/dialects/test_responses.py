@@ -196,7 +196,7 @@ def test_pieces_of_an_unchanged_history_keep_their_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "reasoning", "seal"),
+    ("item", "reasoning", "signature"),
     [
         (thought("Hm."), "Hm.", ""),
         ({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}, "Hm.", ""),
@@ -206,9 +206,9 @@ def test_pieces_of_an_unchanged_history_keep_their_bytes() -> None:
         (thought("One.", summary=[{"text": "One."}, {"text": "Two."}]), "One.\n\nTwo.", ""),
     ],
 )
-def test_reasoning_however_it_is_kept(item: Json, reasoning: str, seal: str) -> None:
+def test_reasoning_however_it_is_kept(item: Json, reasoning: str, signature: str) -> None:
     [turn] = messages(item, said("x"))
-    assert (turn.reasoning, turn.seal) == (reasoning, seal)
+    assert (turn.reasoning, turn.signature) == (reasoning, signature)
 
 
 @pytest.mark.parametrize("output", ["ok", [{"type": "input_text", "text": "ok"}]])
@@ -235,17 +235,17 @@ def test_arguments_as_an_object_or_not_at_all() -> None:
 @pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio"])
 def test_what_is_more_than_text_is_named_and_not_lost(kind: str) -> None:
     one, two = (messages({"role": "user", "content": [{"type": kind, "image_url": url}]})[0] for url in ("a", "b"))
-    assert one.beyond == f"input[0].content[0].type: {kind!r} parts are not supported; this model takes text only"
+    assert one.unsupported == f"input[0].content[0].type: {kind!r} parts are not supported; this model takes text only"
     assert one.content != two.content or kind != "input_image"
     [tool] = messages(result("c", [{"type": kind}]))
-    assert tool.beyond.startswith("input[0].output[0].type:")
+    assert tool.unsupported.startswith("input[0].output[0].type:")
 
 
 def test_items_of_the_providers_own_tools_belong_to_the_turn_and_are_named() -> None:
     [turn] = messages(thought("Hm."), {"type": "web_search_call", "id": "ws_1", "action": {}}, said("Found."))
-    assert turn.content == "Found." and turn.beyond.startswith("input[1].type: 'web_search_call'")
+    assert turn.content == "Found." and turn.unsupported.startswith("input[1].type: 'web_search_call'")
     [answer] = messages({"type": "computer_call_output", "call_id": "c", "output": {}} | {"output": None})
-    assert answer.beyond.startswith("input[0].type: 'computer_call_output'")
+    assert answer.unsupported.startswith("input[0].type: 'computer_call_output'")
 
 
 WRONG_ITEMS: dict[str, tuple[Json, str]] = {
@@ -308,7 +308,7 @@ def test_an_agents_request() -> None:
     )
     assert call.dialect == "responses" and call.stream and call.parallel_tool_calls and call.constraint is None
     assert call.template_hints == {"reasoning_effort": "low", "verbosity": "low"} and call.template_kwargs == {}
-    assert call.passed == {"openai-beta": "x=1"}
+    assert call.forwarded_headers == {"openai-beta": "x=1"}
     assert json.loads(call.body)["prompt_cache_key"] == "k"
 
 
@@ -498,11 +498,11 @@ def called(call_id: str, name: str, arguments: str = "{}") -> CallDelta:
 def done_of(events: tuple[ReplyEvent, ...], finish: Finish = "stop") -> Done:
     text = {kind: "".join(e.text for e in events if isinstance(e, Delta) and e.kind == kind) for kind in KINDS}
     calls = tuple(e.call for e in events if isinstance(e, CallDelta))
-    message = Message("assistant", text["content"], text["reasoning"], calls, seal=text["seal"])
+    message = Message("assistant", text["content"], text["reasoning"], calls, signature=text["signature"])
     return Done(finish, message, Usage(10, 5, 3, 2))
 
 
-KINDS = ("content", "reasoning", "seal")
+KINDS = ("content", "reasoning", "signature")
 
 
 def parsed(data: bytes) -> list[Json]:
@@ -672,7 +672,7 @@ def same(*events: ReplyEvent, **body: Json) -> None:
             [turn] = call.history.decode(1)
             reading = RequestMessages(call.history, b"")
             assert reading.meaning(1) == RequestMessages(_One(sampled), b"").meaning(0)
-            assert turn.reasoning == sampled.reasoning and turn.seal == sampled.seal
+            assert turn.reasoning == sampled.reasoning and turn.signature == sampled.signature
             assert [c.id for c in turn.tool_calls] == [c.id for c in sampled.tool_calls]
 
 
@@ -723,8 +723,8 @@ def test_text_after_a_call_goes_there_and_back() -> None:
 
 
 def test_what_a_provider_sealed_goes_there_and_back() -> None:
-    same(Delta("reasoning", "Hm."), Delta("seal", "gAAAA=="), Delta("content", "Yes."))
-    same(Delta("seal", "gAAAA=="), Delta("content", "Yes."), reasoning={"summary": "auto"})
+    same(Delta("reasoning", "Hm."), Delta("signature", "gAAAA=="), Delta("content", "Yes."))
+    same(Delta("signature", "gAAAA=="), Delta("content", "Yes."), reasoning={"summary": "auto"})
 
 
 def test_reasoning_that_the_agent_keeps_for_us_survives_the_loss_of_its_words() -> None:
@@ -732,7 +732,7 @@ def test_reasoning_that_the_agent_keeps_for_us_survives_the_loss_of_its_words() 
     kept = item["encrypted_content"]
     assert kept.startswith("tg1.") and "Größe" not in kept
     [turn] = messages({"type": "reasoning", "summary": [], "content": None, "encrypted_content": kept}, said("x"))
-    assert (turn.reasoning, turn.seal) == ("Größe.", "")
+    assert (turn.reasoning, turn.signature) == ("Größe.", "")
 
 
 @pytest.mark.parametrize(
@@ -813,7 +813,7 @@ def test_counting_and_models() -> None:
 ERRORS: list[tuple[TurngateError, int, str, str, str]] = [
     (BadRequest("x: no", param="x"), 400, "invalid_request_error", "invalid_request_error", "invalid_prompt"),
     (
-        ContextOverflow("no", most=5, size=9),
+        ContextOverflow("no", limit=5, size=9),
         400,
         "invalid_request_error",
         "context_length_exceeded",
@@ -851,7 +851,7 @@ def test_errors_read_as_the_providers(error: TurngateError, status: int, kind: s
 
 
 def test_an_overflow_says_how_much_it_is_in_the_words_that_agents_look_for() -> None:
-    body = json.loads(responses.error(ContextOverflow("no", param="messages", most=5, size=9)))["error"]
+    body = json.loads(responses.error(ContextOverflow("no", param="messages", limit=5, size=9)))["error"]
     assert body["param"] == "input" and "exceeds the context window" in body["message"]
     assert "maximum context length is 5 tokens" in body["message"] and "has 9." in body["message"]
     vague = json.loads(responses.error(ContextOverflow("no")))["error"]["message"]

@@ -91,7 +91,7 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
     }
     async with serving(StandIn(OK)) as server, started(make(server.url + "/v1/")) as relay:
         await heard(
-            relay, own("messages", raw, passed=passed), model="m", sampling=Sampling(temperature=0.5), max_tokens=7
+            relay, own("messages", raw, forwarded_headers=passed), model="m", sampling=Sampling(temperature=0.5), max_tokens=7
         )
         assert server.paths == ["/v1/messages"] and messages in server.bodies[0]  # not parsed and written again
         asked = {name: value for name, value in server.asked.items() if name != "messages"}
@@ -205,7 +205,7 @@ async def test_what_cannot_be_asked_for_is_refused_by_name(constraint: Constrain
 
 async def test_an_image_of_another_dialect_is_refused() -> None:
     with pytest.raises(BadRequest, match="no images") as caught:
-        await answered(make, OK, meant(Message("user", "[image]", beyond="messages[0]: no images")))
+        await answered(make, OK, meant(Message("user", "[image]", unsupported="messages[0]: no images")))
     assert caught.value.param == "messages[0]"
 
 
@@ -269,7 +269,7 @@ async def test_a_bound_that_leaves_no_room_is_made_smaller() -> None:
         assert server.asked["max_tokens"] == 10_000
         with pytest.raises(ContextOverflow) as caught:  # an agent of its own dialect decides by itself
             await heard(relay, own("messages", BODY | {"max_tokens": 32000}))
-        assert (caught.value.most, caught.value.size) == (200_000, 222_000)
+        assert (caught.value.limit, caught.value.size) == (200_000, 222_000)
 
 
 # ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -303,8 +303,8 @@ async def test_text_thinking_calls_and_usage() -> None:
     assert said(chunks) == [
         Delta("reasoning", "hm"),
         Delta("reasoning", "m"),
-        Delta("seal", "sig=="),
-        Delta("seal", "redacted_thinking:hidden=="),
+        Delta("signature", "sig=="),
+        Delta("signature", "redacted_thinking:hidden=="),
         Delta("content", "grü"),
         Delta("content", "ße"),
         CallDelta(0, ToolCall("toolu_1", "bash", '{"c": 1}')),
@@ -431,7 +431,7 @@ async def test_errors(status: int, kind: str, message: str, raised: type[Turngat
             await answered(make, answer, meant(HI))
         assert type(caught.value) is raised and "sk-ant" not in caught.value.message
         if isinstance(caught.value, ContextOverflow):
-            assert (caught.value.most, caught.value.size) == (200_000, 208_310)
+            assert (caught.value.limit, caught.value.size) == (200_000, 208_310)
 
 
 async def test_a_stream_that_breaks_off() -> None:
@@ -459,7 +459,7 @@ async def test_leaving_early_hangs_up() -> None:
 async def test_tokens_are_counted_by_the_endpoint() -> None:
     async with serving(StandIn(says({"input_tokens": 42}))) as server, started(make(server.url)) as relay:
         mine = {"model": "agent's", "messages": BODY["messages"], "thinking": {"type": "adaptive"}}
-        request = RelayRequest(call=own("messages", mine, passed={"anthropic-beta": "b"}), model="m")
+        request = RelayRequest(call=own("messages", mine, forwarded_headers={"anthropic-beta": "b"}), model="m")
         assert await relay.count(request) == 42
         assert server.paths == ["/v1/messages/count_tokens"] and server.asked == mine | {"model": "m"}
         assert server.headers[0]["anthropic-beta"] == "b"

@@ -59,7 +59,7 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
     raw = b'{"contents":' + contents + b',"generation_config":' + config + b',"safetySettings":[{"a":1}]}'
     passed = {"x-goog-api-client": "cli", "x-goog-api-key": "tg-agent"}
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        call = own("gemini", raw, passed=passed)
+        call = own("gemini", raw, forwarded_headers=passed)
         await heard(relay, call, model="gemini-3-pro", sampling=Sampling(temperature=0.5), max_tokens=7)
         assert server.paths == ["/v1beta/models/gemini-3-pro:streamGenerateContent"]
         assert contents in server.bodies[0]  # not parsed and written again
@@ -257,11 +257,16 @@ async def test_text_thoughts_calls_and_usage() -> None:
         Delta("reasoning", "m"),
         Delta("content", "grü"),
         Delta("content", "ße"),
-        Delta("seal", "c2ln"),
+        Delta("signature", "c2ln"),
     ]
     assert isinstance(first, CallDelta) and isinstance(second, CallDelta)
-    assert (first.index, first.call.name, first.call.arguments, first.call.seal) == (0, "bash", '{"c": 1.0}', "Y2Fs")
-    assert (second.index, second.call.name, second.call.arguments, second.call.seal) == (1, "read", "{}", "")
+    assert (first.index, first.call.name, first.call.arguments, first.call.signature) == (
+        0,
+        "bash",
+        '{"c": 1.0}',
+        "Y2Fs",
+    )
+    assert (second.index, second.call.name, second.call.arguments, second.call.signature) == (1, "read", "{}", "")
     assert first.call.id.startswith("call_") and first.call.id != second.call.id  # given, where there was none
     assert (chunks[-1].finish, chunks[-1].usage, chunks[-1].verbatim) == ("tool_calls", Usage(11, 5, 4, 2), b"")
 
@@ -270,7 +275,7 @@ async def test_a_turn_that_was_signed_goes_back_as_it_was_whatever_the_agent_spe
     chunks = await answered(make, ANSWER, meant(HI))
     calls = [event.call for event in said(chunks) if isinstance(event, CallDelta)]
     assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
-    assert {call.seal for call in calls} == {""}
+    assert {call.signature for call in calls} == {""}
     turn = Message("assistant", "grüße", tool_calls=tuple(calls))
     results = tuple(Message("tool", call.name, tool_call_id=call.id) for call in calls)
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
@@ -368,7 +373,7 @@ async def test_errors(code: int, status: str, message: str, raised: type[Turngat
             await answered(make, answer, meant(HI))
         assert type(caught.value) is raised
         if isinstance(caught.value, ContextOverflow):
-            assert (caught.value.most, caught.value.size) == (1_048_576, 1_200_000)
+            assert (caught.value.limit, caught.value.size) == (1_048_576, 1_200_000)
 
 
 async def test_a_stream_that_breaks_off() -> None:

@@ -354,4 +354,4 @@ async def test_pairing_never_fills_and_never_cuts() -> None:
 )
 async def test_an_overflow_carries_the_numbers_that_it_tells(words: str, most: int | None, size: int | None) -> None:
     error = failure("engine", 400, words)
-    assert isinstance(error, ContextOverflow) and (error.most, error.size) == (most, size)
+    assert isinstance(error, ContextOverflow) and (error.limit, error.size) == (most, size)

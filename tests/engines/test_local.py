@@ -213,7 +213,7 @@ async def test_a_reply_ends_where_the_context_ends() -> None:
         assert off(engine, list(range(60)), reply.ids, reply.logprobs) < 1e-4
         with pytest.raises(ContextOverflow) as caught:
             await said(engine, asked(list(range(64)), 1))
-        assert (caught.value.most, caught.value.size) == (64, 64)
+        assert (caught.value.limit, caught.value.size) == (64, 64)
 
 
 @pytest.mark.parametrize(

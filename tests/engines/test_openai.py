@@ -579,7 +579,7 @@ async def test_a_bound_that_leaves_no_room_is_made_smaller(words: str) -> None:
         assert server.asked["max_tokens"] == 2096
         with pytest.raises(ContextOverflow) as caught:  # an agent of its own dialect decides by itself
             await heard(relay, call_of(json.dumps(BODY | {"max_tokens": 3000}).encode()))
-        assert (caught.value.most, caught.value.size) == (4096, 5000)
+        assert (caught.value.limit, caught.value.size) == (4096, 5000)
 
 
 async def test_reasoning_goes_back_whatever_the_agent_dropped() -> None:

@@ -117,7 +117,7 @@ async def test_a_new_beginning_of_the_same_conversation_is_not_a_sub_agents(worl
     assert role_list(agent) == ["main", "main", "subagent"]
     assert [n.info.cause for n in agent.session.trace.roots] == [None, "compaction", "subagent"]
     reloaded = world.gateway.store.load(world.gateway.store.find(agent.session_id))
-    assert [n.info.told.thread for n in reloaded.trace.roots] == ["a", "a", "b"]
+    assert [n.info.signals.thread for n in reloaded.trace.roots] == ["a", "a", "b"]
 
 
 async def test_the_work_begins_after_a_title_and_is_no_fork_of_it(world: World) -> None:

@@ -117,7 +117,7 @@ def test_every_request_is_understood(name: str) -> None:
         request = exchange["request"]
         call, history = decoded(request, request["body"]), conversation(request)
         assert route(request).dialect.name == recording.read(name)["dialect"]
-        assert not [message.beyond for message in history if message.beyond]
+        assert not [message.unsupported for message in history if message.unsupported]
         assert history[-1].role != "assistant"
         assert call.tools is None or len(call.tools.decode()) >= 1
 
@@ -170,7 +170,7 @@ def meaning(request: Json, body: Json) -> Json:
         return error.message
     done = Done("stop", Message("assistant", "Yes.", "Hm."), Usage(2, 1))
     answer = route(request).dialect.whole(call, done).decode()
-    plain = {"history": (), "tools": None, "body": b"", "wire": None}
+    plain = {"history": (), "tools": None, "body": b"", "reply_options": None}
     rest = {name: plain.get(name, value) for name, value in msgspec.structs.asdict(call).items()}
     return rest, history, tools, IDS.sub("", re.sub(r"\b\d{10}\b", "", answer))
 

@@ -278,7 +278,7 @@ class ChatStream:
             case Delta(kind="reasoning", text=text):
                 return self._chunk({"reasoning": text, "reasoning_content": text})
             case Delta():
-                return b""  # this format has no place for a seal
+                return b""  # this format has no field for a signature
             case CallDelta(index=index, call=call):
                 return self._chunk({"tool_calls": [{"index": index, **_call_to_wire(call)}]})
             case KeepAlive():
@@ -321,23 +321,23 @@ def message_to_wire(message: Message) -> dict[str, Json]:
 def _decode_message(wire: _WireMessage, where: str) -> Message:
     if is_given(wire.function_call):
         raise BadRequest(f"{where}.function_call: is the old form; use tool_calls", param=f"{where}.function_call")
-    text, beyond = _decode_content(wire.content, where)
+    text, unsupported = _decode_content(wire.content, where)
     match wire.role:
         case "system" | "developer":
-            return Message("system", text, beyond=beyond)
+            return Message("system", text, unsupported=unsupported)
         case "user":
-            return Message("user", text, name=wire.name or "", beyond=beyond)
+            return Message("user", text, name=wire.name or "", unsupported=unsupported)
         case "assistant":
             calls = tuple(_decode_call(call) for call in wire.tool_calls or ())
             reasoning = wire.reasoning_content or wire.reasoning or ""
-            return Message("assistant", text or wire.refusal or "", reasoning, calls, beyond=beyond)
+            return Message("assistant", text or wire.refusal or "", reasoning, calls, unsupported=unsupported)
         case "tool":
             if wire.tool_call_id is None:
                 raise BadRequest(
                     f"{where}.tool_call_id: a tool message needs the id of the call it answers",
                     param=f"{where}.tool_call_id",
                 )
-            return Message("tool", text, tool_call_id=wire.tool_call_id, name=wire.name or "", beyond=beyond)
+            return Message("tool", text, tool_call_id=wire.tool_call_id, name=wire.name or "", unsupported=unsupported)
         case _:
             raise BadRequest(
                 f"{where}.role: {wire.role!r} is not one of system, developer, user, assistant, tool",
@@ -357,7 +357,7 @@ def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str,
     if isinstance(content, str):
         return content, ""
     texts = []
-    beyond = ""
+    unsupported = ""
     for n, part in enumerate(content or ()):
         if part.type in ("text", "input_text", "output_text"):
             texts.append(part.text)
@@ -367,8 +367,8 @@ def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str,
             at = f"{where}.content[{n}]"
             data = b"".join(bytes(raw) for raw in (part.image_url, part.input_audio, part.file))
             texts.append(placeholder(part.type, data))
-            beyond = beyond or f"{at}: {part.type!r} parts are not supported; this gateway takes text only"
-    return "\n".join(texts), beyond
+            unsupported = unsupported or f"{at}: {part.type!r} parts are not supported; this gateway takes text only"
+    return "\n".join(texts), unsupported
 
 
 def _decode_tool(wire: dict[str, Any], where: str) -> Tool:

@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from turngate.dialects.base import Route, WireRequest
-from turngate.dialects.gemini_contents import (
+from turngate.dialects.gemini_history import (
     GeminiHistory,
     build_system_piece,
     read_field,
@@ -117,7 +117,9 @@ class Gemini:
             stream=wire.verb == "stream",
             dialect=self.name,
             body=wire.sent,
-            wire=GeminiReplyOptions(thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"),
+            reply_options=GeminiReplyOptions(
+                thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"
+            ),
             **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS),
         )
 

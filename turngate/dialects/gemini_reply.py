@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import orjson
 
-from turngate.dialects.gemini_contents import RAW_ARGUMENTS, encode_signature
+from turngate.dialects.gemini_history import RAW_ARGUMENTS, encode_signature
 from turngate.dialects.wire import one_line
 from turngate.errors import ContextOverflow, TurngateError
 from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Message, ReplyEvent, ToolCall, Usage
@@ -28,7 +28,7 @@ class GeminiStream:
     """One streamed reply. Every chunk holds a part: SDKs take a reply with an empty chunk in it for a broken one, and drop it."""
 
     def __init__(self, call: Call) -> None:
-        wanted = call.wire if isinstance(call.wire, GeminiReplyOptions) else GeminiReplyOptions()
+        wanted = call.reply_options if isinstance(call.reply_options, GeminiReplyOptions) else GeminiReplyOptions()
         self.media = "text/event-stream" if wanted.sse else "application/json; charset=UTF-8"
         self._wanted = wanted
         self._head = _reply_head(call)
@@ -46,11 +46,11 @@ class GeminiStream:
             case Delta(kind="reasoning", text=text):
                 self._reasoning.append(text)
                 return self._chunk([{"text": text, "thought": True}]) if self._wanted.thoughts else b""
-            case Delta(text=seal):
+            case Delta(text=signature):
                 self._signed = True
-                return self._chunk([{"text": "", "thoughtSignature": seal}])
+                return self._chunk([{"text": "", "thoughtSignature": signature}])
             case CallDelta(call=call):
-                signature = call.seal or ("" if self._signed else _signature("".join(self._reasoning)))
+                signature = call.signature or ("" if self._signed else _signature("".join(self._reasoning)))
                 self._signed = True
                 return self._chunk([_build_call_part(call, signature)])
             case KeepAlive():
@@ -74,7 +74,7 @@ class GeminiStream:
 
 
 def encode_reply(call: Call, done: Done) -> bytes:
-    thoughts = isinstance(call.wire, GeminiReplyOptions) and call.wire.thoughts
+    thoughts = isinstance(call.reply_options, GeminiReplyOptions) and call.reply_options.thoughts
     return orjson.dumps({**_build_reply(_build_parts(done.message, thoughts), done), **_reply_head(call)})
 
 
@@ -82,13 +82,13 @@ def _build_parts(message: Message, thoughts: bool) -> list[Json]:
     parts: list[Json] = []
     if thoughts and message.reasoning:
         parts.append({"text": message.reasoning, "thought": True})
-    if message.content or message.seal:
+    if message.content or message.signature:
         parts.append({"text": message.content})
-    if message.seal:
-        parts[-1]["thoughtSignature"] = message.seal
+    if message.signature:
+        parts[-1]["thoughtSignature"] = message.signature
     for n, call in enumerate(message.tool_calls):
-        ours = _signature(message.reasoning) if n == 0 and not message.seal else ""
-        parts.append(_build_call_part(call, call.seal or ours))
+        ours = _signature(message.reasoning) if n == 0 and not message.signature else ""
+        parts.append(_build_call_part(call, call.signature or ours))
     return parts or [{"text": ""}]
 
 
@@ -187,7 +187,7 @@ def error_body(error: TurngateError) -> Json:
 def _error_message(error: TurngateError) -> str:
     if isinstance(error, ContextOverflow):
         size = "" if error.size is None else f" ({error.size})"
-        most = "" if error.most is None else f" ({error.most})"
+        most = "" if error.limit is None else f" ({error.limit})"
         return f"The input token count{size} exceeds the maximum number of tokens allowed{most}."
     if error.status == 401:
         return f"API key not valid. Please pass a valid API key. ({error.message})"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from turngate.dialects.gemini_contents import read_field, read_fields, read_items, read_json, to_camel
+from turngate.dialects.gemini_history import read_field, read_fields, read_items, read_json, to_camel
 from turngate.dialects.wire import field_error, function_tool, require_shallow
 from turngate.types import Json, Tool
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from turngate.dialects import messages_stream as reply
+from turngate.dialects import messages_reply as reply
 from turngate.dialects.base import Route, WireRequest
 from turngate.dialects.messages_history import MessagesHistory, MessagesTools
 from turngate.dialects.wire import (
@@ -38,7 +38,7 @@ from turngate.types import Call, Constraint, Done, History, Json
 # Claude Code's note to its provider, another one with every call: no part of what the model is told.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _FORWARDED_HEADERS = ("anthropic-version", "anthropic-beta")
-# Chat templates know no effort beyond this.
+# Chat templates know no effort unsupported this.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
@@ -149,7 +149,7 @@ class Messages:
             include_usage=True,
             dialect=self.name,
             body=wire.sent,
-            wire=reply.MessagesReplyOptions(hidden, is_given(request.context_management)),
+            reply_options=reply.MessagesReplyOptions(hidden, is_given(request.context_management)),
             **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS),
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from turngate.dialects import messages_stream as reply
+from turngate.dialects import messages_reply as reply
 from turngate.dialects.wire import (
     ABSENT,
     DECODE_ERRORS,
@@ -245,23 +245,23 @@ def _why_unsupported(block: _Block, where: str) -> str:
 
 
 def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
-    texts, thoughts, calls, seal, beyond = [], [], [], "", ""
+    texts, thoughts, calls, signature, unsupported = [], [], [], "", ""
     for block, where in blocks:
         match block.type:
             case "text":
                 texts.append(block.text or "")
             case "thinking":
                 thoughts.append(block.thinking or reply.decode_signature(block.signature or ""))
-                seal = seal or block.signature or ""
+                signature = signature or block.signature or ""
             case "redacted_thinking":
                 pass  # sealed by another provider: nobody here can read it
             case "tool_use":
                 calls.append(_decode_call(block, where))
             case _:
-                beyond = beyond or _why_unsupported(block, where)
+                unsupported = unsupported or _why_unsupported(block, where)
     # Blocks are cut where something else came in between; the words themselves run on.
     reasoning = "\n\n".join(thought for thought in thoughts if thought)
-    return Message("assistant", "".join(texts), reasoning, tuple(calls), seal=seal, beyond=beyond)
+    return Message("assistant", "".join(texts), reasoning, tuple(calls), signature=signature, unsupported=unsupported)
 
 
 def _decode_call(block: _Block, where: str) -> ToolCall:
@@ -278,9 +278,9 @@ def _decode_user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
         if is_result:
             messages += [_decode_result(block, where, tools) for block, where in run]
             continue
-        text, beyond = _decode_text(list(run), tools)
-        if text or beyond:
-            messages.append(Message("user", text, beyond=beyond))
+        text, unsupported = _decode_text(list(run), tools)
+        if text or unsupported:
+            messages.append(Message("user", text, unsupported=unsupported))
     return messages or [Message("user")]
 
 
@@ -288,20 +288,20 @@ def _decode_result(block: _Block, where: str, tools: MessagesTools | None) -> Me
     if block.tool_use_id is None:
         raise BadRequest(f"{where}.tool_use_id: is missing", param=f"{where}.tool_use_id")
     parts = [_Block("text", text=block.content)] if isinstance(block.content, str) else block.content or ()
-    text, beyond = _decode_text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
+    text, unsupported = _decode_text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
     if block.is_error and not text.lower().startswith(_ERROR_PREFIXES):
         text = f"Error: {text}" if text else "Error"  # the model has no other way to know
-    return Message("tool", text, tool_call_id=reply.call_id_from_wire(block.tool_use_id), beyond=beyond)
+    return Message("tool", text, tool_call_id=reply.call_id_from_wire(block.tool_use_id), unsupported=unsupported)
 
 
 def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> Message:
-    text, beyond = _decode_text(blocks, tools)
-    return Message("system", text, beyond=beyond)
+    text, unsupported = _decode_text(blocks, tools)
+    return Message("system", text, unsupported=unsupported)
 
 
 def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
     """What some blocks say, and why that is not all."""
-    texts, beyond = [], ""
+    texts, unsupported = [], ""
     for block, where in blocks:
         match block:
             case _Block(type="text"):
@@ -316,8 +316,8 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
                 texts.append(f"The tool {name} is no longer available.")
             case _:
                 texts.append(placeholder(block.type, bytes(block.source)))
-                beyond = beyond or _why_unsupported(block, where)
-    return "\n".join(text for text in texts if text), beyond
+                unsupported = unsupported or _why_unsupported(block, where)
+    return "\n".join(text for text in texts if text), unsupported
 
 
 def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:

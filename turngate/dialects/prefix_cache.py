@@ -169,7 +169,7 @@ class PrefixCache:
         head, tail = body[:begin], body[end:]
         if not self._opens(head) or self._field in _fields.decode(b'{"":[0' + tail):
             return None
-        plain = msgspec.structs.replace(call, history=_EMPTY_HISTORY, body=b"", passed={})
+        plain = msgspec.structs.replace(call, history=_EMPTY_HISTORY, body=b"", forwarded_headers={})
         return self._frames.shared(_Frame(head, tail, _request_key(wire), plain))
 
     def _opens(self, head: bytes) -> bool:

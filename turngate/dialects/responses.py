@@ -14,8 +14,8 @@ import orjson
 
 from turngate.dialects.base import Route, WireRequest
 from turngate.dialects.openai import FORWARDED_HEADERS, encode_model, encode_model_list, error_body
-from turngate.dialects.responses_items import ResponsesHistory
-from turngate.dialects.responses_stream import OfferedTools, ResponsesReplyOptions, ResponsesStream, error_message
+from turngate.dialects.responses_history import ResponsesHistory
+from turngate.dialects.responses_reply import OfferedTools, ResponsesReplyOptions, ResponsesStream, error_message
 from turngate.dialects.responses_tools import ResponsesTools, flat_name, is_ignored
 from turngate.dialects.wire import (
     ABSENT,
@@ -37,7 +37,7 @@ from turngate.types import Call, Constraint, Done, History, Json, Tool
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
-# Chat templates know no effort beyond these.
+# Chat templates know no effort unsupported these.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 
 
@@ -139,11 +139,11 @@ class Responses:
             include_usage=True,
             dialect=self.name,
             body=wire.sent,
-            wire=ResponsesReplyOptions(
+            reply_options=ResponsesReplyOptions(
                 echo=_echo_request(request, reasoning),
                 tools=OfferedTools((*((offered,) if offered is not None else ()), *items.searched_tools())),
                 summary=bool(reasoning.summary or reasoning.generate_summary),
-                seal=_ENCRYPTED in (request.include or ()),
+                encrypt_reasoning=_ENCRYPTED in (request.include or ()),
             ),
             **call_fields_from_headers(wire.headers, FORWARDED_HEADERS),
         )

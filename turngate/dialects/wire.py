@@ -105,12 +105,12 @@ def is_retry(headers: Mapping[str, str]) -> bool:
     ) not in ("", "1")
 
 
-def call_fields_from_headers(headers: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
-    """The fields of a call that its headers tell. `passed`: those that a provider of the same dialect is sent."""
+def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, Any]:
+    """The fields of a call that its headers tell. `forwarded`: the headers that a provider of the same dialect receives."""
     return {
         "retried": is_retry(headers),
         "idempotency_key": headers.get("idempotency-key", ""),
-        "passed": {name: value for name in passed if (value := headers.get(name))},
+        "forwarded_headers": {name: value for name in forwarded if (value := headers.get(name))},
     }
 
 

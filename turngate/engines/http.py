@@ -126,7 +126,7 @@ def overflow(said: str, words: str) -> ContextOverflow:
     most = None if mosts is None else next(int(n) for n in mosts.groups() if n)
     if size is not None and most is not None and size <= most:
         size = None  # another number than the one that was too large
-    return ContextOverflow(said, most=most, size=size)
+    return ContextOverflow(said, limit=most, size=size)
 
 
 def unbegun(engine: str) -> EngineBusy:

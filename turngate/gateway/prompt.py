@@ -87,7 +87,7 @@ class PromptBuilder:
             has_tools=bool(preamble.tools),
             retried=call.retried,
             idempotency_key=call.idempotency_key,
-            told=call.told,
+            told=call.signals,
         )
         return located, preamble, cause
 
@@ -170,7 +170,7 @@ def context_info(prompt: Prompt, cause: Cause | None, call: Call) -> ContextInfo
         has_tools=bool(prompt.preamble.tools),
         cause=cause,
         dialect=call.dialect,
-        told=call.told,
+        signals=call.signals,
     )
 
 
@@ -179,8 +179,8 @@ def _render(session: Session, located: Location, preamble: Preamble, cause: Caus
         added = located.context.ids
         return Prompt(located, located.node, added, prompt_ids(located.node, added), preamble, cause)
     for message in located.reading.all(located.start):
-        if message.beyond:
-            raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
+        if message.unsupported:
+            raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
     kwargs = preamble.kwargs
     bridged = _bridge(session, located, preamble.tools, kwargs, renderer)
     if bridged is not None:

@@ -623,7 +623,7 @@ class TurnPipeline:
             has_tools=bool(prompt.preamble.tools),
             retried=call.retried,
             idempotency_key=call.idempotency_key,
-            told=call.told,
+            told=call.signals,
             started=started,
         )
 
@@ -636,7 +636,7 @@ class Heard:
         self.usage: Usage | None = None
         self.stopped_by = ""
         self.fault = ""
-        self._text: dict[str, list[str]] = {"content": [], "reasoning": [], "seal": []}
+        self._text: dict[str, list[str]] = {"content": [], "reasoning": [], "signature": []}
         self._calls: list[CallDelta] = []
         self._holes = False  # something was said without its ids
 
@@ -659,8 +659,8 @@ class Heard:
 
     def message(self) -> Message:
         calls = tuple(event.call for event in self._calls)
-        content, reasoning, seal = ("".join(self._text[kind]) for kind in ("content", "reasoning", "seal"))
-        return Message("assistant", content, reasoning, calls, seal=seal)
+        content, reasoning, signature = ("".join(self._text[kind]) for kind in ("content", "reasoning", "signature"))
+        return Message("assistant", content, reasoning, calls, signature=signature)
 
     def accounts_for(self, ids: Sequence[int]) -> bool:
         """Whether these are all the ids that were sampled, after a prompt that is known."""
@@ -737,6 +737,6 @@ def _overflow(most: int, size: int) -> ContextOverflow:
         f"This model's maximum context length is {most} tokens. However, your messages resulted in {size} tokens. "
         "Please reduce the length of the messages.",
         param="messages",
-        most=most,
+        limit=most,
         size=size,
     )

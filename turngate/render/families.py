@@ -18,8 +18,8 @@ from renderers.base import MODEL_RENDERER_MAP
 from turngate.errors import BadRequest, ConfigError
 from turngate.render.parse import HERMES, Parsed, Parser, Syntax, detect_syntax
 from turngate.render.renderer import LastTurn, ReplyReader
+from turngate.render.template_fallbacks import add_to_system_prompt, declare_tools
 from turngate.render.tokenizer import Tokenizer
-from turngate.render.tool_prompt import add_to_system_prompt, declare_tools
 from turngate.types import ID_DTYPE, CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
 
 _PROBE = ToolCall("call00001", "probe_tool", '{"k": "v"}')

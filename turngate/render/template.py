@@ -22,7 +22,7 @@ import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turngate.errors import BadRequest, ConfigError
-from turngate.render.tool_prompt import move_late_system_to_user, move_system_to_user, rewrite_tools_as_hermes
+from turngate.render.template_fallbacks import move_late_system_to_user, move_system_to_user, rewrite_tools_as_hermes
 from turngate.types import Json, Message, Tool, ToolCall
 
 SENTINEL = "turngateSENTINEL"

@@ -83,7 +83,7 @@ class ModelCalls:
             call = self._known_to(session, dialect).decode(wire)
             if session.config.signals:
                 told = read_signals(session.config.signals, headers, call)
-                call = msgspec.structs.replace(call, told=told)
+                call = msgspec.structs.replace(call, signals=told)
             with DisconnectWatch(receive) as watch, _InternalErrors():
                 if found.verb == "count":
                     await self._count(session, call, dialect, send, watch)

@@ -29,10 +29,10 @@ def find_fork_cause(
         if told.role == "side":
             return "side"  # a summary of the conversation so far, say
         # What left the line here, a helper or a side call, is no reason for the line itself to fork.
-        goes_on = any(_same_line(context.info.told, told) for context in located.node.children)
+        goes_on = any(_same_line(context.info.signals, told) for context in located.node.children)
         if told.role == "subagent" or (told.parent and told.parent != told.thread):
             # A helper may begin where its parent stands. It is one where it leaves its parent's line, and goes on as itself.
-            own = located.node.parent.info.told.thread == told.thread
+            own = located.node.parent.info.signals.thread == told.thread
             return None if own and not goes_on else "subagent"
         foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
         return "edited" if foreign else ("branch" if goes_on else None)
@@ -62,13 +62,13 @@ def _new_root_cause(
         return "side"
     if told.role == "subagent" or (told.parent and told.parent != told.thread):
         return "subagent"
-    roots = [root for root in trace.roots if root.info.told.role != "side"]
+    roots = [root for root in trace.roots if root.info.signals.role != "side"]
     if not roots:
         return None  # titles came first: this is where the work begins
     cause = _structural_cause(trace, reading, has_tools)
     if cause == "subagent" and has_tools and not any(root.info.has_tools for root in roots):
         return None  # so they did, though nothing said it of them
-    known = [root.info.told.thread for root in roots if root.info.told.thread]
+    known = [root.info.signals.thread for root in roots if root.info.signals.thread]
     if not told.thread or not known:
         return cause
     if told.thread in known:
@@ -81,7 +81,7 @@ def _structural_cause(trace: Trace, reading: RequestMessages, has_tools: bool) -
     head = reading.meaning(0)
     asks = _first_question(reading)
     # A title or a summary is no conversation that another one could be a later form of; nor is what came without tools before the work.
-    known = [root for root in trace.roots if root.info.cause != "side" and root.info.told.role != "side"]
+    known = [root for root in trace.roots if root.info.cause != "side" and root.info.signals.role != "side"]
     for root in [root for root in known if root.info.has_tools] or known:
         meanings = root.info.meanings
         known_ask = _first_user(root)

@@ -53,7 +53,7 @@ class RequestMessages:
     def meaning(self, index: int) -> bytes:
         if index not in self._meanings:
             said = meaning_digest(self.messages(index), self._call_order(index))
-            if any(message.beyond for message in self.messages(index)):
+            if any(message.unsupported for message in self.messages(index)):
                 # What cannot be read (an image) can still be told apart.
                 said = blake2b(said + self.raws[index], digest_size=DIGEST_SIZE).digest()
             self._meanings[index] = said

@@ -31,12 +31,12 @@ def assign_roles(trace: Trace) -> dict[int, TurnRole]:
 
 def _signalled_role(turn: Sampled, trace: Trace) -> TurnRole | None:
     """What the agent's program said about this very call. A helper may go on from its parent's history, in the same tree."""
-    told = turn.parent.info.told
+    told = turn.parent.info.signals
     if told.role:
         return told.role
     if told.parent and told.parent != told.thread:
         return "subagent"
-    begun = turn.root.info.told.thread
+    begun = turn.root.info.signals.thread
     return "subagent" if told.thread and begun and told.thread != begun and turn.parent.info.has_tools else None
 
 
@@ -65,7 +65,7 @@ def _assign_root_roles(trace: Trace) -> dict[int, TurnRole]:
 
 def _is_not_main(root: Context) -> bool:
     """The program says that this is not its main conversation."""
-    told = root.info.told
+    told = root.info.signals
     return told.role in ("side", "subagent") or bool(told.parent and told.parent != told.thread)
 
 

@@ -46,7 +46,7 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     has_tools: bool
     cause: Cause | None = None
     dialect: str = "chat"  # in which its messages were recorded
-    told: CallSignals = CallSignals()  # what the agent's program said about the call that added it
+    signals: CallSignals = CallSignals()  # what the agent's program said about the call that added it
 
 
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):

@@ -159,5 +159,5 @@ def build_trace(session: StoredSession, words: NodeMessages) -> Json:
 
 
 def _signals_to_json(context: StoredContext) -> dict[str, str]:
-    told = context.info.told
+    told = context.info.signals
     return {"thread": told.thread, "parent": told.parent, "role": told.role, "why": told.why}

@@ -64,7 +64,7 @@ class _CauseCheck:
 
     def __init__(self, session: StoredSession, words: NodeMessages, context: StoredContext) -> None:
         self._session, self._words, self._context = session, words, context
-        self._told = context.info.told
+        self._told = context.info.signals
         self._said = words.of(context)
         self._earlier = [root for root in session.roots if root.id < context.id]
         self._speaks = any(message.role == "assistant" for message in self._said)
@@ -111,7 +111,7 @@ class _CauseCheck:
 
     def _uncaused(self) -> str:
         if self._root:
-            others = [root.id for root in self._earlier if root.info.told.role != "side"]
+            others = [root.id for root in self._earlier if root.info.signals.role != "side"]
             if self._begins_work():
                 return ""
             return f"a second conversation has no cause, beside that of context {others[0]}" if others else ""
@@ -123,7 +123,7 @@ class _CauseCheck:
 
     def _begins_work(self) -> bool:
         """Whether it is the first one with tools, of an agent that asked for titles or the like before."""
-        offering = [root for root in self._earlier if root.info.told.role != "side" and self._words.tools(root)]
+        offering = [root for root in self._earlier if root.info.signals.role != "side" and self._words.tools(root)]
         return bool(self._words.tools(self._context)) and not offering
 
     def _anew(self) -> bool:
@@ -143,7 +143,7 @@ class _CauseCheck:
 
     def _compaction(self) -> str:
         thread = self._told.thread
-        goes_on = any(thread and root.info.told.thread == thread for root in self._earlier)
+        goes_on = any(thread and root.info.signals.thread == thread for root in self._earlier)
         begun = [root for root in self._earlier if self._offered(root) and self._head(root)]
         if not (self._root and (goes_on or begun)):
             return "it is said to sum up a conversation, and none before it begins like it"
@@ -170,7 +170,7 @@ class _CauseCheck:
         if not self._root:
             return "it is said to be a sub-agent's, and nothing told so"
         again = [root.id for root in self._earlier if self._offered(root) and self._head(root) and self._asks(root)]
-        threads = {root.info.told.thread for root in self._earlier} - {""}
+        threads = {root.info.signals.thread for root in self._earlier} - {""}
         if again and not (self._told.thread and threads and self._told.thread not in threads):
             return f"it is said to be a sub-agent's, and begins and asks as context {again[0]} does"
         return "" if self._earlier else "it is said to be a sub-agent's, and there is no agent before it"
@@ -324,7 +324,7 @@ class _ForkDescriber:
         """The recorded cause, told more closely where the messages show more."""
         recorded = context.info.cause
         if recorded not in ("template", "edited"):
-            return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.told.why
+            return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.signals.why
         was, now = self._words.along(left), self._words.along(context)
         for n, (old, new) in enumerate(zip(was, now, strict=False)):
             if not same_meaning(old, new):

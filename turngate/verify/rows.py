@@ -75,7 +75,7 @@ def _derive_role(turn: StoredTurn, main: StoredContext | None, words: NodeMessag
         return "aborted"
     if _is_superseded(turn):
         return "superseded"
-    told, begun = turn.parent.info.told, turn.root.info.told
+    told, begun = turn.parent.info.signals, turn.root.info.signals
     if told.role:
         return told.role
     if told.parent not in ("", told.thread):
@@ -104,7 +104,7 @@ def _is_superseded(turn: StoredTurn) -> bool:
 def _find_main_root(session: StoredSession, words: NodeMessages) -> StoredContext | None:
     """Where the agent's own work begins: the first conversation with tools that is not told to be another's; else the longest."""
     for root in session.roots:
-        told = root.info.told
+        told = root.info.signals
         others = told.role in ("side", "subagent") or told.parent not in ("", told.thread)
         if not others and _offers_tools(root, words):
             return root

@@ -47,7 +47,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
     has_tools: bool
     cause: str | None = None
     dialect: str = "chat"
-    told: StoredCallSignals = StoredCallSignals()
+    signals: StoredCallSignals = StoredCallSignals()
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):

@@ -312,7 +312,7 @@ def _check_signals(session: StoredSession, words: NodeMessages, book: CheckResul
         "structure", "told", "what the agent's program is said to have told is something that its signals can tell"
     ) as check:
         for context in session.contexts:
-            told = context.info.told
+            told = context.info.signals
             check.expect(
                 not told.thread or bool(signals.thread),
                 f"it names a thread, {told.thread!r}, and no signal does",

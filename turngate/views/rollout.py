@@ -459,7 +459,7 @@ def _message_to_json(message: Message, *, whole: bool) -> dict[str, Json]:
             {"id": call.id, "name": call.name, "arguments": short(f"tool_calls.{n}.arguments", call.arguments)}
             for n, call in enumerate(message.tool_calls)
         ]
-    rest = {"tool_call_id": message.tool_call_id, "name": message.name, "beyond": message.beyond}
+    rest = {"tool_call_id": message.tool_call_id, "name": message.name, "beyond": message.unsupported}
     told |= {name: value for name, value in rest.items() if value}
     return {**told, "cut": cut} if cut else told
 

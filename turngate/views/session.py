@@ -122,7 +122,7 @@ def _context_to_json(node: Context, texts: Mapping[int, bytes]) -> dict[str, Jso
         "preamble": node.info.preamble.hex(),
         "cause": node.info.cause,
         "dialect": node.info.dialect,
-        "told": {name: value for name, value in msgspec.structs.asdict(node.info.told).items() if value},
+        "told": {name: value for name, value in msgspec.structs.asdict(node.info.signals).items() if value},
     }
 
 

@@ -253,7 +253,7 @@ class LocalEngine:
         if room < 1:
             raise ContextOverflow(
                 f"{self.name}: the prompt has {prompt.size} tokens, and the context is {self.max_context}",
-                most=self.max_context,
+                limit=self.max_context,
                 size=int(prompt.size),
             )
         if request.max_tokens < 1:

@@ -392,7 +392,7 @@ class _Answer:
                 return self._more("thinking", "reasoning", block.thinking) + self._sealed(block.signature)
             case "redacted_thinking":
                 self._blocks.append({"type": "redacted_thinking", "data": block.data})
-                return [] if self._keeps else [Delta("seal", _REDACTED + block.data)]
+                return [] if self._keeps else [Delta("signature", _REDACTED + block.data)]
             case "tool_use":
                 self._blocks.append({"type": "tool_use", "id": block.id, "name": block.name, "input": {}})
                 return []
@@ -421,7 +421,7 @@ class _Answer:
         if not signature:
             return []
         self._blocks[-1]["signature"] += signature
-        return [] if self._keeps else [Delta("seal", signature)]
+        return [] if self._keeps else [Delta("signature", signature)]
 
     def _close(self) -> list[Delta | CallDelta]:
         block, self._open = self._open, None

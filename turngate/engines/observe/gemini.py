@@ -386,7 +386,7 @@ class _Answer:
         if part.text:
             said.append(Delta("reasoning" if part.thought else "content", part.text))
         if part.thought_signature and not self._keeps:
-            said.append(Delta("seal", part.thought_signature))
+            said.append(Delta("signature", part.thought_signature))
         self._keep(part)
         return said
 

@@ -392,7 +392,9 @@ class _Answer:
             case "reasoning":
                 self._matters = self._matters or bool(item.encrypted_content or item.content)
                 if item.encrypted_content and not self._keeps:
-                    return [Delta("seal", f"{item.id}:{item.encrypted_content}" if item.id else item.encrypted_content)]
+                    return [
+                        Delta("signature", f"{item.id}:{item.encrypted_content}" if item.id else item.encrypted_content)
+                    ]
                 return []
             case "function_call" | "custom_tool_call" | "tool_search_call":
                 call = _call(item)

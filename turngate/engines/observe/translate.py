@@ -88,8 +88,8 @@ def conversation(request: RelayRequest) -> list[Said]:
         known = request.verbatim.get(index)
         own = _kept.decode(known) if known else None
         for message in history.decode(index):
-            if message.beyond:
-                raise BadRequest(message.beyond, param=message.beyond.partition(": ")[0])
+            if message.unsupported:
+                raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
             if message.role == "assistant":
                 ids = own.ids if own is not None else [_unused(call.id, taken) for call in message.tool_calls]
                 for call, its in zip(message.tool_calls, ids, strict=False):
@@ -166,9 +166,9 @@ def fitting(request: RelayRequest, written: Written, error: ContextOverflow) -> 
     An agent of another dialect asks for as long an answer as its own provider's models can give.
     """
     bound = next((written.body[name] for name in _BOUNDS if name in written.body), None)
-    if bound is None or error.most is None or error.size is None:
+    if bound is None or error.limit is None or error.size is None:
         return None
-    room = error.most - (error.size - int(bound))
+    room = error.limit - (error.size - int(bound))
     return msgspec.structs.replace(request, max_tokens=room) if 0 < room < bound else None
 
 
@@ -208,4 +208,4 @@ def passed(request: RelayRequest, dialect: str) -> dict[str, str]:
     """The agent's headers that go along to an endpoint of its own dialect. Never a key."""
     if request.call.dialect != dialect:
         return {}
-    return {name: value for name, value in request.call.passed.items() if not _HELD_BACK.fullmatch(name)}
+    return {name: value for name, value in request.call.forwarded_headers.items() if not _HELD_BACK.fullmatch(name)}

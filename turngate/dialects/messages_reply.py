@@ -187,7 +187,7 @@ class MessagesStream:
                 opened = self._opened("thinking")
                 self._thought.append(text)
                 return opened if self._asked.hidden else opened + _THINKING_DELTA % (self._index, orjson.dumps(text))
-            case Delta(text=text):  # a seal
+            case Delta(text=text):  # a signature
                 return self._opened("thinking") + self._closed(text)
             case CallDelta(call=call):
                 return self._closed() + self._tool_use(call)
@@ -206,13 +206,13 @@ class MessagesStream:
         self._open = kind
         return closed + (_TEXT_START if kind == "text" else _THINKING_START) % self._index
 
-    def _closed(self, seal: str = "") -> bytes:
+    def _closed(self, signature: str = "") -> bytes:
         if not self._open:
             return b""
         signed = b""
         if self._open == "thinking":
-            seal = seal or encode_signature("".join(self._thought), hidden=self._asked.hidden)
-            signed = _SIGNATURE % (self._index, orjson.dumps(seal))
+            signature = signature or encode_signature("".join(self._thought), hidden=self._asked.hidden)
+            signed = _SIGNATURE % (self._index, orjson.dumps(signature))
         self._open, self._thought = "", []
         return signed + self._stop()
 
@@ -231,7 +231,7 @@ class MessagesStream:
 
 
 def _options_of(call: Call) -> MessagesReplyOptions:
-    return call.wire if isinstance(call.wire, MessagesReplyOptions) else MessagesReplyOptions()
+    return call.reply_options if isinstance(call.reply_options, MessagesReplyOptions) else MessagesReplyOptions()
 
 
 def _reply_head(call: Call) -> dict[str, Json]:
@@ -248,10 +248,10 @@ def _reply_head(call: Call) -> dict[str, Json]:
 
 def _build_content(message: Message, asked: MessagesReplyOptions) -> list[Json]:
     blocks: list[Json] = []
-    if message.reasoning or message.seal:
+    if message.reasoning or message.signature:
         shown = "" if asked.hidden else message.reasoning
-        seal = message.seal or encode_signature(message.reasoning, hidden=asked.hidden)
-        blocks.append({"type": "thinking", "thinking": shown, "signature": seal})
+        signature = message.signature or encode_signature(message.reasoning, hidden=asked.hidden)
+        blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
     if message.content:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
@@ -341,8 +341,8 @@ def error_body(error: TurngateError) -> bytes:
 def _error_message(error: TurngateError) -> str:
     """An overflow has to be told in these very words, or agents do not know that they should compact."""
     match error:
-        case ContextOverflow(most=int(most), size=int(size)):
-            return f"prompt is too long: {size} tokens > {most} maximum"
+        case ContextOverflow(limit=int(limit), size=int(size)):
+            return f"prompt is too long: {size} tokens > {limit} maximum"
         case ContextOverflow():
             return f"prompt is too long: {error.message}"
         case _:

@@ -213,28 +213,32 @@ def _decode_model(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> Messag
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
-    seal = kept = ""
+    message_signature = own_reasoning = ""
     for where, part in parts:
         kind = _read_kind(part, where, ("text", "functionCall"), "a content of the model")
         signature = read_field(part, "thoughtSignature", str, "", where)
         reasoning = decode_signature(signature) if signature else None
         if reasoning is not None:
-            kept, signature = reasoning, ""
+            own_reasoning, signature = reasoning, ""
         if "functionCall" in part:
             calls.append(_decode_call(part, where, len(calls), signature))
         elif signature:
-            seal = signature
+            message_signature = signature
         if kind == "text":
             thought = read_field(part, "thought", bool, False, where)
             (thoughts if thought else texts).append(read_field(part, "text", str, "", where))
-    return Message("assistant", "".join(texts), "".join(thoughts) or kept, tuple(calls), seal=seal)
+    return Message(
+        "assistant", "".join(texts), "".join(thoughts) or own_reasoning, tuple(calls), signature=message_signature
+    )
 
 
-def _decode_call(part: dict[str, msgspec.Raw], where: str, n: int, seal: str) -> ToolCall:
+def _decode_call(part: dict[str, msgspec.Raw], where: str, n: int, signature: str) -> ToolCall:
     where = f"{where}.functionCall"
     found = read_fields(part["functionCall"], where)
     name = read_field(found, "name", str, "", where)
-    return ToolCall(read_field(found, "id", str, "", where) or f"call_{n}", name, _decode_arguments(found, where), seal)
+    return ToolCall(
+        read_field(found, "id", str, "", where) or f"call_{n}", name, _decode_arguments(found, where), signature
+    )
 
 
 def _decode_arguments(found: dict[str, msgspec.Raw], where: str) -> str:
@@ -257,24 +261,26 @@ def _decode_user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
     """What the user says, and what its tools answer, in the order in which it stands there."""
     messages: list[Message] = []
     texts: list[str] = []
-    beyond = ""
+    unsupported = ""
     calls: _OpenCalls | None = None
     for where, part in _read_parts(turn):
         media = next((name for name in _MEDIA if name in part), "")
         if media:
             texts.append(placeholder(media, bytes(part[media])))
-            beyond = beyond or f"{where}.{media}: is not supported; this gateway takes text and functions only"
+            unsupported = (
+                unsupported or f"{where}.{media}: is not supported; this gateway takes text and functions only"
+            )
         elif _read_kind(part, where, ("text", "functionResponse"), "a content of the user") == "text":
             texts.append(read_field(part, "text", str, "", where))
         if "functionResponse" in part:
             if texts:
-                messages.append(Message("user", "\n".join(texts), beyond=beyond))
-                texts, beyond = [], ""
+                messages.append(Message("user", "\n".join(texts), unsupported=unsupported))
+                texts, unsupported = [], ""
             if calls is None:
                 calls = _OpenCalls(_decode_model(_read_parts(answered)).tool_calls if answered is not None else ())
             messages.append(_decode_result(part["functionResponse"], f"{where}.functionResponse", calls))
     if texts:
-        messages.append(Message("user", "\n".join(texts), beyond=beyond))
+        messages.append(Message("user", "\n".join(texts), unsupported=unsupported))
     if not messages:
         raise field_error(f"contents[{turn.at}].parts", "must hold at least one part")
     return tuple(messages)
@@ -303,15 +309,15 @@ class _OpenCalls:
 def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
     """The answer to a call. Many clients send it without an id: then it answers the first open call of its name."""
     found = read_fields(raw, where)
-    beyond = media = ""
+    unsupported = media = ""
     if "parts" in found and read_items(found["parts"], f"{where}.parts"):
-        beyond = f"{where}.parts: media are not supported; this gateway takes text and functions only"
+        unsupported = f"{where}.parts: media are not supported; this gateway takes text and functions only"
         media = "\n" + placeholder("media", bytes(found["parts"]))
     name, given_id = read_field(found, "name", str, "", where), read_field(found, "id", str, "", where)
     call = calls.take(given_id, name)
     text = _response_text(read_field(found, "response", dict[str, Json], {}, where)) + media
     answers = call.id if call is not None else given_id or name
-    return Message("tool", text, tool_call_id=answers, name=name, beyond=beyond)
+    return Message("tool", text, tool_call_id=answers, name=name, unsupported=unsupported)
 
 
 def _response_text(response: dict[str, Json]) -> str:

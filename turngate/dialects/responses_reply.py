@@ -18,7 +18,7 @@ from functools import cached_property
 import msgspec
 import orjson
 
-from turngate.dialects.responses_items import WHOLE_INPUT_PREFIX, encode_reasoning
+from turngate.dialects.responses_history import WHOLE_INPUT_PREFIX, encode_reasoning
 from turngate.dialects.responses_tools import AgentTool, index_tools
 from turngate.dialects.wire import one_line
 from turngate.errors import ContextOverflow, TurngateError
@@ -42,7 +42,7 @@ class ResponsesReplyOptions(msgspec.Struct, frozen=True):
     echo: bytes  # fields of the response that repeat the request, as the inside of a JSON object
     tools: OfferedTools
     summary: bool = False  # reasoning is given as a summary
-    seal: bool = False  # reasoning is given in a form that the agent keeps for us
+    encrypt_reasoning: bool = False  # reasoning is returned as `encrypted_content`, which the agent sends back
 
 
 # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,7 +75,7 @@ class _TextForm(msgspec.Struct, frozen=True):
     """How one kind of text is told. The events have their place and what they tell as holes."""
 
     prefix: bytes  # of the item's id
-    item: bytes  # of a message: its id, its status, its parts; of reasoning: its id, its parts, its seal
+    item: bytes  # of a message: its id, its status, its parts; of reasoning: its id, its parts, its signature
     part: bytes
     part_added: bytes
     delta: bytes
@@ -152,15 +152,15 @@ class _OpenItem(msgspec.Struct):
     form: _TextForm
     id: bytes
     text: list[str] = []
-    seal: str = ""
+    signature: str = ""
 
 
 class ResponsesStream:
     media = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
-        assert isinstance(call.wire, ResponsesReplyOptions), "a call of this dialect"
-        self._asked = call.wire
+        assert isinstance(call.reply_options, ResponsesReplyOptions), "a call of this dialect"
+        self._asked = call.reply_options
         self._mark = os.urandom(12).hex().encode()
         self._sequence = 2  # the beginning is written last, when there is something to follow it
         self._output: list[bytes] = []  # items that are whole
@@ -173,8 +173,8 @@ class ResponsesStream:
 
     def event(self, event: ReplyEvent) -> bytes:
         match event:
-            case Delta(kind="seal", text=seal):
-                return self._sealed(seal)
+            case Delta(kind="signature", text=signature):
+                return self._sealed(signature)
             case Delta(kind=kind, text=text):
                 return self._text(_MESSAGE if kind == "content" else self._thought(), text) if text else b""
             case CallDelta(call=call):
@@ -193,7 +193,7 @@ class ResponsesStream:
         message = done.message
         for event in (
             Delta("reasoning", message.reasoning),
-            *((Delta("seal", message.seal),) if message.seal else ()),
+            *((Delta("signature", message.signature),) if message.signature else ()),
             Delta("content", message.content),
             *(CallDelta(n, call) for n, call in enumerate(message.tool_calls)),
         ):
@@ -214,13 +214,13 @@ class ResponsesStream:
         item.text.append(text)
         return opening + form.delta % (self._next(), item.id, len(self._output), orjson.dumps(text))
 
-    def _sealed(self, seal: str) -> bytes:
+    def _sealed(self, signature: str) -> bytes:
         item, opening = self._item, b""
         if item is None or item.form is _MESSAGE:  # sealed reasoning of which nothing was shown
             opening = self._close()
             item, added = self._open(self._thought())
             opening += added
-        item.seal = seal
+        item.signature = signature
         return opening + self._close()  # what follows is sealed apart
 
     def _open(self, form: _TextForm) -> tuple[_OpenItem, bytes]:
@@ -246,8 +246,8 @@ class ResponsesStream:
 
     def _kept(self, item: _OpenItem, said: str) -> bytes:
         """What the agent keeps of reasoning for whoever sealed it."""
-        seal = item.seal or (encode_reasoning(said) if said and self._asked.seal else "")
-        return b',"encrypted_content":' + orjson.dumps(seal) if seal else b""
+        signature = item.signature or (encode_reasoning(said) if said and self._asked.encrypt_reasoning else "")
+        return b',"encrypted_content":' + orjson.dumps(signature) if signature else b""
 
     def _call(self, call: ToolCall) -> bytes:
         """A call as the kind of item that its tool asks for."""
@@ -312,8 +312,8 @@ class ResponsesStream:
 def error_message(error: TurngateError) -> str:
     """The message, in the words that agents look for."""
     if isinstance(error, ContextOverflow):
-        known = error.most is not None and error.size is not None
-        sizes = f" (The maximum context length is {error.most} tokens; your input has {error.size}.)" if known else ""
+        known = error.limit is not None and error.size is not None
+        sizes = f" (The maximum context length is {error.limit} tokens; your input has {error.size}.)" if known else ""
         return f"Your input exceeds the context window of this model. Please adjust your input and try again.{sizes}"
     if error.status == 429:
         return f"{error.message.rstrip('.')}. Please try again in 1s."

@@ -261,23 +261,27 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
-    seal = beyond = ""
+    signature = unsupported = ""
     for item, where in zip(items, places, strict=True):
         match item.kind:
             case "reasoning":
                 text, kept = _read_reasoning(item, where)
                 reasoning.append(text)
-                seal = kept or seal
+                signature = kept or signature
             case "message":
                 texts, more = _read_texts(item.content, f"{where}.content")
                 content += texts
-                beyond = beyond or more
+                unsupported = unsupported or more
             case "function_call" | "custom_tool_call" | "tool_search_call":
                 calls.append(_decode_call(item, where))
             case kind:
-                beyond = beyond or f"{where}.type: {kind!r} items are the provider's own; this gateway cannot read them"
+                unsupported = (
+                    unsupported or f"{where}.type: {kind!r} items are the provider's own; this gateway cannot read them"
+                )
     # What was streamed in pieces is put together without anything in between.
-    return Message("assistant", "".join(content), "".join(reasoning), tuple(calls), seal=seal, beyond=beyond)
+    return Message(
+        "assistant", "".join(content), "".join(reasoning), tuple(calls), signature=signature, unsupported=unsupported
+    )
 
 
 def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
@@ -328,14 +332,16 @@ def _decode_other(item: _Item, where: str) -> Message:
                     f"{where}.role: {item.role!r} is not one of system, developer, user, assistant",
                     param=f"{where}.role",
                 )
-            texts, beyond = _read_texts(item.content, f"{where}.content")
-            return Message(role, _join_texts(texts), beyond=beyond)
+            texts, unsupported = _read_texts(item.content, f"{where}.content")
+            return Message(role, _join_texts(texts), unsupported=unsupported)
         case "agent_message":
-            texts, beyond = _read_texts(item.content, f"{where}.content")
-            return Message("user", _join_texts(texts), beyond=beyond)
+            texts, unsupported = _read_texts(item.content, f"{where}.content")
+            return Message("user", _join_texts(texts), unsupported=unsupported)
         case "function_call_output" | "custom_tool_call_output":
-            texts, beyond = _read_texts(item.output, f"{where}.output")
-            return Message("tool", _join_texts(texts), tool_call_id=_require_call_id(item, where), beyond=beyond)
+            texts, unsupported = _read_texts(item.output, f"{where}.output")
+            return Message(
+                "tool", _join_texts(texts), tool_call_id=_require_call_id(item, where), unsupported=unsupported
+            )
         case "tool_search_output":
             tools = decode_tools(bytes(item.tools), f"{where}.tools") if is_given(item.tools) else []
             try:
@@ -344,8 +350,8 @@ def _decode_other(item: _Item, where: str) -> Message:
                 raise BadRequest(f"{where}.tools: {error}", param=f"{where}.tools") from None
             return Message("tool", text, tool_call_id=_require_call_id(item, where))
         case kind if kind in _HOSTED_RESULTS:
-            beyond = f"{where}.type: {kind!r} items answer a tool of the provider's; this gateway cannot read them"
-            return Message("tool", tool_call_id=item.call_id or "", beyond=beyond)
+            unsupported = f"{where}.type: {kind!r} items answer a tool of the provider's; this gateway cannot read them"
+            return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case "item_reference":
             raise BadRequest(
                 f"{where}: refers to an item by its id, but nothing is stored here under an id; send the item itself",
@@ -366,7 +372,7 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
     if content is None or isinstance(content, str):
         return [content or ""], ""
     texts = []
-    beyond = ""
+    unsupported = ""
     for n, part in enumerate(content):
         match part.type:
             case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
@@ -378,10 +384,10 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
             case "input_image" | "input_file" | "input_audio":
                 texts.append(placeholder(part.type, msgspec.json.encode(part)))
                 why = f"{part.type!r} parts are not supported; this model takes text only"
-                beyond = beyond or f"{where}[{n}].type: {why}"
+                unsupported = unsupported or f"{where}[{n}].type: {why}"
             case kind:
                 raise BadRequest(f"{where}[{n}].type: {kind!r} parts are not supported", param=f"{where}[{n}].type")
-    return texts, beyond
+    return texts, unsupported
 
 
 def _join_texts(texts: list[str]) -> str:
