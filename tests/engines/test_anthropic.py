@@ -91,7 +91,11 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
     }
     async with serving(StandIn(OK)) as server, started(make(server.url + "/v1/")) as relay:
         await heard(
-            relay, own("messages", raw, forwarded_headers=passed), model="m", sampling=Sampling(temperature=0.5), max_tokens=7
+            relay,
+            own("messages", raw, forwarded_headers=passed),
+            model="m",
+            sampling=Sampling(temperature=0.5),
+            max_tokens=7,
         )
         assert server.paths == ["/v1/messages"] and messages in server.bodies[0]  # not parsed and written again
         asked = {name: value for name, value in server.asked.items() if name != "messages"}

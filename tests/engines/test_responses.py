@@ -80,7 +80,11 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
     passed = {"openai-beta": "b", "Authorization": "Bearer tg-agent"}
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
         chunks = await heard(
-            relay, own("responses", raw, forwarded_headers=passed), model="m", sampling=Sampling(top_p=0.5), max_tokens=20
+            relay,
+            own("responses", raw, forwarded_headers=passed),
+            model="m",
+            sampling=Sampling(top_p=0.5),
+            max_tokens=20,
         )
         assert server.paths == ["/v1/responses"]
         assert first in server.bodies[0] and tool in server.bodies[0]  # not parsed and written again
