@@ -250,7 +250,7 @@ async def test_a_build_that_fails_leaves_nothing_and_shows_its_last_lines(root: 
 
 async def test_a_large_body_for_nowhere_is_refused_unread() -> None:
     async with upstream() as gateway, door.open_door(gateway.url) as way:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(way.target.rpartition(":")[2]))
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(way.address.rpartition(":")[2]))
         writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 60000000\r\n\r\n")
         assert (await asyncio.wait_for(reader.readline(), scaled(5))).startswith(b"HTTP/1.1 404")
         assert way.refused == 1
@@ -276,7 +276,7 @@ async def test_connections_bodies_and_silence_have_limits(monkeypatch: pytest.Mo
         assert (await raw(0, head.format(2) + "ok", path=way.socket)).startswith(b"HTTP/1.1 200")
         for _, writer in slow:
             writer.close()
-    assert relay.HttpRelay(lambda: "").connections > 1_000_000  # none inside a sandbox
+    assert relay.HttpRelay(lambda: "").max_connections > 1_000_000  # none inside a sandbox
 
 
 # ── tunnels, installations, owners ──

@@ -102,7 +102,7 @@ BAD = {
 async def test_model_and_tool_calls_pass(method: str, path: str) -> None:
     async with upstream() as gateway, door.open_door(gateway.url) as way:
         async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
-            reply = await client.request(method, way.target + path, content=b"x" if method == "POST" else None)
+            reply = await client.request(method, way.address + path, content=b"x" if method == "POST" else None)
         assert reply.status_code == 200
         assert gateway.seen[0].first == f"{method} {path} HTTP/1.1"
         assert (way.calls, way.refused) == (1, 0)
@@ -111,7 +111,7 @@ async def test_model_and_tool_calls_pass(method: str, path: str) -> None:
 @pytest.mark.parametrize(("method", "path"), REFUSED)
 async def test_nothing_else_does(method: str, path: str) -> None:
     async with upstream() as gateway, door.open_door(gateway.url) as way:
-        port = int(way.target.rpartition(":")[2])
+        port = int(way.address.rpartition(":")[2])
         said = await raw(port, f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         assert said.startswith(b"HTTP/1.1 404 ")
         assert b"x-turngate: 1" in said  # or the relay would try it again
@@ -123,7 +123,7 @@ async def test_nothing_else_does(method: str, path: str) -> None:
 async def test_what_could_be_read_in_two_ways_is_refused(what: str) -> None:
     smuggled = "GET /admin HTTP/1.1\r\nhost: x\r\n\r\n"
     async with upstream() as gateway, door.open_door(gateway.url) as way:
-        said = await raw(int(way.target.rpartition(":")[2]), (BAD[what] + smuggled).encode("latin-1"))
+        said = await raw(int(way.address.rpartition(":")[2]), (BAD[what] + smuggled).encode("latin-1"))
         assert said.startswith(b"HTTP/1.1 400 ")
         assert said.count(b"connection: close") == 1
         assert not gateway.seen
@@ -133,7 +133,7 @@ async def test_a_refused_call_does_not_open_the_way_for_the_next() -> None:
     async with upstream() as gateway, door.open_door(gateway.url) as way:
         admin = "POST /admin HTTP/1.1\r\nhost: x\r\ncontent-length: 7\r\n\r\nGET / H"
         good = "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
-        said = await raw(int(way.target.rpartition(":")[2]), admin + admin + good)
+        said = await raw(int(way.address.rpartition(":")[2]), admin + admin + good)
         assert [said.count(b"HTTP/1.1 404"), said.count(b"HTTP/1.1 200")] == [2, 1]
         assert [seen.first for seen in gateway.seen] == ["POST /v1/messages HTTP/1.1"]
 
@@ -142,7 +142,7 @@ async def test_what_a_server_might_believe_of_a_proxy_is_taken_out() -> None:
     headers = {"x-forwarded-for": "127.0.0.1", "forwarded": "for=x", "x-turngate-session": "other", "x-api-key": "mine"}
     async with upstream() as gateway, door.open_door(gateway.url) as way:
         async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
-            await client.post(f"{way.target}/v1/messages", content=b"x", headers=headers)
+            await client.post(f"{way.address}/v1/messages", content=b"x", headers=headers)
         seen = gateway.seen[0].headers
         assert seen["x-api-key"] == "mine"
         assert not {"x-forwarded-for", "forwarded", "x-turngate-session"} & set(seen)
@@ -169,7 +169,7 @@ async def test_a_socket_whose_path_is_too_long_is_told_with_what_to_set() -> Non
         async with door.open_door("http://127.0.0.1:9", folder=fits) as way:
             assert way.socket is not None and way.socket.is_socket()
         (long := Path(short, "é" * (room // 2 + 1))).mkdir()  # bytes count, not letters
-        with pytest.raises(SandboxUnavailable, match=r"TMPDIR: .* may have 107; set TMPDIR to a folder"):
+        with pytest.raises(SandboxUnavailable, match=r"TMPDIR: .* may have at most 107; set TMPDIR to a folder"):
             async with door.open_door("http://127.0.0.1:9", folder=long):
                 pass
 
@@ -179,7 +179,7 @@ async def test_a_gateway_that_is_down_is_told_from_one_that_answers() -> None:
         door.open_door("http://127.0.0.1:1") as way,
         httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client,
     ):
-        reply = await client.post(f"{way.target}/v1/messages", content=b"x")
+        reply = await client.post(f"{way.address}/v1/messages", content=b"x")
         assert reply.status_code == 502
         assert "x-turngate" not in reply.headers
 
@@ -192,7 +192,7 @@ async def test_a_hang_up_passes_the_door() -> None:
             gone.set()
 
     async with upstream(script) as gateway, door.open_door(gateway.url) as way:
-        _, writer = await asyncio.open_connection("127.0.0.1", int(way.target.rpartition(":")[2]))
+        _, writer = await asyncio.open_connection("127.0.0.1", int(way.address.rpartition(":")[2]))
         writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nok")
         while not gateway.seen:
             await asyncio.sleep(0.01)

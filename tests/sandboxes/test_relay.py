@@ -398,15 +398,19 @@ async def test_the_official_client_streams_through_it(start: Start) -> None:
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Hello"
 
 
-async def test_a_probe_tells_whether_the_gateway_answers(start: Start) -> None:
-    async def probe(way: Running) -> int | None:
-        process = await asyncio.create_subprocess_exec(*way.command, "--probe", str(way.port))
-        return await asyncio.wait_for(process.wait(), scaled(20))
+async def test_the_reached_file_tells_whether_the_gateway_answers(start: Start, tmp_path: Path) -> None:
+    async def reached(gateway: str) -> str:
+        file = tmp_path / "reached"
+        file.unlink(missing_ok=True)
+        async with start(gateway, "--give-up-s", "1", "--reached-file", str(file)):
+            async with asyncio.timeout(scaled(20)):
+                while not file.exists():
+                    await asyncio.sleep(0.02)
+            return file.read_text()
 
-    async with upstream(answer("", "404 Not Found")) as gateway, start(gateway.url, "--give-up-s", "1") as way:
-        assert await probe(way) == 0
-        way.aim("http://127.0.0.1:1")
-        assert await probe(way) == 1
+    async with upstream(answer("", "404 Not Found")) as gateway:
+        assert await reached(gateway.url) == "reached"
+    assert "the gateway does not answer" in await reached("http://127.0.0.1:1")
 
 
 def test_what_runs_in_a_sandbox_is_old_python_and_needs_nothing() -> None:

@@ -66,10 +66,10 @@ def command(folder: Path) -> list[str]:
 
 async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_path: Path) -> None:
     async with upstream() as gateway, door.open_door(gateway.url) as way:
-        async with tunnel.open_tunnel(command(tmp_path), way.target, **fast()) as opened:
+        async with tunnel.open_tunnel(command(tmp_path), way.address, **fast()) as opened:
             assert opened.url.startswith("http://127.0.0.1:")
-            assert opened.url != way.target
-            port = way.target.rpartition(":")[2]
+            assert opened.url != way.address
+            port = way.address.rpartition(":")[2]
             assert kit.processes(f"sleep\x005{port}")
             await asyncio.sleep(1)  # it is alive, and stays
             assert opened.replaced == 0
@@ -117,7 +117,7 @@ async def test_a_tunnel_that_dies_is_replaced_and_the_agent_notices_nothing(
         async with (
             upstream(answer("yes")) as gateway,
             door.open_door(gateway.url) as way,
-            tunnel.open_tunnel(command(tmp_path), way.target, **options) as opened,
+            tunnel.open_tunnel(command(tmp_path), way.address, **options) as opened,
             connect_sandbox(sandbox, opened) as url,
         ):
             asking = asyncio.create_task(keep_asking(url))

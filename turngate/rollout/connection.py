@@ -56,7 +56,7 @@ class GatewayConnector:
             try:
                 # The tunnel leads to a door, so that nothing but model calls is to be had by its address.
                 outside = await self._stack.enter_async_context(door.open_door(self._gateway))
-                self._tunnel = await self._stack.enter_async_context(tunnel.open_tunnel(self._command, outside.target))
+                self._tunnel = await self._stack.enter_async_context(tunnel.open_tunnel(self._command, outside.address))
             except BaseException:
                 await self._stack.aclose()
                 raise

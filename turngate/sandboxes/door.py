@@ -1,15 +1,16 @@
-"""The host's end of the way out: one door per rollout, through which nothing but model and tool calls gets to the gateway.
+"""The host's end of a sandbox's connection: one door per rollout that lets only model and tool calls through to the gateway.
 
-A unix socket in the folder that a sandbox shares with the host, or a port of the loopback for a tunnel to lead to. The door
-opens for an exact list of methods and paths; everything else is answered here. So whatever an agent finds out, the admin
-API and other rollouts are not at the other end. It reads requests with `relay.py`'s strict reader and sends on what it read,
-not what it was sent, so that the gateway cannot read a request differently.
+A door is a unix socket in the folder that a sandbox shares with the host, or a loopback port that a tunnel leads to. It passes an exact
+list of methods and paths and answers everything else itself, so neither the admin API nor another rollout can be reached through it. It
+parses requests with the strict reader of `relay.py` and sends what it parsed, not the original bytes, so the gateway cannot read a
+request differently.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from urllib.parse import unquote_to_bytes
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes import relay
 
-# Method and path; `*` is a model's name, which may have slashes in it. HEAD is how an agent looks for its provider.
+# Method and path; `*` is a model's name, which may contain slashes. Agents probe their provider with HEAD.
 MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("HEAD", "/"),
     ("GET", "/v1/models"),
@@ -35,63 +36,66 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("POST", "/v1beta/models/*:streamGenerateContent"),
     ("POST", "/v1beta/models/*:countTokens"),
 )
-# Tools that the host handles; which ones there are is the session's affair, and its secret opens them.
+# Host tools. The session knows which ones exist, and its secret authorizes the call.
 TOOL_CALLS: tuple[tuple[str, str], ...] = (("GET", "/v1/tools"), ("POST", "/v1/tools/*"))
 SEGMENT = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # never ".."
 MODEL_NAME = rf"{SEGMENT}(?:/{SEGMENT})*"  # what `*` stands for
-GATEWAY_HEADER = f"{relay.GATEWAY_HEADER}: 1"  # tells the relay that this is an answer, not a dead tunnel's
-# What an agent can make the host hold, without a key even. A relay tries again when it is told to wait.
+GATEWAY_HEADER = f"{relay.GATEWAY_HEADER}: 1"  # tells the relay that the gateway's side answered, not a dead tunnel
+# Limits on what an agent can make the host hold, even without a key. A relay retries when it is refused.
 MAX_CONNECTIONS = 64
-MAX_BODY_BYTES = 256 * 1024 * 1024  # bytes of requests' bodies
-STALL_S = 60.0  # without a byte, in the middle of a request
-MAX_SOCKET_PATH = 107  # that the path of a unix socket may have
-SHARED_FACTOR = 16  # times as much where all remote sandboxes share one door
-STRIPPED_HEADERS = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # what a server might believe of a proxy
+MAX_BODY_BYTES = 256 * 1024 * 1024  # of all request bodies together
+STALL_S = 60.0  # the longest silence within a request
+MAX_SOCKET_PATH = 107  # bytes; the system's limit
+SHARED_FACTOR = 16  # multiplies the limits of a door that all remote sandboxes share
+STRIPPED_HEADERS = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # a server might trust these of a proxy
 
 
-class GatewayDoor:
-    """Made by `opened`. `calls`: how many went through; `refused`: how many did not; `target`: its address for a relay."""
+class GatewayDoor(relay.HttpRelay):
+    """A proxy to the gateway that admits only the listed routes. Created by `open_door`.
+
+    `address` is its address for a relay. `calls` and `refused` count the requests that went through and those that did not.
+    """
 
     def __init__(
         self, gateway: str, routes: Sequence[tuple[str, str]], on_call: Callable[[str, str], None], *, sandboxes: int
     ) -> None:
-        self.target = ""
+        super().__init__(lambda: gateway, give_up_s=0)
+        self.max_connections = MAX_CONNECTIONS * sandboxes
+        self.max_body_bytes = MAX_BODY_BYTES * sandboxes
+        self.stall_s = STALL_S
+        self.address = ""
         self.socket: Path | None = None
         self.calls = 0
         self.refused = 0
         self._routes = [(method, _compile_route(path)) for method, path in routes]
         self._on_call = on_call
-        self.relay = relay.HttpRelay(
-            lambda: gateway,
-            admit=self._admit,
-            look=self._look,
-            give_up_s=0,
-            connections=MAX_CONNECTIONS * sandboxes,
-            held=MAX_BODY_BYTES * sandboxes,
-            stall_s=STALL_S,
-        )
 
-    def _look(self, method: str, path: str) -> None:
+    def check_route(self, method: str, path: str) -> None:
         plain = _decode_path(path.partition("?")[0])
-        if not any(method == known and pattern.fullmatch(plain) for known, pattern in self._routes):
+        if not any(method == allowed and pattern.fullmatch(plain) for allowed, pattern in self._routes):
             self.refused += 1
-            raise relay.RequestRefused(404, "only model and tool calls pass here", "not_found", GATEWAY_HEADER)
+            refused = relay.RequestRefused(404, "only model and tool calls pass here", "not_found")
+            refused.headers = GATEWAY_HEADER
+            raise refused
 
-    def _admit(self, request: relay.HttpRequest) -> relay.HttpRequest:
-        self._look(request.method, request.path)
+    def admit(self, request: relay.HttpRequest) -> relay.HttpRequest:
+        self.check_route(request.method, request.path)
         path = _decode_path(request.path.partition("?")[0])
         self.calls += 1
         self._on_call(request.method, path)
-        kept = [
+        headers = [
             (name, value)
             for name, value in request.headers
             if not name.startswith(STRIPPED_HEADERS) or name == relay.ATTEMPT_HEADER
         ]
-        return request._replace(headers=kept)
+        return request._replace(headers=headers)
+
+    def log(self, line: str) -> None:
+        """Drop it: the relay in the sandbox logs its failed attempts."""
 
 
 def _decode_path(path: str) -> str:
-    """The path as the gateway will read it; empty when it could be read in two ways."""
+    """Return the path as the gateway will read it, or "" if it is ambiguous."""
     decoded = unquote_to_bytes(path).decode("latin-1")
     return "" if re.search(r"%|\\|//|[^!-~]|/\.{1,2}(/|$)", decoded) else decoded
 
@@ -101,19 +105,42 @@ def _compile_route(path: str) -> re.Pattern[str]:
 
 
 def _socket_mode(folder: Path) -> int:
-    """Where the folder is open to others (a container's user may be anybody), a closed one is around it."""
+    """Return the mode of a socket in a folder. A folder that is open to others, as a container's user may be, lies in a closed one."""
     return 0o666 if folder.stat().st_mode & 0o007 else 0o600
 
 
 def _check_socket_path(path: Path) -> Path:
-    """One that the system takes. The folders of sandboxes are in the host's temporary folder."""
+    """Check that the system accepts the path. Sandboxes' folders lie in the host's temporary folder."""
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH:
         raise SandboxUnavailable(
-            f"TMPDIR: a sandbox's socket would be {path}, which is {size} bytes, and a unix socket's path may have {MAX_SOCKET_PATH}; set "
-            f"TMPDIR to a folder whose path is {size - MAX_SOCKET_PATH} bytes shorter, such as /tmp"
+            f"TMPDIR: the sandbox's socket path {path} is {size} bytes long, but a unix socket's path may have at most "
+            f"{MAX_SOCKET_PATH}; set TMPDIR to a folder whose path is {size - MAX_SOCKET_PATH} bytes shorter, such as /tmp"
         )
     return path
+
+
+def _bind_unix_socket(path: Path, mode: int) -> socket.socket:
+    """Bind a unix socket that has this mode from the start.
+
+    The umask belongs to the whole process. It is changed only for the call of `bind`, so that other threads do not create folders with it.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            os.fchmod(listener.fileno(), mode)  # Linux: the bound file gets the socket's mode, less the umask
+            mask = 0
+        except OSError:
+            mask = 0o777 & ~mode
+        previous = os.umask(mask)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(previous)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 @asynccontextmanager
@@ -124,17 +151,19 @@ async def open_door(
     routes: Sequence[tuple[str, str]] = MODEL_CALLS + TOOL_CALLS,
     on_call: Callable[[str, str], None] = lambda method, path: None,
 ) -> AsyncIterator[GatewayDoor]:
-    """A door to the gateway at that URL: a socket in `folder`, or without one a port of 127.0.0.1."""
+    """Open a door to the gateway at that URL: on a unix socket in `folder`, or without one on a port of 127.0.0.1."""
     door = GatewayDoor(gateway, routes, on_call, sandboxes=SHARED_FACTOR if folder is None else 1)
     try:
         if folder is None:
-            door.target = f"http://127.0.0.1:{await door.relay.listen('127.0.0.1', 0)}"
+            listener = socket.create_server(("127.0.0.1", 0))
+            door.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         else:
             door.socket = _check_socket_path(folder / "gateway.sock")
-            await door.relay.listen_unix(str(door.socket), _socket_mode(folder))
-            door.target = f"unix:{door.socket}"
+            listener = _bind_unix_socket(door.socket, _socket_mode(folder))
+            door.address = f"unix:{door.socket}"
+        await door.listen(listener)
         yield door
     finally:
-        await door.relay.close()
+        await door.close()
         if door.socket:
             door.socket.unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def _relay_target(sandbox: Sandbox, way: GatewayDoor | Tunnel | str) -> str:
     if isinstance(way, Tunnel):
         return way.url
     if way.socket is None:
-        return way.target
+        return way.address
     if sandbox.shared is None or way.socket.parent != sandbox.shared[0]:
         raise SandboxError("the door is not in the folder that this sandbox shares")
     return f"unix:{sandbox.shared[1]}/{way.socket.name}"

@@ -1,5 +1,5 @@
-// The twin of relay.py for images that have Node and no Python: same command line, same behaviour, same tests.
-// Read relay.py first; it says what this is for and why it does what it does. No dependencies, Node 18 and newer.
+// The twin of relay.py for images that have Node but no Python: same command line, same behaviour, same tests.
+// Read relay.py first: it explains the purpose and the rules. No dependencies, Node 18 and newer.
 
 import fs from "node:fs";
 import http from "node:http";
@@ -7,15 +7,15 @@ import https from "node:https";
 import { randomBytes } from "node:crypto";
 import { parseArgs } from "node:util";
 
-const GATEWAY = "x-turngate"; // is on every reply of the gateway
-const ATTEMPT = "x-turngate-attempt";
-const IDEMPOTENCY = "idempotency-key";
+const GATEWAY_HEADER = "x-turngate"; // on every reply of the gateway
+const ATTEMPT_HEADER = "x-turngate-attempt";
+const IDEMPOTENCY_HEADER = "idempotency-key";
 const HEAD_LIMIT = 256 * 1024;
 const CONNECT_MS = 15_000;
-const REACHED = "reached"; // in the file that says so
+const REACHED = "reached"; // written to --reached-file on success
 const FIRST_WAIT_MS = 100;
 const LONGEST_WAIT_MS = 5_000;
-const LOOK_MS = 1_000; // how often a call that waits for its reply looks whether the target is still the same
+const TARGET_CHECK_MS = 1_000; // how often a call that waits for its reply checks whether the target has changed
 const HOP_BY_HOP = new Set(["connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"]);
 
 const { values: options } = parseArgs({
@@ -26,16 +26,15 @@ const { values: options } = parseArgs({
     "reached-file": { type: "string" },
     "give-up-s": { type: "string", default: "600" },
     "body-limit": { type: "string", default: String(64 * 1024 * 1024) },
-    probe: { type: "string" },
   },
 });
 const giveUpMs = Number(options["give-up-s"]) * 1000;
 const bodyLimit = Number(options["body-limit"]);
 
-class Unanswered extends Error {} // the gateway has not answered; the same request may be sent again
+class NoAnswer extends Error {} // the gateway has not answered; the same request may be sent again
 class TooLarge extends Error {}
 
-function target() {
+function readTarget() {
   try {
     return fs.readFileSync(options.target, "utf8").trim();
   } catch {
@@ -46,16 +45,16 @@ function target() {
 // ---- one request ----
 
 async function answer(incoming, outgoing) {
-  const gone = new AbortController(); // the agent has hung up
+  const gone = new AbortController(); // aborted when the agent hangs up
   outgoing.on("close", () => gone.abort());
   const body = await readBody(incoming);
-  const headers = forwarded(incoming, body);
+  const headers = forwardedHeaders(incoming, body);
   const deadline = Date.now() + giveUpMs;
   for (let attempt = 1, wait = FIRST_WAIT_MS; !gone.signal.aborted; attempt++, wait = Math.min(2 * wait, LONGEST_WAIT_MS)) {
     try {
-      return await tryOnce(incoming, body, [...headers, ATTEMPT, String(attempt)], outgoing, gone.signal);
+      return await tryOnce(incoming, body, [...headers, ATTEMPT_HEADER, String(attempt)], outgoing, gone.signal);
     } catch (error) {
-      if (!(error instanceof Unanswered)) throw error;
+      if (!(error instanceof NoAnswer)) throw error;
       console.error(`attempt ${attempt}: ${error.message}`);
       const pause = wait * (0.5 + Math.random() / 2);
       if (Date.now() + pause >= deadline) return refuse(outgoing, 503, `the gateway cannot be reached: ${error.message}`, "gateway_unreachable");
@@ -75,11 +74,11 @@ async function readBody(incoming) {
   return Buffer.concat(pieces);
 }
 
-function forwarded(incoming, body) {
-  const named = (incoming.headers.connection ?? "").toLowerCase().split(",").map((name) => name.trim());
-  const dropped = new Set([...HOP_BY_HOP, ...named, "host", "content-length", ATTEMPT]);
+function forwardedHeaders(incoming, body) {
+  const hopHeaders = (incoming.headers.connection ?? "").toLowerCase().split(",").map((name) => name.trim());
+  const dropped = new Set([...HOP_BY_HOP, ...hopHeaders, "host", "content-length", ATTEMPT_HEADER]);
   const headers = pairs(incoming.rawHeaders).filter(([name]) => !dropped.has(name.toLowerCase())).flat();
-  if (!(IDEMPOTENCY in incoming.headers)) headers.push(IDEMPOTENCY, randomBytes(16).toString("hex"));
+  if (!(IDEMPOTENCY_HEADER in incoming.headers)) headers.push(IDEMPOTENCY_HEADER, randomBytes(16).toString("hex"));
   if (body.length || ["POST", "PUT", "PATCH"].includes(incoming.method)) headers.push("content-length", String(body.length));
   return headers;
 }
@@ -89,44 +88,44 @@ function pairs(raw) {
 }
 
 async function tryOnce(incoming, body, headers, outgoing, gone) {
-  const to = target();
-  const [client, where] = address(to, incoming.url);
-  const request = client.request({ ...where, method: incoming.method, headers: ["host", where.host ?? "localhost", ...headers], agent: false, maxHeaderSize: HEAD_LIMIT });
+  const target = readTarget();
+  const [client, address] = resolveTarget(target, incoming.url);
+  const request = client.request({ ...address, method: incoming.method, headers: ["host", address.host ?? "localhost", ...headers], agent: false, maxHeaderSize: HEAD_LIMIT });
   const abort = () => request.destroy();
   gone.addEventListener("abort", abort);
   try {
-    const reply = await replyTo(request, body, to);
-    if ((reply.statusCode === 404 || reply.statusCode >= 500) && !(GATEWAY in reply.headers)) {
-      throw new Unanswered(`${reply.statusCode} that the gateway did not send`);
+    const reply = await waitForReply(request, body, target);
+    if ((reply.statusCode === 404 || reply.statusCode >= 500) && !(GATEWAY_HEADER in reply.headers)) {
+      throw new NoAnswer(`status ${reply.statusCode} that the gateway did not send`);
     }
-    await handOn(reply, outgoing);
+    await passReply(reply, outgoing);
   } finally {
     gone.removeEventListener("abort", abort);
     request.destroy();
   }
 }
 
-function address(to, path) {
-  if (to.startsWith("unix:")) return [http, { socketPath: to.slice(5), path }];
+function resolveTarget(target, path) {
+  if (target.startsWith("unix:")) return [http, { socketPath: target.slice(5), path }];
   let url;
   try {
-    url = new URL(to);
+    url = new URL(target);
   } catch {
-    throw new Unanswered("there is no target yet");
+    throw new NoAnswer("there is no target yet");
   }
   const port = url.port || (url.protocol === "https:" ? 443 : 80);
-  const where = { hostname: url.hostname.replace(/^\[|\]$/g, ""), host: url.host, port, path: url.pathname.replace(/\/+$/, "") + path };
-  return [url.protocol === "https:" ? https : http, where];
+  const address = { hostname: url.hostname.replace(/^\[|\]$/g, ""), host: url.host, port, path: url.pathname.replace(/\/+$/, "") + path };
+  return [url.protocol === "https:" ? https : http, address];
 }
 
-function replyTo(request, body, to) {
+function waitForReply(request, body, target) {
   return new Promise((resolve, reject) => {
-    const failed = (why) => reject(new Unanswered(why));
-    const connecting = setTimeout(() => failed("cannot connect: it takes too long"), CONNECT_MS);
-    const looking = setInterval(() => target() !== to && failed("the way to the gateway has changed"), LOOK_MS);
+    const fail = (reason) => reject(new NoAnswer(reason));
+    const connecting = setTimeout(() => fail(`cannot connect within ${CONNECT_MS / 1000} s`), CONNECT_MS);
+    const checking = setInterval(() => readTarget() !== target && fail("the gateway's address has changed"), TARGET_CHECK_MS);
     const settle = (then) => (value) => {
       clearTimeout(connecting);
-      clearInterval(looking);
+      clearInterval(checking);
       then(value);
     };
     request.on("socket", (socket) => {
@@ -134,14 +133,14 @@ function replyTo(request, body, to) {
       socket.once(request.protocol === "https:" ? "secureConnect" : "connect", () => clearTimeout(connecting));
     });
     request.on("response", settle(resolve));
-    request.on("error", settle((error) => failed(error.message || error.code)));
-    request.on("close", settle(() => failed("the connection ended before a reply")));
+    request.on("error", settle((error) => fail(error.message || error.code)));
+    request.on("close", settle(() => fail("the connection ended before a reply")));
     request.end(body);
   });
 }
 
-// Pass a reply through as it comes. Cut in the middle, it is cut for the agent too.
-function handOn(reply, outgoing) {
+// Pass a reply on as it arrives. A reply that breaks off also breaks off for the agent.
+function passReply(reply, outgoing) {
   return new Promise((resolve) => {
     outgoing.sendDate = false;
     outgoing.writeHead(reply.statusCode, reply.statusMessage, pairs(reply.rawHeaders).filter(([name]) => !HOP_BY_HOP.has(name.toLowerCase())).flat());
@@ -185,36 +184,25 @@ function serve() {
   });
   server.listen(Number(options.port), "127.0.0.1", () => {
     const port = server.address().port;
-    say(options["port-file"], String(port));
-    const file = options["reached-file"];
-    if (file) unreached(port, (why) => say(file, why || REACHED));
+    writeAtomically(options["port-file"], String(port));
+    if (options["reached-file"]) reportReached(port, options["reached-file"]);
   });
   for (const signal of ["SIGTERM", "SIGINT"]) process.on(signal, () => process.exit(0));
 }
 
-// A file that is there has all of it.
-function say(path, text) {
+function writeAtomically(path, text) {
   fs.writeFileSync(path + ".new", text);
   fs.renameSync(path + ".new", path);
 }
 
-// Why the gateway cannot be reached through a relay; empty when it answered, with whatever status.
-function unreached(port, told) {
+// Write to a file whether the gateway answers through this relay.
+function reportReached(port, path) {
   const request = http.request({ host: "127.0.0.1", port, method: "HEAD", path: "/", agent: false }, (reply) => {
     reply.resume();
-    told(GATEWAY in reply.headers ? "" : `the gateway does not answer: ${reply.statusCode}`);
+    writeAtomically(path, GATEWAY_HEADER in reply.headers ? REACHED : `the gateway does not answer: ${reply.statusCode}`);
   });
-  request.on("error", (error) => told(`the relay does not answer: ${error.message}`));
+  request.on("error", (error) => writeAtomically(path, `the relay does not answer: ${error.message}`));
   request.end();
 }
 
-// The same of a relay that runs elsewhere: 0 when the gateway answered.
-function probe(port) {
-  unreached(port, (why) => {
-    if (why) console.error(why);
-    process.exit(why ? 1 : 0);
-  });
-}
-
-if (options.probe) probe(Number(options.probe));
-else serve();
+serve();
