@@ -14,7 +14,7 @@ KEY = b"k" * 48
 
 @pytest.fixture
 def report(tmp_path: Path) -> bytes:
-    say = witness._pen(KEY, str(tmp_path / "report"))
+    say = witness._make_signed_writer(KEY, str(tmp_path / "report"))
     say(begin="9.0")
     say(test="a.py::test_x", outcome="passed")
     say(test="a.py::test_y[1 2]", outcome="failed")
@@ -45,7 +45,7 @@ def test_what_was_not_is_not(report: bytes) -> None:
 
 
 def test_an_early_end_counts_only_what_was_before_it(tmp_path: Path) -> None:
-    say = witness._pen(KEY, str(tmp_path / "report"))
+    say = witness._make_signed_writer(KEY, str(tmp_path / "report"))
     say(begin="9.0")
     say(end=0)
     say(test="a", outcome="passed")

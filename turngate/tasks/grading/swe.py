@@ -119,9 +119,9 @@ try:
     finally:
         sys.path[:] = turngate_path
     try:
-        turngate_witness.take_the_stand()
+        turngate_witness.start_witness()
     finally:
-        turngate_witness.hand_on()
+        turngate_witness.run_next_sitecustomize()
 except Exception:
     pass
 """

@@ -1,14 +1,15 @@
-"""A witness of a pytest run, in the sandbox: takes down what each test did, signed, before the tested code can have a say in it.
+"""Record, signed, what each test of a pytest run did, before the tested code can interfere. Runs inside the sandbox.
 
-`swe.py` lays this file into a folder of its own, with a key and a `sitecustomize.py` that imports it, and puts that folder first on
-PYTHONPATH: so it is there when the interpreter starts, before anything of the agent's is imported. It takes the key, removes it, keeps what
-it needs of pytest and Python as they are now, and joins the plugins that pytest loads first. A test passed where no exception came out
-of it before our eyes, pytest's own report says so too, and what ran was the test's own function; what of pytest was changed meanwhile is
-told. A process that ends early leaves no end.
+`swe.py` copies this file into a folder of its own, with a key and a `sitecustomize.py` that imports it, and puts that folder first on
+PYTHONPATH. So it runs when the interpreter starts, before any of the agent's code is imported. It reads and deletes the key, captures
+what it needs of pytest and Python as they are now, and joins the plugins that pytest loads first. A test passed if no exception came out
+of it here, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are reported. A process that
+ends early leaves no end record.
 
-Code that runs in the same process can do anything in principle, to this too: a high fence, not a wall (docs/grading.md).
+Code in the same process can in principle tamper with this too: it is a high fence, not a wall (docs/grading.md). So everything that runs
+after the start uses only names that were captured in closures, not module globals that other code could replace.
 
-Standard library and pytest only, Python 3.6 and newer. Never fails a run: without a key it is silent.
+Standard library and pytest only, Python 3.6 and newer. Never fails a run: without a key it does nothing.
 """
 
 # Old Pythons, and an interpreter that is only starting:
@@ -24,7 +25,7 @@ import sys
 import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-PATCHED = (  # module, names: what decides about an outcome
+GUARDED = (  # module, names: what decides about an outcome
     (
         "_pytest.runner",
         "runtestprotocol call_and_report call_runtest_hook pytest_runtest_protocol pytest_runtest_makereport "
@@ -43,7 +44,7 @@ PATCHED = (  # module, names: what decides about an outcome
     ("_pytest.main", "pytest_runtestloop wrap_session _main"),
     ("pytest", "raises fail skip approx"),
     ("pluggy", "PluginManager.register PluginManager._hookexec"),
-    ("pluggy._callers", "_multicall"),  # where it is differs between versions
+    ("pluggy._callers", "_multicall"),  # its place differs between versions
     ("pluggy._execution", "_multicall"),
     ("pluggy._hooks", "HookCaller.__call__ _HookCaller.__call__"),
     ("pluggy._caller", "HookCaller.__call__"),
@@ -70,20 +71,20 @@ HOOKS = (
     "pytest_collection_modifyitems",
     "pytest_collection_finish",
 )
-MOST_ODD = 50
-MOST_LOOKED = 500  # functions behind one test
+MAX_REPORTED = 50
+MAX_VISITED = 500  # objects behind one test
 
 
-def _pen(key, path):
-    """What signs and writes one line. Everything it uses is taken now."""
+def _make_signed_writer(key, path):
+    """Return a function that signs and appends one record. Everything it uses is captured now."""
     signed, dumps = hmac.new(key, b"", hashlib.sha256), json.dumps
     open_, write, close, getpid = os.open, os.write, os.close, os.getpid
     flags, owner, last = os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.getpid(), [b""]
 
-    def say(**record):
+    def record(**fields):
         if getpid() != owner:  # a test forked
             return
-        line = dumps(record, sort_keys=True).encode("utf-8", "backslashreplace")
+        line = dumps(fields, sort_keys=True).encode("utf-8", "backslashreplace")
         mac = signed.copy()
         mac.update(last[0] + line)
         last[0] = mac.hexdigest().encode()
@@ -93,13 +94,13 @@ def _pen(key, path):
         finally:
             close(file)
 
-    return say
+    return record
 
 
-def _original():
-    """Where each thing is found, what it is now, and the code that it has."""
+def _snapshot():
+    """Return where each guarded thing is found, its present value, and its code."""
     known = []
-    for module, names in PATCHED:
+    for module, names in GUARDED:
         try:
             __import__(module)
         except ImportError:
@@ -112,63 +113,63 @@ def _original():
     for name, value in list(vars(unittest.TestCase).items()):
         if name.startswith(("assert", "fail", "run", "_call")) and callable(value):
             known.append(("unittest.TestCase." + name, unittest.TestCase, name, value))
-    return [(name, place, attribute, value, _code(value)) for name, place, attribute, value in known]
+    return [(name, place, attribute, value, _code_of(value)) for name, place, attribute, value in known]
 
 
-def _code(value):
+def _code_of(value):
     value = value.fget if isinstance(value, property) else value
     return getattr(getattr(value, "__func__", value), "__code__", None)
 
 
-def _part(one, name):
+def _get(one, name):
     try:
         return getattr(one, name, None)
-    except Exception:  # what a test's code makes of it
+    except Exception:  # a test's own __getattr__ may raise anything
         return None
 
 
-def _behind(value):
-    """All functions' code that is reached from what is about to be called: decorators keep what they decorate in one of these."""
-    seen, queue, found = {}, [value], []  # by id, and kept: ids are used again
-    while queue and len(seen) < MOST_LOOKED:
+def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
+    """Return the code of all functions reachable from what is about to be called, through the places where decorators keep functions."""
+    seen, queue, found = {}, [value], []  # `seen` keeps the objects alive, because ids are reused
+    while queue and len(seen) < most:
         one = queue.pop(0)
-        if id(one) in seen or isinstance(one, (type, type(sys), str, bytes, int)):
+        if id(one) in seen or isinstance(one, (type, module_type, str, bytes, int)):
             continue
         seen[id(one)] = one
-        code = _part(one, "__code__")
+        code = get(one, "__code__")
         if code is not None:
             found.append(code)
-        for cell in _part(one, "__closure__") or ():
+        for cell in get(one, "__closure__") or ():
             try:
                 queue.append(cell.cell_contents)
-            except ValueError:  # nothing in it yet
+            except ValueError:  # an empty cell
                 pass
-        inner = [_part(one, name) for name in ("__func__", "__wrapped__", "func", "inner_test", "hypothesis")]
-        inner += _part(one, "__defaults__") or ()
-        inner += (_part(one, "__kwdefaults__") or {}).values()
+        inner = [get(one, name) for name in ("__func__", "__wrapped__", "func", "inner_test", "hypothesis")]
+        inner += get(one, "__defaults__") or ()
+        inner += (get(one, "__kwdefaults__") or {}).values()
         if isinstance(one, (list, tuple)):
             inner += one[:20]
         elif callable(one) and code is None:
-            inner += list((_part(one, "__dict__") or {}).values())[:20]
+            inner += list((get(one, "__dict__") or {}).values())[:20]
             inner.append(getattr(type(one), "__call__", None))
         queue += [each for each in inner if each is not None]
     return found
 
 
-def _own(folder, tests):
-    """Whether it is a test's own function that is about to run, and not something in its place. `tests`: files that no agent changes."""
+def _ownership_check(folder, tests):
+    """Return a check that a test's own function is about to run, not something in its place. `tests`: files that no agent changes."""
     real, join, search, escape, open_ = os.path.realpath, os.path.join, re.search, re.escape, open
-    behind, code_of = _behind, _code
+    reachable, code_of = _reachable_code, _code_of
     tests, folder, texts = frozenset(real(join(folder, one)) for one in tests), real(folder) + os.sep, {}
 
     def defines(file, name):
-        """Not so where a test is made by other code: nobody knows the names of its functions then."""
+        """Tell whether the file defines a function of that name. A generated test's function has an unknown name."""
         if file not in texts:
             with open_(file, "rb") as source:
                 texts[file] = source.read().decode("utf-8", "replace")
         return search(r"\bdef\s+" + escape(name) + r"\b", texts[file]) is not None
 
-    def own(item, root):
+    def is_own(item, root):
         path, _, rest = str(item.nodeid).partition("::")
         mine, name = real(join(root, path)), rest.partition("[")[0].rpartition("::")[2]
         for each in type(item).__mro__:
@@ -177,18 +178,18 @@ def _own(folder, tests):
                 return False
         if "runtest" in vars(item):
             return False
-        made = not defines(mine, name)
-        for code in behind(item.obj):
+        generated = not defines(mine, name)
+        for code in reachable(item.obj):
             file = real(join(root, code.co_filename))
-            if (file == mine or file in tests) and (code.co_name == name or (made and not defines(file, name))):
+            if (file == mine or file in tests) and (code.co_name == name or (generated and not defines(file, name))):
                 return True
         return False
 
-    return own
+    return is_own
 
 
 def _safe(hook):
-    """A hook that fails must not fail the run."""
+    """Wrap a hook so that its failure does not fail the run."""
 
     def safely(*given):
         try:
@@ -200,78 +201,80 @@ def _safe(hook):
 
 
 class _Plugin(object):
-    """What pytest sees. Its hooks are closures, so that nobody comes by their state by accident."""
+    """The plugin that pytest sees. Its hooks are closures, so that other code does not reach their state by accident."""
 
 
-def _witness(say, place, tests):
-    import pytest
-
-    plugin = _Plugin()
-    known, own = _original(), _own(place, tests)
+def _tampering_checks(record, plugin, place):
+    """Return two checks that report what was changed or inserted since now: of pytest itself, and around one test."""
+    known, hooks, most = _snapshot(), HOOKS, MAX_REPORTED
     folders = (os.path.realpath(place) + os.sep, place.rstrip(os.sep) + os.sep, os.getcwd() + os.sep)
-    functions = pytest.Function
-    join_, relative, sep = os.path.join, os.path.relpath, os.sep
-    hooks, most = HOOKS, MOST_ODD
-    started, others = os.getcwd(), set()
-    variables, code_of, name_of = vars, _code, os.path.basename
-    called, reported, told, names, configs = {}, {}, set(), set(), []
-    skipped, expected = (pytest.skip.Exception, unittest.SkipTest), pytest.xfail.Exception
+    variables, code_of, name_of, sep = vars, _code_of, os.path.basename, os.sep
+    reported = set()
 
-    def odd(what):
-        if what not in told and len(told) < most:
-            told.add(what)
-            say(odd=what)
+    def report(what):
+        if what not in reported and len(reported) < most:
+            reported.add(what)
+            record(odd=what)
 
-    def look(config):
-        """Whether all that decides about an outcome is what it was."""
-        for name, place, attribute, value, code in known:
-            if variables(place).get(attribute) is not value or code_of(value) is not code:
-                odd(name)
+    def check_pytest(config):
+        """Check that all that decides about an outcome is what it was."""
+        for name, owner, attribute, value, code in known:
+            if variables(owner).get(attribute) is not value or code_of(value) is not code:
+                report(name)
         for name in hooks:
-            hook = getattr(
-                config.pluginmanager.hook, name, None
-            )  # some of `config.hook` are only wrappers, in pytest 7 and 8
+            # Some of `config.hook` are only wrappers, in pytest 7 and 8.
+            hook = getattr(config.pluginmanager.hook, name, None)
             for one in hook.get_hookimpls() if hook is not None else ():
                 file = getattr(code_of(one.function), "co_filename", "")
                 if not file.startswith(sep) or (file.startswith(folders) and name_of(file) != "conftest.py"):
-                    within = [one for one in folders if file.startswith(one)][:1]
-                    odd(name + " of " + (file[len(within[0]) :] if within else file or "no file"))
+                    within = [folder for folder in folders if file.startswith(folder)][:1]
+                    report(name + " of " + (file[len(within[0]) :] if within else file or "no file"))
 
-    def looked_through(item):
-        """Nobody stands between the test and us."""
+    def check_wrappers(item):
+        """Check that nothing stands between the test and our hook."""
         around = [
             one
             for one in item.ihook.pytest_runtest_call.get_hookimpls()
             if one.hookwrapper or getattr(one, "wrapper", False)
         ]
         if around and around[0].plugin is not plugin:
-            odd("pytest_runtest_call is wrapped by " + str(around[0].plugin_name))
+            report("pytest_runtest_call is wrapped by " + str(around[0].plugin_name))
+
+    return check_pytest, check_wrappers
+
+
+def _test_names(configs):
+    """Return two functions: pytest's root folder, and a test's name as pytest's summary has it, from where pytest was started."""
+    join, relative, sep, started = os.path.join, os.path.relpath, os.sep, os.getcwd()
 
     def root():
         return str(getattr(configs[0], "rootpath", None) or configs[0].rootdir)
 
     def name_in_log(nodeid):
-        """As pytest's summary has it: from where it was started."""
         path, colons, rest = str(nodeid).partition("::")
         top = root()
-        return (path if top == started else relative(join_(top, path), started).replace(sep, "/")) + colons + rest
+        return (path if top == started else relative(join(top, path), started).replace(sep, "/")) + colons + rest
 
-    def looked_at(item):
-        """What is about to run."""
-        others.discard(item.nodeid)
+    return root, name_in_log
+
+
+def _outcome_hooks(pytest, record, configs, is_own, checks):
+    """Return what to do before and after a test's call, on its report, when it has finished, and at the end of the run."""
+    check_pytest, check_wrappers = checks
+    root, name_in_log = _test_names(configs)
+    functions = pytest.Function
+    skipped, expected = (pytest.skip.Exception, unittest.SkipTest), pytest.xfail.Exception
+    called, reported, names, replaced = {}, {}, set(), set()
+
+    def before_call(item):
+        replaced.discard(item.nodeid)
         if isinstance(item, functions):
-            others.add(item.nodeid)  # until it is known
-            if own(item, root()):
-                others.discard(item.nodeid)
-        looked_through(item)
+            replaced.add(item.nodeid)  # until it is known
+            if is_own(item, root()):
+                replaced.discard(item.nodeid)
+        check_wrappers(item)
 
-    @pytest.hookimpl(hookwrapper=True, trylast=True)
-    def pytest_runtest_call(item):
-        look_at(item)
-        outcome = yield
-        take_down(item, outcome)
-
-    def taken_down(item, outcome):
+    def after_call(item, outcome):
         kinds = [outcome.excinfo[0]] if outcome.excinfo else []
         kinds += [one.type for one in getattr(item, "_excinfo", None) or []]  # unittest's
         seen = "passed"
@@ -285,24 +288,14 @@ def _witness(say, place, tests):
                 break
         called[item.nodeid] = seen
 
-    look_at, take_down = _safe(looked_at), _safe(taken_down)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(report):
-        note(report)
-
-    def noted(report):
+    def on_report(report):
         if report.when == "call":
             reported[report.nodeid] = report.outcome
         elif report.when == "setup" and report.outcome != "passed":
             called[report.nodeid] = reported[report.nodeid] = report.outcome
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logfinish(nodeid):
-        finish(nodeid)
-
-    def finished(nodeid):
-        look(configs[0])
+    def on_finish(nodeid):
+        check_pytest(configs[0])
         seen, by_pytest = called.pop(nodeid, None), reported.pop(nodeid, None)
         if seen is None:  # it ran in another process
             return
@@ -310,43 +303,70 @@ def _witness(say, place, tests):
             seen = "failed"
         name = name_in_log(nodeid)
         names.add(name)
-        say(test=name, outcome=seen, other=nodeid in others)
+        record(test=name, outcome=seen, other=nodeid in replaced)
 
-    def ended():
-        look(configs[0])
-        say(end=len(names))
+    def on_end():
+        check_pytest(configs[0])
+        record(end=len(names))
 
-    note, finish, end = _safe(noted), _safe(finished), _safe(ended)
+    return _safe(before_call), _safe(after_call), _safe(on_report), _safe(on_finish), _safe(on_end)
+
+
+def _add_hooks(pytest, plugin, before_call, after_call, on_report, on_finish, on_end):
+    """Give the plugin its hooks. Each of these functions never raises."""
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_call(item):
+        before_call(item)
+        outcome = yield
+        after_call(item, outcome)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(report):
+        on_report(report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logfinish(nodeid):
+        on_finish(nodeid)
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_sessionfinish():
         yield
-        end()
+        on_end()
 
     for hook in (pytest_runtest_call, pytest_runtest_logreport, pytest_runtest_logfinish, pytest_sessionfinish):
         setattr(plugin, hook.__name__, hook)
 
+
+def _create_witness(record, place, tests):
+    """Return a function that registers the witness with pytest."""
+    import pytest
+
+    plugin, configs = _Plugin(), []
+    checks = _tampering_checks(record, plugin, place)
+    _add_hooks(pytest, plugin, *_outcome_hooks(pytest, record, configs, _ownership_check(place, tests), checks))
+
     def join(config):
         configs.append(config)
         config.pluginmanager.register(plugin, "turngate")
-        say(begin=pytest.__version__)
+        record(begin=pytest.__version__)
 
     return join
 
 
-# ---- how it comes to be there ----
+# ---- how it is started ----
 
-_joining = []
+_pending = []
 
 
 def pytest_configure(config):
-    """This module is one of the plugins that pytest loads first. A run within the run has no witness."""
-    if _joining:
-        _joining.pop()(config)
+    """Register the witness: pytest loads this module as one of its first plugins. A pytest run within the run has no witness."""
+    if _pending:
+        _pending.pop()(config)
 
 
 def _runs_pytest():
-    """Of this process's own command line: other programs leave the key alone."""
+    """Tell whether this process runs pytest, by its command line. Other programs leave the key alone."""
     with open("/proc/self/cmdline", "rb") as file:
         words = file.read().split(b"\0")[1:]
     names = (b"pytest", b"py.test")
@@ -354,35 +374,35 @@ def _runs_pytest():
     return bool(first and first[0] in names) or any(a == b"-m" and b in names for a, b in zip(words, words[1:]))
 
 
-def _given():
-    """The working folder, and the files in it that no agent changes."""
+def _read_test_list():
+    """Return the working folder, and the files in it that no agent changes."""
     with open(HERE + "/tests", "rb") as file:
         first, _, rest = file.read().partition(b"\0")
     return os.fsdecode(first), [os.fsdecode(path) for path in rest.split(b"\0") if path]
 
 
-def take_the_stand():
-    """Take the key, and be there when pytest begins."""
+def start_witness():
+    """Take the key and prepare the witness, if this process runs pytest."""
     if not os.path.exists(HERE + "/key") or not _runs_pytest():
         return
     with open(HERE + "/key", "rb") as file:
         key = file.read()
     os.unlink(HERE + "/key")
-    folder, tests = _given()
+    folder, tests = _read_test_list()
     path, work = list(sys.path), tuple(os.path.realpath(place) + os.sep for place in (os.getcwd(), folder))
-    # Nothing of the working folder's may be taken for pytest or for a part of Python.
+    # Nothing in the working folder may be imported as pytest or as a part of Python.
     sys.path[:] = [place for place in path if place and not (os.path.realpath(place) + os.sep).startswith(work)]
     try:
         import _pytest.config
 
-        _joining.append(_witness(_pen(key, HERE + "/report"), folder, tests))
+        _pending.append(_create_witness(_make_signed_writer(key, HERE + "/report"), folder, tests))
         _pytest.config.default_plugins = tuple(_pytest.config.default_plugins) + (__name__,)
     finally:
         sys.path[:] = path
 
 
-def hand_on():
-    """The `sitecustomize` that would have been found without ours."""
+def run_next_sitecustomize():
+    """Run the `sitecustomize` that would have been found without ours."""
     import importlib.machinery
     import importlib.util
 
