@@ -268,8 +268,8 @@ def test_keys() -> None:
         ("Bearer", ""),
         ("", ""),
     ]:
-        assert chat.key({"authorization": header}, {}) == key
-    assert chat.key({}, {}) == ""
+        assert chat.read_key({"authorization": header}, {}) == key
+    assert chat.read_key({}, {}) == ""
 
 
 def test_template_arguments() -> None:
@@ -331,7 +331,7 @@ USAGE = Usage(10, 3)
 
 
 def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE) -> Json:
-    return json.loads(chat.whole(decoded(), Done(finish, message, usage, 1)))
+    return json.loads(chat.encode_reply(decoded(), Done(finish, message, usage, 1)))
 
 
 def test_a_whole_reply() -> None:
@@ -366,7 +366,7 @@ def test_usage_that_is_not_known_is_null() -> None:
 
 
 def streamed(*events: Any, **body: Json) -> list[Json]:
-    encoder = chat.stream(decoded(stream=True, **body))
+    encoder = chat.open_stream(decoded(stream=True, **body))
     data = encoder.begin() + b"".join(encoder.event(event) for event in events)
     *parts, rest = data.decode().split("\n\n")
     assert rest == "" and all(part.startswith("data: ") and "\n" not in part for part in parts)
@@ -421,13 +421,13 @@ def test_a_streamed_reply_with_usage() -> None:
 )
 def test_errors(error: TurngateError, status: int, kind: str, code: str, retry: bool) -> None:
     body = {"error": {"message": "x", "type": kind, "param": error.param, "code": code}}
-    assert json.loads(chat.error(error)) == body and (error.status, error.retry_safe) == (status, retry)
-    in_stream = chat.stream(decoded(stream=True)).error(error)
+    assert json.loads(chat.encode_error(error)) == body and (error.status, error.retry_safe) == (status, retry)
+    in_stream = chat.open_stream(decoded(stream=True)).error(error)
     assert in_stream.startswith(b"data: ") and in_stream.endswith(b"\n\n")
     assert json.loads(in_stream.removeprefix(b"data: ")) == body
 
 
 def test_models() -> None:
-    got = json.loads(chat.models(["a", "b"], 5))
+    got = json.loads(chat.encode_models(["a", "b"], 5))
     assert got["object"] == "list" and [m["id"] for m in got["data"]] == ["a", "b"]
     assert got["data"][0] == {"id": "a", "object": "model", "created": 5, "owned_by": "turngate"}

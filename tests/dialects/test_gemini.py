@@ -552,18 +552,18 @@ def test_counting_takes_either_form() -> None:
         got = decoded({name: inner}, verb="count")
         assert len(got.history.raws) == 2 and got.tools is not None
     assert len(decoded(verb="count").history.raws) == 1
-    assert json.loads(gemini.count(7)) == {
+    assert json.loads(gemini.encode_count(7)) == {
         "totalTokens": 7,
         "promptTokensDetails": [{"modality": "TEXT", "tokenCount": 7}],
     }
 
 
 def test_keys() -> None:
-    assert gemini.key({"x-goog-api-key": " abc "}, {}) == "abc"
-    assert gemini.key({}, {"key": "abc", "alt": "sse"}) == "abc"
-    assert gemini.key({"authorization": "Bearer abc"}, {}) == "abc"
-    assert gemini.key({"x-goog-api-key": "a", "authorization": "Bearer b"}, {"key": "c"}) == "a"
-    assert gemini.key({}, {}) == ""
+    assert gemini.read_key({"x-goog-api-key": " abc "}, {}) == "abc"
+    assert gemini.read_key({}, {"key": "abc", "alt": "sse"}) == "abc"
+    assert gemini.read_key({"authorization": "Bearer abc"}, {}) == "abc"
+    assert gemini.read_key({"x-goog-api-key": "a", "authorization": "Bearer b"}, {"key": "c"}) == "a"
+    assert gemini.read_key({}, {}) == ""
 
 
 def test_what_a_client_says_about_its_retries_and_itself() -> None:
@@ -705,7 +705,7 @@ THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
 
 
 def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE, **fields: Json) -> Json:
-    return json.loads(gemini.whole(decoded(**fields), Done(finish, message, usage, 1)))
+    return json.loads(gemini.encode_reply(decoded(**fields), Done(finish, message, usage, 1)))
 
 
 def parts(message: Message, **fields: Json) -> Json:
@@ -796,7 +796,7 @@ def test_arguments_that_are_no_object_come_back_as_they_were(arguments: str) -> 
 )
 def test_arguments_are_passed_on_as_the_model_wrote_them(arguments: str) -> None:
     made = ToolCall("c1", "f", arguments)
-    data = gemini.whole(decoded(), Done("tool_calls", Message("assistant", tool_calls=(made,)), None))
+    data = gemini.encode_reply(decoded(), Done("tool_calls", Message("assistant", tool_calls=(made,)), None))
     assert b"\n" not in data and arguments.replace("\n", " ").replace("\r", " ").encode() in data
     [back] = model(json.loads(data)["candidates"][0]["content"]["parts"][0]).tool_calls
     assert meaning_digest((Message("assistant", tool_calls=(back,)),), {}) == meaning_digest(
@@ -805,7 +805,7 @@ def test_arguments_are_passed_on_as_the_model_wrote_them(arguments: str) -> None
 
 
 def streamed(*events: Any, sse: bool = True, **fields: Json) -> Json:
-    encoder = gemini.stream(decoded(verb="stream", query={"alt": "sse"} if sse else {}, **fields))
+    encoder = gemini.open_stream(decoded(verb="stream", query={"alt": "sse"} if sse else {}, **fields))
     data = (encoder.begin() + b"".join(encoder.event(event) for event in events)).decode()
     if not sse:
         assert encoder.media == "application/json; charset=UTF-8"
@@ -858,7 +858,7 @@ def test_a_streamed_reply(sse: bool) -> None:
 def test_thoughts_are_shown_only_to_those_who_want_them() -> None:
     chunks = streamed(*EVENTS)
     assert not any(p.get("thought") for c in chunks for p in c["candidates"][0]["content"]["parts"])
-    encoder = gemini.stream(decoded(verb="stream", query={"alt": "sse"}))
+    encoder = gemini.open_stream(decoded(verb="stream", query={"alt": "sse"}))
     assert encoder.event(Delta("reasoning", "x")) == b"" and encoder.begin() == b""
 
 
@@ -885,7 +885,7 @@ def test_signatures_of_a_provider_in_a_stream() -> None:
 def test_signs_of_life_are_white_space() -> None:
     """The Python SDK fails on comments, and drops a reply that has a chunk without parts."""
     for query in ({"alt": "sse"}, {}):
-        encoder = gemini.stream(decoded(verb="stream", query=query))
+        encoder = gemini.open_stream(decoded(verb="stream", query=query))
         assert encoder.event(KeepAlive()).strip() == b"" != encoder.event(KeepAlive())
     silent = streamed(KeepAlive(), KeepAlive(), Done("stop", Message("assistant"), None), sse=False)
     assert len(silent) == 1
@@ -915,23 +915,23 @@ def test_signs_of_life_are_white_space() -> None:
     ],
 )
 def test_errors(error: TurngateError, code: int, status: str) -> None:
-    body = json.loads(gemini.error(error))
-    assert (body["error"]["code"], body["error"]["status"], gemini.status(error)) == (code, status, code)
+    body = json.loads(gemini.encode_error(error))
+    assert (body["error"]["code"], body["error"]["status"], gemini.error_status(error)) == (code, status, code)
     if not isinstance(error, ContextOverflow):
         assert "x" in body["error"]["message"]
     assert not gemini.sends_in_stream(error)
     # In a stream of events it is a bare object, which is how the SDKs know it.
-    in_stream = gemini.stream(decoded(verb="stream", query={"alt": "sse"})).error(error)
+    in_stream = gemini.open_stream(decoded(verb="stream", query={"alt": "sse"})).error(error)
     assert in_stream.startswith(b'{"error":') and in_stream.endswith(b"}\n\n") and json.loads(in_stream) == body
-    listed = gemini.stream(decoded(verb="stream"))
+    listed = gemini.open_stream(decoded(verb="stream"))
     assert json.loads(listed.begin() + listed.error(error)) == [body]
-    listed = gemini.stream(decoded(verb="stream"))
+    listed = gemini.open_stream(decoded(verb="stream"))
     data = listed.begin() + listed.event(Delta("content", "x")) + listed.event(KeepAlive()) + listed.error(error)
     assert json.loads(data)[1] == body
 
 
 def details(error: TurngateError) -> Json:
-    return json.loads(gemini.error(error))["error"].get("details")
+    return json.loads(gemini.encode_error(error))["error"].get("details")
 
 
 def test_what_errors_say_besides() -> None:
@@ -943,7 +943,7 @@ def test_what_errors_say_besides() -> None:
     assert details(Unauthorized("x"))[0]["reason"] == "API_KEY_INVALID"
     assert (
         "API key not valid. Please pass a valid API key."
-        in json.loads(gemini.error(Unauthorized("x")))["error"]["message"]
+        in json.loads(gemini.encode_error(Unauthorized("x")))["error"]["message"]
     )
     assert details(EngineBusy("x"))[0]["retryDelay"] == details(Stopping("x"))[0]["retryDelay"] == "1s"
     for error in (StoreError("x"), Conflict("x"), NotFound("x", param="model"), BadRequest("x"), EngineTimeout("x")):
@@ -952,7 +952,7 @@ def test_what_errors_say_besides() -> None:
 
 def test_an_overflow_reads_as_googles() -> None:
     def message(**sizes: int) -> Json:
-        return json.loads(gemini.error(ContextOverflow("x", param="messages", **sizes)))["error"]["message"]
+        return json.loads(gemini.encode_error(ContextOverflow("x", param="messages", **sizes)))["error"]["message"]
 
     assert message(limit=8192, size=9000) == (
         "The input token count (9000) exceeds the maximum number of tokens allowed (8192)."
@@ -962,9 +962,9 @@ def test_an_overflow_reads_as_googles() -> None:
 
 
 def test_models() -> None:
-    got = json.loads(gemini.models(["a", "b"], 5))["models"]
+    got = json.loads(gemini.encode_models(["a", "b"], 5))["models"]
     assert [m["name"] for m in got] == ["models/a", "models/b"]
-    assert got[0] == json.loads(gemini.model("a", 5))
+    assert got[0] == json.loads(gemini.encode_model("a", 5))
     assert set(got[0]["supportedGenerationMethods"]) == {"generateContent", "countTokens"}
 
 

@@ -491,11 +491,11 @@ def test_what_a_client_says_about_its_retries() -> None:
 
 
 def test_keys() -> None:
-    assert dialect.key({"x-api-key": " abc "}, {}) == "abc"
-    assert dialect.key({"authorization": "Bearer abc"}, {}) == "abc"
-    assert dialect.key({"x-api-key": "abc", "authorization": "Bearer other"}, {}) == "abc"
-    assert dialect.key({"x-api-key": "", "authorization": "Bearer abc"}, {}) == "abc"
-    assert dialect.key({"authorization": "Basic abc"}, {}) == dialect.key({}, {}) == ""
+    assert dialect.read_key({"x-api-key": " abc "}, {}) == "abc"
+    assert dialect.read_key({"authorization": "Bearer abc"}, {}) == "abc"
+    assert dialect.read_key({"x-api-key": "abc", "authorization": "Bearer other"}, {}) == "abc"
+    assert dialect.read_key({"x-api-key": "", "authorization": "Bearer abc"}, {}) == "abc"
+    assert dialect.read_key({"authorization": "Basic abc"}, {}) == dialect.read_key({}, {}) == ""
 
 
 def test_headers_for_a_provider_go_along() -> None:
@@ -590,7 +590,7 @@ OMITTED = {"thinking": {"type": "adaptive", "display": "omitted"}}
 
 
 def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE, stop: str = "", **body: Json) -> Json:
-    return json.loads(dialect.whole(decoded(**body), Done(finish, message, usage, 1, stop)))
+    return json.loads(dialect.encode_reply(decoded(**body), Done(finish, message, usage, 1, stop)))
 
 
 def test_a_whole_reply() -> None:
@@ -644,7 +644,7 @@ def test_why_it_stopped(finish: Any, stop: str, reason: str) -> None:
 
 
 def streamed(*events: Any, **body: Json) -> list[Json]:
-    encoder = dialect.stream(decoded(stream=True, **body))
+    encoder = dialect.open_stream(decoded(stream=True, **body))
     assert encoder.media == "text/event-stream; charset=utf-8"
     data = encoder.begin() + b"".join(encoder.event(event) for event in events)
     *parts, rest = data.decode().split("\n\n")
@@ -859,8 +859,8 @@ def test_many_tools_are_read_in_no_time() -> None:
 )
 def test_errors(error: TurngateError, status: int, kind: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": "x"}, "request_id": None}
-    assert json.loads(dialect.error(error)) == body and dialect.status(error) == status
-    in_stream = dialect.stream(decoded(stream=True)).error(error)
+    assert json.loads(dialect.encode_error(error)) == body and dialect.error_status(error) == status
+    in_stream = dialect.open_stream(decoded(stream=True)).error(error)
     assert in_stream.startswith(b"event: error\ndata: ") and in_stream.endswith(b"\n\n")
     assert json.loads(in_stream.removeprefix(b"event: error\ndata: ")) == body
     assert not dialect.sends_in_stream(error)
@@ -874,20 +874,20 @@ def test_errors(error: TurngateError, status: int, kind: str) -> None:
     ],
 )
 def test_an_overflow_is_told_in_the_words_that_agents_look_for(error: TurngateError, message: str) -> None:
-    assert json.loads(dialect.error(error))["error"] == {"type": "invalid_request_error", "message": message}
-    assert dialect.status(error) == 400
+    assert json.loads(dialect.encode_error(error))["error"] == {"type": "invalid_request_error", "message": message}
+    assert dialect.error_status(error) == 400
 
 
 def test_a_thread_is_refused_in_a_way_that_the_clients_runner_understands() -> None:
-    error = json.loads(dialect.error(refused(thread={"type": "create"})))["error"]
+    error = json.loads(dialect.encode_error(refused(thread={"type": "create"})))["error"]
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def test_models_and_counts() -> None:
-    got = json.loads(dialect.models(["a", "b"], 5))
+    got = json.loads(dialect.encode_models(["a", "b"], 5))
     assert (got["has_more"], got["first_id"], got["last_id"]) == (False, "a", "b")
     assert [m["id"] for m in got["data"]] == ["a", "b"]
-    one = json.loads(dialect.model("a", 5))
+    one = json.loads(dialect.encode_model("a", 5))
     assert (one["type"], one["display_name"], one["created_at"]) == ("model", "a", "1970-01-01T00:00:05Z")
-    assert json.loads(dialect.models([], 5))["data"] == []
-    assert json.loads(dialect.count(7)) == {"input_tokens": 7}
+    assert json.loads(dialect.encode_models([], 5))["data"] == []
+    assert json.loads(dialect.encode_count(7)) == {"input_tokens": 7}

@@ -395,8 +395,8 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 def test_earlier_responses_are_not_found_in_the_providers_words() -> None:
     error = refused(previous_response_id="resp_1")
-    body = json.loads(responses.error(error))["error"]
-    assert (responses.status(error), body["code"]) == (400, "previous_response_not_found")
+    body = json.loads(responses.encode_error(error))["error"]
+    assert (responses.error_status(error), body["code"]) == (400, "previous_response_not_found")
     assert body["param"] == "previous_response_id" and "'resp_1' not found" in body["message"]
 
 
@@ -518,7 +518,7 @@ def parsed(data: bytes) -> list[Json]:
 
 
 def streamed(*events: ReplyEvent, finish: Finish = "stop", **body: Json) -> list[Json]:
-    stream = responses.stream(decoded(**body))
+    stream = responses.open_stream(decoded(**body))
     data = stream.begin() + b"".join(stream.event(event) for event in (*events, done_of(events, finish)))
     found = parsed(data)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -532,7 +532,7 @@ def reply(*events: ReplyEvent, **body: Json) -> list[Json]:
 
 
 def whole(*events: ReplyEvent, finish: Finish = "stop", **body: Json) -> Json:
-    response = json.loads(responses.whole(decoded(**body), done_of(events, finish)))
+    response = json.loads(responses.encode_reply(decoded(**body), done_of(events, finish)))
     Response.model_validate(response)
     return response
 
@@ -638,7 +638,7 @@ def test_the_events_of_calls() -> None:
 
 
 def test_signs_of_life_are_progress() -> None:
-    stream = responses.stream(decoded())
+    stream = responses.open_stream(decoded())
     events = parsed(stream.begin() + stream.event(Delta("content", "a")) + stream.event(KeepAlive()))
     assert types(events)[-1] == "in_progress" and events[-1]["response"]["output"] == []
 
@@ -803,9 +803,9 @@ def test_whole_and_streamed_say_the_same() -> None:
 
 
 def test_counting_and_models() -> None:
-    assert json.loads(responses.count(7)) == {"object": "response.input_tokens", "input_tokens": 7}
-    assert json.loads(responses.models(["a"], 1))["data"][0]["id"] == "a"
-    assert json.loads(responses.model("a", 1))["owned_by"] == "turngate"
+    assert json.loads(responses.encode_count(7)) == {"object": "response.input_tokens", "input_tokens": 7}
+    assert json.loads(responses.encode_models(["a"], 1))["data"][0]["id"] == "a"
+    assert json.loads(responses.encode_model("a", 1))["owned_by"] == "turngate"
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -834,11 +834,11 @@ ERRORS: list[tuple[TurngateError, int, str, str, str]] = [
 
 @pytest.mark.parametrize(("error", "status", "kind", "code", "in_stream"), ERRORS)
 def test_errors_read_as_the_providers(error: TurngateError, status: int, kind: str, code: str, in_stream: str) -> None:
-    body = json.loads(responses.error(error))["error"]
-    assert (responses.status(error), body["type"], body["code"]) == (status, kind, code)
+    body = json.loads(responses.encode_error(error))["error"]
+    assert (responses.error_status(error), body["type"], body["code"]) == (status, kind, code)
     assert body["message"] and set(body) == {"message", "type", "param", "code"}
     assert responses.sends_in_stream(error) == isinstance(error, ContextOverflow)
-    stream = responses.stream(decoded())
+    stream = responses.open_stream(decoded())
     failed = [
         json.loads(block.split("data: ", 1)[1])
         for block in (stream.begin() + stream.event(Delta("content", "Hal")) + stream.error(error))
@@ -851,13 +851,13 @@ def test_errors_read_as_the_providers(error: TurngateError, status: int, kind: s
 
 
 def test_an_overflow_says_how_much_it_is_in_the_words_that_agents_look_for() -> None:
-    body = json.loads(responses.error(ContextOverflow("no", param="messages", limit=5, size=9)))["error"]
+    body = json.loads(responses.encode_error(ContextOverflow("no", param="messages", limit=5, size=9)))["error"]
     assert body["param"] == "input" and "exceeds the context window" in body["message"]
     assert "maximum context length is 5 tokens" in body["message"] and "has 9." in body["message"]
-    vague = json.loads(responses.error(ContextOverflow("no")))["error"]["message"]
+    vague = json.loads(responses.encode_error(ContextOverflow("no")))["error"]["message"]
     assert vague.endswith("try again.")
 
 
 def test_a_busy_engine_says_when_to_try_again() -> None:
-    failed = responses.stream(decoded()).error(EngineBusy("All engines are busy.")).decode()
+    failed = responses.open_stream(decoded()).error(EngineBusy("All engines are busy.")).decode()
     assert "All engines are busy. Please try again in 1s." in failed

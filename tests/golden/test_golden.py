@@ -169,7 +169,7 @@ def meaning(request: Json, body: Json) -> Json:
     except BadRequest as error:
         return error.message
     done = Done("stop", Message("assistant", "Yes.", "Hm."), Usage(2, 1))
-    answer = route(request).dialect.whole(call, done).decode()
+    answer = route(request).dialect.encode_reply(call, done).decode()
     plain = {"history": (), "tools": None, "body": b"", "reply_options": None}
     rest = {name: plain.get(name, value) for name, value in msgspec.structs.asdict(call).items()}
     return rest, history, tools, IDS.sub("", re.sub(r"\b\d{10}\b", "", answer))

@@ -76,7 +76,7 @@ class Dialect(Protocol):
     def request_id_header(self) -> str:
         """The response header in which its provider names the request; empty: none."""
 
-    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         """The secret that the caller presents; empty if none."""
 
     def decode(self, wire: WireRequest) -> Call: ...
@@ -91,22 +91,22 @@ class Dialect(Protocol):
     def stored_tools(self, raw: bytes) -> Tools:
         """Tools as a trace stores them."""
 
-    def stream(self, call: Call) -> Stream: ...
+    def open_stream(self, call: Call) -> Stream: ...
 
-    def whole(self, call: Call, done: Done) -> bytes:
+    def encode_reply(self, call: Call, done: Done) -> bytes:
         """A reply that was not asked to be streamed."""
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         """The reply to a call that only asks how many tokens its prompt has."""
 
-    def models(self, names: Sequence[str], created: int) -> bytes: ...
+    def encode_models(self, names: Sequence[str], created: int) -> bytes: ...
 
-    def model(self, name: str, created: int) -> bytes: ...
+    def encode_model(self, name: str, created: int) -> bytes: ...
 
-    def status(self, error: TurngateError) -> int:
+    def error_status(self, error: TurngateError) -> int:
         """The HTTP status under which its provider reports such an error."""
 
-    def error(self, error: TurngateError) -> bytes: ...
+    def encode_error(self, error: TurngateError) -> bytes: ...
 
     def sends_in_stream(self, error: TurngateError) -> bool:
         """Whether its provider tells such an error to a streaming caller inside a stream, even as its first word."""

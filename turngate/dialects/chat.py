@@ -178,7 +178,7 @@ class Chat:
     list_field = "messages"
     request_id_header = "x-request-id"
 
-    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         return bearer_token(headers)
 
     def decode(self, wire: WireRequest) -> Call:
@@ -224,10 +224,10 @@ class Chat:
     def stored_tools(self, raw: bytes) -> ChatTools:
         return ChatTools(raw)
 
-    def stream(self, call: Call) -> ChatStream:
+    def open_stream(self, call: Call) -> ChatStream:
         return ChatStream(call)
 
-    def whole(self, call: Call, done: Done) -> bytes:
+    def encode_reply(self, call: Call, done: Done) -> bytes:
         message: dict[str, Json] = {"role": "assistant", "content": done.message.content or None, "refusal": None}
         if done.message.reasoning:
             message["reasoning"] = message["reasoning_content"] = done.message.reasoning
@@ -240,19 +240,19 @@ class Chat:
             {**_reply_head(call, "chat.completion"), "choices": [choice], "usage": _usage_to_wire(done.usage)}
         )
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         raise AssertionError("this dialect has no route that counts")
 
-    def models(self, names: Sequence[str], created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], created: int) -> bytes:
         return encode_model_list(names, created)
 
-    def model(self, name: str, created: int) -> bytes:
+    def encode_model(self, name: str, created: int) -> bytes:
         return encode_model(name, created)
 
-    def status(self, error: TurngateError) -> int:
+    def error_status(self, error: TurngateError) -> int:
         return error.status
 
-    def error(self, error: TurngateError) -> bytes:
+    def encode_error(self, error: TurngateError) -> bytes:
         return orjson.dumps(error_body(error))
 
     def sends_in_stream(self, error: TurngateError) -> bool:

@@ -95,7 +95,7 @@ class Gemini:
     list_field = "contents"
     request_id_header = ""
 
-    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         return headers.get("x-goog-api-key", "").strip() or query.get("key", "").strip() or bearer_token(headers)
 
     def decode(self, wire: WireRequest) -> Call:
@@ -134,26 +134,26 @@ class Gemini:
     def stored_tools(self, raw: bytes) -> GeminiTools:
         return GeminiTools(raw)
 
-    def stream(self, call: Call) -> GeminiStream:
+    def open_stream(self, call: Call) -> GeminiStream:
         return GeminiStream(call)
 
-    def whole(self, call: Call, done: Done) -> bytes:
+    def encode_reply(self, call: Call, done: Done) -> bytes:
         return encode_reply(call, done)
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         return orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details})
 
-    def models(self, names: Sequence[str], created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], created: int) -> bytes:
         return orjson.dumps({"models": [_model_to_wire(name) for name in names]})
 
-    def model(self, name: str, created: int) -> bytes:
+    def encode_model(self, name: str, created: int) -> bytes:
         return orjson.dumps(_model_to_wire(name))
 
-    def status(self, error: TurngateError) -> int:
+    def error_status(self, error: TurngateError) -> int:
         return error_status(error)[0]
 
-    def error(self, error: TurngateError) -> bytes:
+    def encode_error(self, error: TurngateError) -> bytes:
         return orjson.dumps(error_body(error))
 
     def sends_in_stream(self, error: TurngateError) -> bool:

@@ -108,7 +108,7 @@ class Messages:
     list_field = "messages"
     request_id_header = "request-id"
 
-    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         return headers.get("x-api-key", "").strip() or bearer_token(headers)
 
     def decode(self, wire: WireRequest) -> Call:
@@ -166,25 +166,25 @@ class Messages:
     def stored_tools(self, raw: bytes) -> MessagesTools:
         return MessagesTools(raw)
 
-    def stream(self, call: Call) -> reply.MessagesStream:
+    def open_stream(self, call: Call) -> reply.MessagesStream:
         return reply.MessagesStream(call)
 
-    def whole(self, call: Call, done: Done) -> bytes:
+    def encode_reply(self, call: Call, done: Done) -> bytes:
         return reply.encode_reply(call, done)
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         return orjson.dumps({"input_tokens": tokens})
 
-    def models(self, names: Sequence[str], created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], created: int) -> bytes:
         return reply.encode_models(names, created)
 
-    def model(self, name: str, created: int) -> bytes:
+    def encode_model(self, name: str, created: int) -> bytes:
         return reply.encode_model(name, created)
 
-    def status(self, error: TurngateError) -> int:
+    def error_status(self, error: TurngateError) -> int:
         return reply.status_and_type(error)[0]
 
-    def error(self, error: TurngateError) -> bytes:
+    def encode_error(self, error: TurngateError) -> bytes:
         return reply.error_body(error)
 
     def sends_in_stream(self, error: TurngateError) -> bool:

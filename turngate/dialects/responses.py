@@ -108,7 +108,7 @@ class Responses:
     list_field = "input"
     request_id_header = "x-request-id"
 
-    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
+    def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
         return bearer_token(headers)
 
     def decode(self, wire: WireRequest) -> Call:
@@ -161,25 +161,25 @@ class Responses:
     def stored_tools(self, raw: bytes) -> ResponsesTools:
         return ResponsesTools.from_stored(raw)
 
-    def stream(self, call: Call) -> ResponsesStream:
+    def open_stream(self, call: Call) -> ResponsesStream:
         return ResponsesStream(call)
 
-    def whole(self, call: Call, done: Done) -> bytes:
+    def encode_reply(self, call: Call, done: Done) -> bytes:
         return ResponsesStream(call).whole(done)
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
 
-    def models(self, names: Sequence[str], created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], created: int) -> bytes:
         return encode_model_list(names, created)
 
-    def model(self, name: str, created: int) -> bytes:
+    def encode_model(self, name: str, created: int) -> bytes:
         return encode_model(name, created)
 
-    def status(self, error: TurngateError) -> int:
+    def error_status(self, error: TurngateError) -> int:
         return error.status
 
-    def error(self, error: TurngateError) -> bytes:
+    def encode_error(self, error: TurngateError) -> bytes:
         if isinstance(error, ContextOverflow):
             return orjson.dumps(error_body(error, message=error_message(error), param="input"))
         missing = isinstance(error, NotFound) and error.param == "model"

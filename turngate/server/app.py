@@ -212,7 +212,7 @@ class Gateway:
     def _compose_starlette(self) -> Starlette:
         async def not_found(request: Request, error: Exception) -> Response:
             message = f"there is no {request.method} {redact_known(request.url.path)} here{hint_for(request)}"
-            body = dialect_of(request).error(NotFound(message))
+            body = dialect_of(request).encode_error(NotFound(message))
             return Response(body, status_code=404, media_type="application/json")
 
         routes = [

@@ -42,7 +42,7 @@ class HostToolRoutes:
 
     async def listing(self, request: Request) -> Response:
         try:
-            key = _chat.key(request.headers, {})
+            key = _chat.read_key(request.headers, {})
             session = self._auth.session(key, request.path_params.get("id"))
         except TurngateError as error:
             return error_response(error)
@@ -55,7 +55,7 @@ class HostToolRoutes:
         """One call. It may wait for the host, and stops waiting when its caller hangs up."""
         try:
             headers = parse_headers(scope)
-            session = self._auth.session(_chat.key(headers, {}), session_id)
+            session = self._auth.session(_chat.read_key(headers, {}), session_id)
             body = await _read(receive, headers)
             with DisconnectWatch(receive) as watch:
                 try:

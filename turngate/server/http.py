@@ -47,7 +47,7 @@ async def _chunks(answer: bytes) -> AsyncIterator[bytes]:
 
 
 def error_response(error: TurngateError) -> Response:
-    return Response(_chat.error(error), status_code=error.status, media_type="application/json")
+    return Response(_chat.encode_error(error), status_code=error.status, media_type="application/json")
 
 
 async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateError] = BadRequest) -> T:
@@ -89,7 +89,7 @@ def find_too_deep(raw: bytes) -> str | None:
 
 def bearer_key(request: Request) -> str:
     """The key that a request carries."""
-    return _chat.key(request.headers, {})
+    return _chat.read_key(request.headers, {})
 
 
 def int_param(request: Request, name: str, default: int | None = None) -> int | None:

@@ -71,7 +71,7 @@ class ModelCalls:
         dialect = found.dialect
         try:
             headers, query = parse_headers(scope), parse_query(scope)
-            key = dialect.key(headers, query)
+            key = dialect.read_key(headers, query)
             if prime and session_id is not None and self._auth.trusts(key, client_host(scope)):
                 session = self._sessions.find(session_id)
             else:
@@ -139,16 +139,18 @@ class ModelCalls:
             await self._turns.take(session, call, keep, timing)
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
-                await respond(send, 200, dialect.whole(call, done), _request_id_header(dialect))
+                await respond(send, 200, dialect.encode_reply(call, done), _request_id_header(dialect))
 
     async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch) -> None:
         with _CancellationReason(session, watch):
-            await respond(send, 200, dialect.count(await self._turns.count(session, call)), _request_id_header(dialect))
+            await respond(
+                send, 200, dialect.encode_count(await self._turns.count(session, call)), _request_id_header(dialect)
+            )
 
     async def _stream(
         self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
     ) -> None:
-        encoder = dialect.stream(call)
+        encoder = dialect.open_stream(call)
         headers = [(b"content-type", encoder.media.encode()), *_request_id_header(dialect)]
 
         async def tell(events: Sequence[ReplyEvent]) -> None:
@@ -234,7 +236,7 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
         headers.append((b"retry-after", b"1"))
     if error.status >= 500:
         log.warning("%s error: %s", error.boundary, error.message)
-    await respond(send, dialect.status(error), dialect.error(error), headers)
+    await respond(send, dialect.error_status(error), dialect.encode_error(error), headers)
 
 
 def _request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:

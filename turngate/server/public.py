@@ -76,16 +76,18 @@ class PublicRoutes:
     async def models(self, request: Request) -> Response:
         dialect = dialect_of(request)
         try:
-            names = await self._model_names(dialect.key(request.headers, request.query_params), request)
+            names = await self._model_names(dialect.read_key(request.headers, request.query_params), request)
             name = request.path_params.get("model")
             if name is not None:
                 if name not in names:
                     raise NotFound(f"The model {name!r} does not exist", param="model")
-                return Response(dialect.model(name, self._started), media_type="application/json")
-            listing = dialect.models(list(dict.fromkeys(names)), self._started)
+                return Response(dialect.encode_model(name, self._started), media_type="application/json")
+            listing = dialect.encode_models(list(dict.fromkeys(names)), self._started)
             return Response(listing, media_type="application/json")
         except TurngateError as error:
-            return Response(dialect.error(error), status_code=dialect.status(error), media_type="application/json")
+            return Response(
+                dialect.encode_error(error), status_code=dialect.error_status(error), media_type="application/json"
+            )
 
     async def _model_names(self, key: str, request: Request) -> list[str]:
         name = self._model

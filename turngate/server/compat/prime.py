@@ -60,7 +60,7 @@ class PrimeRoutes:
     def _route(self, path_: str, method: str, endpoint: Endpoint) -> Route:
         async def guarded(request: Request) -> Response:
             try:
-                key = _chat.key(request.headers, {})
+                key = _chat.read_key(request.headers, {})
                 if not self._auth.trusts(key, request.client.host if request.client else ""):
                     self._auth.require_admin(key)
                 return await endpoint(request)

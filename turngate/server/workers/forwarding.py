@@ -143,7 +143,7 @@ class ForwardingApp:
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
         found = self._paths.match(scope["path"])
         dialect = found.dialect if found is not None else dialect_of(Request(scope))
-        key = dialect.key(parse_headers(scope), parse_query(scope))
+        key = dialect.read_key(parse_headers(scope), parse_query(scope))
         session_id = self._gateway.sessions.find_id_by_secret(key) if key else None
         return self._shard.number if session_id is None else self._shard.owner(session_id)
 
@@ -153,7 +153,7 @@ class ForwardingApp:
             return self._gateway.page.login.opens(Request(scope).cookies.get(COOKIE, "")) is not None
         found = self._paths.match(SESSION_PREFIX.sub("", scope["path"]))
         dialect = found.dialect if found is not None else dialect_of(Request(scope))
-        key = dialect.key(parse_headers(scope), parse_query(scope))
+        key = dialect.read_key(parse_headers(scope), parse_query(scope))
         auth = self._gateway.auth
         if auth.is_admin(key) or auth.trusts(key, client_host(scope)):
             return True
